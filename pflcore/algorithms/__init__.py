@@ -76,7 +76,7 @@ from pflcore.algorithms._relations import (
 )
 from pflcore.algorithms._waffle import Scaffold, Waffle, WeightErosion
 from pflcore.check import require
-from pflcore.data._ragged import to_device
+from pflcore._device import to_device
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,

@@ -49,7 +49,7 @@ from pflcore.check import (
 )
 from pflcore.data._federation import Federation
 from pflcore.data._inputs import IGNORED_LABEL
-from pflcore.data._ragged import to_device
+from pflcore._device import to_device
 from pflcore.nn._context import forward_context, forward_state
 from pflcore.train import Clients, Fit, Net, Objective
 from pflcore.train._clients import Predict, predict_row

@@ -38,7 +38,7 @@ from pflcore.algorithms._protocol import (
     squared_norms,
 )
 from pflcore.check import NonNegativeFloat, NonNegativeInt, PositiveInt, Weighting
-from pflcore.data._ragged import to_device
+from pflcore._device import to_device
 from pflcore.train import Clients, Net
 from pflcore.train._random import generator_of
 

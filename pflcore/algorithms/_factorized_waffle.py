@@ -40,7 +40,7 @@ from pflcore.algorithms._protocol import (
     map_rows,
 )
 from pflcore.check import NonNegativeFloat, PositiveFloat, PositiveInt, Weighting
-from pflcore.data._ragged import to_device
+from pflcore._device import to_device
 from pflcore.nn._factorized import Init, factorize, factorized_layers
 from pflcore.ops._sums import running_sums
 from pflcore.train import Clients, Fit, Net

@@ -45,7 +45,7 @@ from pflcore.check import (
     Weighting,
     reject,
 )
-from pflcore.data._ragged import to_device
+from pflcore._device import to_device
 from pflcore.train import Clients, Net, Objective
 
 Defence = Literal["clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust"]

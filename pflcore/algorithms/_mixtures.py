@@ -48,7 +48,8 @@ from pflcore.check import (
     UnitFloat,
     Weighting,
 )
-from pflcore.data._ragged import Ragged, to_device
+from pflcore.data._ragged import Ragged
+from pflcore._device import to_device
 from pflcore.nn._context import forward_state
 from pflcore.ops._sums import scatter_add
 from pflcore.train import Clients, Net, Objective

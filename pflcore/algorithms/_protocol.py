@@ -28,7 +28,7 @@ from typing_extensions import dataclass_transform
 from pflcore import ops
 from pflcore.check import check_fields, reject, warn_caller
 from pflcore.data._federation import Federation
-from pflcore.data._ragged import to_device
+from pflcore._device import to_device
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train._random import generator_of
 

@@ -50,7 +50,7 @@ from pflcore.check import (
     reject,
     warn_caller,
 )
-from pflcore.data._ragged import to_device
+from pflcore._device import to_device
 from pflcore.train import Clients, Net, Objective
 
 

@@ -44,7 +44,8 @@ from pflcore.data._meaning import (
     merge_inputs,
 )
 from pflcore.data._partition import Partition
-from pflcore.data._ragged import Ragged, to_device
+from pflcore.data._ragged import Ragged
+from pflcore._device import to_device
 from pflcore.data._samples import SPLITS, ClientSamples, Scaling
 
 PerClientData = Annotated[

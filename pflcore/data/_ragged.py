@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pflcore._device import to_device
+
 Ints = NDArray[np.int64]
 Random = np.random.RandomState
 
@@ -98,21 +100,6 @@ class Ragged(Sequence[Tensor]):
     def to(self, device: str | torch.device) -> Ragged:
         """The same lists on ``device``."""
         return Ragged(self.flat.to(device), self.size)
-
-
-def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """The tensor `t` [...] on `device`: itself where it is there, else a copy.
-
-    For small tensors, such as a cohort's ids: to a GPU they go through pinned memory,
-    so that the caller does not wait for the copy.
-    """
-    if t.device == device:
-        return t
-    if device.type != "cuda" or t.device.type != "cpu":
-        return t.to(device)
-    # Pinning starts CUDA on the current card, which is the first one by default.
-    with torch.cuda.device(device):
-        return t.pin_memory().to(device, non_blocking=True)
 
 
 def seeded_stream(seed: int, name: str) -> Random:

@@ -22,7 +22,8 @@ from pflcore.data._inputs import (
     mask_labels,
     to_inputs,
 )
-from pflcore.data._ragged import Ragged, to_device
+from pflcore.data._ragged import Ragged
+from pflcore._device import to_device
 
 SPLITS = ("train", "val", "test")
 

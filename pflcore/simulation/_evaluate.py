@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import checked, require
-from pflcore.data._ragged import to_device
+from pflcore._device import to_device
 from pflcore.metrics import Metric, measured_by
 from pflcore.simulation.round import RunConfig, State, client_rows
 from pflcore.train import Clients

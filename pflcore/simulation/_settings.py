@@ -26,7 +26,7 @@ from pflcore.check import (
     require,
 )
 from pflcore.data._federation import Federation
-from pflcore.data._ragged import to_device
+from pflcore._device import to_device
 from pflcore.metrics import Metric
 from pflcore.simulation._uploads import CohortResult, update_origins
 from pflcore.train._random import generator_of

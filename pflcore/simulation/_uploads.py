@@ -26,7 +26,7 @@ from pflcore.algorithms._protocol import (
     Traits,
     squared_norms,
 )
-from pflcore.data._ragged import to_device
+from pflcore._device import to_device
 
 
 class CohortResult(NamedTuple):

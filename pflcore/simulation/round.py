@@ -49,7 +49,7 @@ from pflcore.check import (
     summarize,
     warn_caller,
 )
-from pflcore.data._ragged import to_device
+from pflcore._device import to_device
 from pflcore.metrics import human_bytes
 from pflcore.simulation._settings import Robustness
 from pflcore.simulation._signals import defer_signals

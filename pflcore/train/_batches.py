@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pflcore.data._federation import Federation
-from pflcore.data._ragged import to_device
+from pflcore._device import to_device
 from pflcore.train._random import client_seeds, client_shuffles
 from pflcore.train._training import Training
 

@@ -16,15 +16,16 @@ from pflcore.check import install_command
 PACKAGE = ROOT / "pflcore"
 # from the ground up: each room, and the rooms below it that it imports
 HOUSE = """\
+_device:
 check:
 ops: check
 metrics: check
-data: check
+data: _device check
 nn: check ops
 results: check metrics
-train: check ops metrics data nn
-algorithms: check ops data nn train
-simulation: check ops metrics data nn results train algorithms
+train: _device check ops metrics data nn
+algorithms: _device check ops data nn train
+simulation: _device check ops metrics data nn results train algorithms
 interop: check ops data train algorithms simulation
 testing: check data train algorithms simulation
 tuning: check metrics data train algorithms results simulation
