@@ -13,6 +13,7 @@ from dataclasses import fields
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from pflcore._device import to_device
 from pflcore.algorithms._adaptation import (
     FedBABU,
     FedBN,
@@ -76,7 +77,6 @@ from pflcore.algorithms._relations import (
 )
 from pflcore.algorithms._waffle import Scaffold, Waffle, WeightErosion
 from pflcore.check import require
-from pflcore._device import to_device
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,

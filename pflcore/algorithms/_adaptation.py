@@ -26,6 +26,7 @@ from torch.nn import CrossEntropyLoss
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pflcore import ops
+from pflcore._device import to_device
 from pflcore.algorithms._fedavg import FedAvg, FedOpt, FedProx
 from pflcore.algorithms._protocol import (
     GradientFn,
@@ -49,7 +50,6 @@ from pflcore.check import (
 )
 from pflcore.data._federation import Federation
 from pflcore.data._inputs import IGNORED_LABEL
-from pflcore._device import to_device
 from pflcore.nn._context import forward_context, forward_state
 from pflcore.train import Clients, Fit, Net, Objective
 from pflcore.train._clients import Predict, predict_row

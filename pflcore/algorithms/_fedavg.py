@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
+from pflcore._device import to_device
 from pflcore.algorithms._protocol import (
     Algorithm,
     Cohort,
@@ -45,7 +46,6 @@ from pflcore.check import (
     Weighting,
     reject,
 )
-from pflcore._device import to_device
 from pflcore.train import Clients, Net, Objective
 
 Defence = Literal["clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust"]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
+from pflcore._device import to_device
 from pflcore.algorithms._fedavg import FedAvg
 from pflcore.algorithms._protocol import (
     Algorithm,
@@ -49,7 +50,6 @@ from pflcore.check import (
     Weighting,
 )
 from pflcore.data._ragged import Ragged
-from pflcore._device import to_device
 from pflcore.nn._context import forward_state
 from pflcore.ops._sums import scatter_add
 from pflcore.train import Clients, Net, Objective

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
+from pflcore._device import to_device
 from pflcore.algorithms._clusters import cosine_matrix
 from pflcore.algorithms._protocol import (
     Algorithm,
@@ -50,7 +51,6 @@ from pflcore.check import (
     reject,
     warn_caller,
 )
-from pflcore._device import to_device
 from pflcore.train import Clients, Net, Objective
 
 

@@ -13,6 +13,7 @@ import annotated_types as at
 import torch
 from torch import Tensor
 
+from pflcore._device import to_device
 from pflcore.algorithms._protocol import Tensors, Traits
 from pflcore.check import (
     Ids,
@@ -26,7 +27,6 @@ from pflcore.check import (
     require,
 )
 from pflcore.data._federation import Federation
-from pflcore._device import to_device
 from pflcore.metrics import Metric
 from pflcore.simulation._uploads import CohortResult, update_origins
 from pflcore.train._random import generator_of

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pflcore._device import to_device
 from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
@@ -49,7 +50,6 @@ from pflcore.check import (
     summarize,
     warn_caller,
 )
-from pflcore._device import to_device
 from pflcore.metrics import human_bytes
 from pflcore.simulation._settings import Robustness
 from pflcore.simulation._signals import defer_signals

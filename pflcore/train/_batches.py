@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.data._federation import Federation
 from pflcore._device import to_device
+from pflcore.data._federation import Federation
 from pflcore.train._random import client_seeds, client_shuffles
 from pflcore.train._training import Training
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from pflcore._device import to_device
 from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged
-from pflcore._device import to_device
 from pflcore.nn._context import forward_context
 from pflcore.ops._chain import chain_eval, chain_grad, has_kernels
 from pflcore.ops._sums import index_add

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.data._federation import Federation
 from pflcore._device import to_device
+from pflcore.data._federation import Federation
 from pflcore.nn._context import forward_context, forward_state
 from pflcore.ops._chain import chain_grad, chain_sgd_, has_kernels
 from pflcore.ops._sgd import check_sgd, clipped, corrected
