@@ -33,8 +33,8 @@ from pflcore.simulation import Simulation
 from pflcore.simulation._describe import content_digest, identity
 from pflcore.simulation._evaluate import evaluate
 from pflcore.simulation._settings import Evaluation, Hardware
+from pflcore.simulation._state import RunConfig, State, flatten_state
 from pflcore.simulation.checkpoint import Checkpoint, load, lock, save
-from pflcore.simulation.round import RunConfig, State, flatten_state
 from pflcore.train import Net, Training
 from pflcore.train._losses import default_loss
 

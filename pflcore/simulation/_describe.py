@@ -17,8 +17,8 @@ from pflcore.metrics import human_bytes
 from pflcore.ops import __version__, backend
 from pflcore.results.record import OUTLIER_RATIO, to_json
 from pflcore.simulation._setup import row_bytes
+from pflcore.simulation._state import RunConfig
 from pflcore.simulation._uploads import RoundOutcome
-from pflcore.simulation.round import RunConfig
 from pflcore.train import Net
 from pflcore.train._gpu_flags import allows_tf32
 from pflcore.train._losses import loss_name

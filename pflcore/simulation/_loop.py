@@ -46,9 +46,10 @@ from pflcore.simulation._setup import (
     training_data,
 )
 from pflcore.simulation._signals import defer_signals
+from pflcore.simulation._state import State, check_state, copy_state
 from pflcore.simulation.callbacks import Callback, check_record
 from pflcore.simulation.checkpoint import Checkpoint
-from pflcore.simulation.round import State, check_state, copy_state, sample_cohort, step
+from pflcore.simulation.round import sample_cohort, step
 from pflcore.train import Net, Training
 from pflcore.train import _memory as memory
 from pflcore.train._losses import Loss

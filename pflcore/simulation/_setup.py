@@ -16,14 +16,14 @@ from pflcore.data._protocols import mask_ignored_label, with_validation
 from pflcore.data._samples import SPLITS
 from pflcore.metrics import human_bytes
 from pflcore.ops._chain import has_kernels
-from pflcore.simulation.round import (
+from pflcore.simulation._state import (
     RunConfig,
     State,
     batch_norm_policy,
-    check_disk_space,
     initial_state,
     new_client_state,
 )
+from pflcore.simulation._storage import check_disk_space
 from pflcore.train import Net
 from pflcore.train import _memory as memory
 from pflcore.train._clients import TrainContext

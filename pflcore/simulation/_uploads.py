@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
+from pflcore._device import to_device
 from pflcore.algorithms._protocol import (
     BadUpload,
     Cohort,
@@ -26,7 +27,6 @@ from pflcore.algorithms._protocol import (
     Traits,
     squared_norms,
 )
-from pflcore._device import to_device
 
 
 class CohortResult(NamedTuple):

@@ -30,8 +30,7 @@ from pflcore.check import (
 from pflcore.results._files import atomic_write, remove_part_files
 from pflcore.results.record import to_json
 from pflcore.simulation._describe import Record, first_difference, identity
-from pflcore.simulation._uploads import non_finite_names
-from pflcore.simulation.round import (
+from pflcore.simulation._state import (
     RunConfig,
     State,
     check_state,
@@ -42,6 +41,7 @@ from pflcore.simulation.round import (
     state_dict,
     unflatten_state,
 )
+from pflcore.simulation._uploads import non_finite_names
 from pflcore.train import Net
 
 try:
