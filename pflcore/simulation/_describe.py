@@ -1,4 +1,10 @@
-"""Descriptions of a run: for its record, its checkpoint and its printed lines."""
+"""Descriptions of a run: for its record, its checkpoint and its printed lines.
+
+`Run` is the description of a whole run. The functions describe a round, an engine, a
+federation and a model.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import re
@@ -27,12 +33,12 @@ from pflcore.train._losses import loss_name
 from pflcore.train._random import STREAM_VERSION
 
 Record = dict[str, Any]
-# A digest takes rows in even distances of a tensor that has more bytes.
+# Of a tensor with more bytes, a digest takes rows in even distances.
 DIGEST_MAX_BYTES = 2**28
 # A report keeps a tensor of more numbers as a tensor, not as a list.
 REPORT_TENSOR_MIN_NUMBERS = 1000
-# Keys of a header that are no part of a run's identity: they tell where the run is
-# computed, or its identity has them in more detail.
+# Keys of a header that are not copied into a run's identity. They describe where the
+# run is computed, or the identity has them in more detail or under "made_with".
 NOT_IDENTITY = (
     "storage",
     "backend",
@@ -47,8 +53,8 @@ NOT_IDENTITY = (
     "tf32",
 )
 VERSIONS = {"pflcore": __version__, "torch": torch.__version__}
-NO_OUTLIER = [0.0, 0, 0]  # as `largest_update` returns it without updates
-# Keys of records that have the name of an attribute, of a run and of an outcome.
+NO_OUTLIER = [0.0, 0, 0]  # the result of `largest_update` without updates
+# Keys of records that are also names of an attribute: of the options, of an outcome.
 RUN_FIELDS = ("training", "clients", "rounds", "participation", "seed")
 OUTCOME_FIELDS = ("dropped", "void", "bytes_down", "bytes_up", "train_loss", "clipped")
 
@@ -219,7 +225,7 @@ def _private_parameters(alg: SplitModel, net: Net) -> list[str]:
 def describe_engine(context: TrainContext) -> Record:
     """The engine that trains the model, with the reason for it.
 
-    On a GPU it also tells whether local steps are captured as CUDA graphs.
+    On a GPU it also says whether local steps are captured as CUDA graphs.
     """
     engine = context.engine
     path = {"engine": engine.name, "form": engine.form, "why": engine.reason}
@@ -383,7 +389,7 @@ def short_digest(value: Any) -> str:
 
 
 def content_digest(value: Any) -> str:
-    """A digest of tensors, and of whatever else has a repr, in dicts and lists.
+    """A digest of tensors and of other values with a repr, in dicts and lists.
 
     Of a tensor of more than `DIGEST_MAX_BYTES` it takes rows in even distances.
     """
@@ -421,7 +427,13 @@ def _digest_bytes(tensor: Tensor) -> memoryview:
 
 
 def first_difference(there: Any, here: Any, name: str = "") -> str | None:
-    """The first difference of two descriptions in words; None where they are equal."""
+    """The first difference of two descriptions in words; None where they are equal.
+
+    Args:
+        there: The description of another run.
+        here: The description of this run.
+        name: The key under which both stand.
+    """
     if isinstance(there, dict) and isinstance(here, dict):
         for key in {**there, **here}:
             difference = first_difference(there.get(key), here.get(key), str(key))

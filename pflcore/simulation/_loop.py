@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
 
 from torch import Tensor
 
 from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._protocol import Algorithm, Stop, Tensors, check_training
 from pflcore.check import (
-    EXPECT_MODEL,
+    BatchNormPolicy,
     Fraction,
     PositiveInt,
     Seed,
@@ -36,6 +35,7 @@ from pflcore.simulation import checkpoint as store
 from pflcore.simulation._describe import Record, Run
 from pflcore.simulation._evaluate import evaluate, evaluate_clients
 from pflcore.simulation._history import History
+from pflcore.simulation._log import log_engine, log_round
 from pflcore.simulation._models import LazyModels
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._setup import (
@@ -57,7 +57,8 @@ from pflcore.train._clients import TrainContext
 from pflcore.train._losses import Loss
 from pflcore.train._validate import check_torch_modes
 
-# So many void rounds in a row end a run: with the same data and lr it cannot recover.
+# A run ends after this number of void rounds in a row: with the same data and learning
+# rate it cannot recover.
 MAX_VOID_ROUNDS = 3
 
 
@@ -65,30 +66,50 @@ MAX_VOID_ROUNDS = 3
 class Simulation:
     """One algorithm on one federation.
 
-    Where `model` is a function, what it draws comes from `seed`, whatever
-    `torch.manual_seed` it calls itself. To start from the weights that it makes
-    elsewhere, call it and give the module.
-
     >>> history = Simulation("waffle", model, data, rounds=20).run()   # doctest: +SKIP
+
+    Args:
+        algorithm: The algorithm: an instance, a class, a name, or "module:Class".
+        model: A module, a `Net` (a module with its loss), or a function that makes a
+            module. Random numbers of that function come from `seed`, whatever
+            `torch.manual_seed` it calls itself. To start from the weights that it makes
+            elsewhere, call it and give the module.
+        data: The federation.
+        training: The options of local training.
+        rounds: The number of rounds.
+        participation: The fraction of clients that take part in a round. Of N clients
+            these are max(1, floor(participation * N + 0.5)).
+        clients: The ids of the clients that may take part; None for all.
+        seed: The seed of all random numbers.
+        evaluation: When, on what and for which clients models are evaluated.
+        robustness: What is done about long updates, and clients that attack.
+        hardware: Where the run is computed.
+        batch_norm: The policy for running statistics: "average", "local", or "auto" for
+            the first that the algorithm names in its traits.
+        loss: A name, a function of (scores, y), or a module; None for the default of
+            the targets.
+
+    Attributes:
+        eligible_clients: The ids of the clients that may take part, ascending; None for
+            all.
+        eval_clients: The ids of the clients that are evaluated, ascending; None for
+            all.
+        metrics: The functions of the metrics of an evaluation, by name.
+        history: The history of the last call of `run`; None before the first one.
     """
 
-    # an instance, a class, a name, "module:Class"
     algorithm: Algorithm | type[Algorithm] | str
-    model: Annotated[ModelSource, EXPECT_MODEL]
+    model: ModelSource
     data: Federation
     training: Training = field(default_factory=Training)
     rounds: PositiveInt = 100
-    # max(1, floor(participation * N + 0.5)) clients a round
     participation: Fraction = 1.0
-    # ids of those who may take part; None: all
     clients: Tensor | Sequence[int] | None = None
     seed: Seed = 0
     evaluation: Evaluation = field(default_factory=Evaluation)
     robustness: Robustness = field(default_factory=Robustness)
     hardware: Hardware = field(default_factory=Hardware)
-    # running statistics: see `batch_norm_policy`
-    batch_norm: Literal["auto", "average", "local"] = "auto"
-    # a name, a function of (scores, y) or a module; None: by the targets
+    batch_norm: BatchNormPolicy = "auto"
     loss: Loss | None = None
 
     def __post_init__(self) -> None:
@@ -115,10 +136,11 @@ class Simulation:
         clients = None
         if self.clients is not None:
             clients = ids_of("clients", self.clients, self.data.n).sort().values
-        self.clients = self.eligible_clients = clients
+        self.clients = clients
+        self.eligible_clients = clients
         options = replace(options, data=self.data, clients=clients)
         self.eval_clients = select_eval_clients(options)
-        self.history: History | None = None  # of the last call of `run`
+        self.history: History | None = None
         # The records of all rounds up to the state, by `run` or a checkpoint.
         self._records: list[Record] = []
         config, self._state = prepare_run(options, device_of(self.hardware.device))
@@ -128,7 +150,7 @@ class Simulation:
         self.metrics = metrics_of(self.evaluation.metrics, scores_classes)
         self._run = Run(options, config, self.eval_clients, tuple(self.metrics))
 
-    # what it is ---------------------------------------------------------------
+    # the run ------------------------------------------------------------------
     @property
     def config(self) -> RunConfig:
         """The options that a round needs, on their device."""
@@ -182,13 +204,14 @@ class Simulation:
 
     # the rounds ---------------------------------------------------------------
     def iterate(self) -> Iterator[Record]:
-        """Plays the rounds, and yields the record of each.
+        """Plays the rounds that are left, and yields the record of each.
 
         The record's "eval" is None where the evaluation broke off. Where the run
-        diverges, or memory runs out ("failed"), the iteration ends early, after a
-        record with the key "stopped". The state is then that of the last round that was
-        yielded, and the run can continue from it.
+        diverges, or memory runs out, the iteration ends early, after a record with the
+        key "stopped". A lack of memory also sets "failed" in it. The state is then that
+        of the last round that was yielded, and the run can continue from it.
         """
+        log_engine(self.config.algorithm, self.context)
         while self._state.round < self.rounds:
             round = self._state.round + 1
             phase = "round"
@@ -208,8 +231,10 @@ class Simulation:
                 # An error of memory holds the round's frames with their tensors, so
                 # only its request is kept.
                 error = memory.failed_request(e) if memory.is_out_of_memory(e) else e
-            if record:  # a round that was played but not evaluated is a round
+            if record:
+                # A round that was played counts, also without its evaluation.
                 record["seconds"] = float(f"{time.perf_counter() - start:.4g}")
+                log_round(record, self.rounds, outcome)
                 yield record
             if isinstance(error, BaseException):
                 raise error
@@ -257,8 +282,8 @@ class Simulation:
     def evaluate(self, split: str) -> Tensors:
         """Evaluates each client's personalized model as it is now, values [N] float64.
 
-        See `pflcore.evaluate`. Where `evaluation.clients` was a number, the values are
-        of those clients alone, whose ids are in "clients".
+        See `pflcore.evaluate`. Where `evaluation.clients` is a number, there are only
+        values of the clients that were drawn, whose ids are in "clients".
         """
         metrics = self.metrics if split == self.evaluation.split else None
         clients = self.eval_clients
@@ -275,18 +300,19 @@ class Simulation:
     ) -> History:
         """Plays all rounds.
 
-        Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is.
-        Any other exception ends it too and is passed on; the rounds up to there are in
+        Ctrl-C, or a callback that raises `Stop`, ends the run and keeps its rounds so
+        far. Any other exception ends it too and is passed on. The rounds so far are in
         its attribute `history` and in the simulation's, and another `run()` continues
         from them.
 
         Args:
-            on_round: a function of (round, record), or several, that are called with
+            on_round: A function of (round, record), or several, that are called with
                 each record as it is made. In a run that continues from a checkpoint
-                they are called first with those of the rounds before.
-            checkpoint: a folder, or when and where. After a crash the same simulation's
-                `restore(folder).run()` returns what this one would have returned. A
-                checkpoint that cannot be written is a warning.
+                they are called first with the records of the rounds before.
+            checkpoint: A folder, or a `Checkpoint`, which has the times, too. After a
+                crash `restore(folder).run()` of the same simulation returns what this
+                call would have returned. A checkpoint that cannot be written is a
+                warning.
         """
         check_torch_modes()
         callbacks = [on_round] if callable(on_round) else on_round or []
@@ -344,7 +370,8 @@ class Simulation:
                 history.stopped = record["stopped"]
                 history.failed = record.get("failed", False)
                 return
-            with defer_signals():  # what is written is what was played
+            # A signal that ends the program would separate the record from the round.
+            with defer_signals():
                 history.rounds.append(record)
                 self._records.append(record)
                 names = [*record]
@@ -378,7 +405,7 @@ class Simulation:
 
         It holds the state as it is now, the records of `run` so far, and the identity
         of the run. Raises OSError where it cannot be written, ValueError where another
-        run is in the folder.
+        run writes into the folder.
         """
         with store.lock(folder):
             store.save_run(folder, self._run, self._state, self._records)
@@ -400,7 +427,7 @@ class Simulation:
     def _save_checkpoint_if_due(
         self, checkpoint: Checkpoint | None, record: Record
     ) -> None:
-        """Writes a checkpoint after a round where it is time for one."""
+        """Writes a checkpoint after a round, where it is time for one."""
         if checkpoint is None:
             return
         # A run with void rounds may be about to end. One that continues makes up for an

@@ -1,4 +1,9 @@
-"""One run for each client as the target: WAFFLE and Weight Erosion for everyone."""
+"""One run for each client as the target: WAFFLE and Weight Erosion for all clients.
+
+Symbols: N clients of the federation.
+"""
+
+from __future__ import annotations
 
 import functools
 import math
@@ -44,11 +49,18 @@ def run_each_target(
     - a client counts as dropped, and a round as void, where that happened in any run;
     - the rounds end with the shortest run.
 
+    Raises ValueError for an algorithm without a target.
+
     Args:
-        on_round: is called as `on_round(target, round, record)` in each run.
-        checkpoint: every run has a checkpoint in a folder of its own inside of this
-            one, and continues from it where there is one.
-        options: options of `Simulation`.
+        algorithm: An algorithm with a target: an instance, a class, or a name.
+        model: A module, a `Net`, or a function that makes a module.
+        data: The federation.
+        training: The options of local training.
+        on_round: Is called as `on_round(target, round, record)` in each run.
+        checkpoint: The folder and the times of the checkpoints. Every run has a
+            checkpoint in a folder of its own inside of this one, and continues from it
+            where there is one.
+        options: More options of `Simulation`.
     """
     algorithm = algorithm_of(algorithm)
     has_target = hasattr(algorithm, "target")
@@ -92,9 +104,14 @@ def _target_checkpoint(checkpoint: Checkpoint | None, target: int) -> Checkpoint
 def _merge_runs(
     runs: Sequence[History], models: Sequence[Personalized], n: int
 ) -> History:
-    """One history of the runs of targets 0, 1, ...; without rounds if some lack.
+    """One history of the runs of targets 0, 1, ...
 
-    `models` are those of the targets whose runs came to their end.
+    It has no rounds where a run is missing or did not come to its end.
+
+    Args:
+        runs: The histories of the runs so far.
+        models: The models of the targets whose runs came to their end.
+        n: The number of clients.
     """
     header = dict(runs[0].header)
     header["options"] = {**header["options"], "target": "each client"}
@@ -135,7 +152,7 @@ def merge_records(records: Sequence[Record]) -> Record:
     merged["relative_update_norm"] = None
     if largest:
         merged["relative_update_norm"] = [largest.get(i) for i in merged["cohort"]]
-    if merged["eval"]:  # each client's numbers are those of the run for it
+    if merged["eval"]:  # each client's numbers are those of its own run
         merged["eval"] = {
             key: [record["eval"][key][i] for i, record in enumerate(records)]
             for key in merged["eval"]
@@ -170,11 +187,13 @@ def _largest_norms(records: Sequence[Record]) -> dict[int, float]:
 def dense_report(report: Record, n: int) -> Record:
     """A run's report with the weights of all N clients.
 
-    It has those of the cohort alone where some clients were absent, and none in a void
-    round: then they are NaN.
+    A report has only the weights of the cohort where clients were absent. In a void
+    round it has no weights; then they are NaN.
     """
     if report and "index" not in report:
         return report
     others = {k: v for k, v in report.items() if k not in ("index", "weight")}
-    weights = dense_weights(report, n) if report else torch.full((n,), math.nan)
+    weights = torch.full((n,), math.nan)
+    if report:
+        weights = dense_weights(report, n)
     return {**others, "weights": weights.tolist()}

@@ -3,8 +3,10 @@
 `checkpoint.safetensors` holds the tensors. Its metadata holds the identity of the run,
 its round, its records, and a digest of the whole file. The file is written under
 another name, synced and renamed into its place: until then the earlier checkpoint
-stands. Nothing is pickled, so reading a checkpoint runs nobody's code.
+stands. Nothing is pickled, so reading a checkpoint runs no code of its writer.
 """
+
+from __future__ import annotations
 
 import contextlib
 import hashlib
@@ -73,14 +75,19 @@ DAMAGED_TEXT = (
 class Checkpoint:
     """The folder and the times of a run's checkpoints.
 
-    One is written after every `every` rounds or `minutes`, whichever comes first; 0 is
-    never.
+    A checkpoint is written after every `every` rounds or `minutes`, whichever comes
+    first. In both numbers 0 means never.
+
+    Args:
+        folder: The folder of the checkpoint.
+        every: The number of rounds from one checkpoint to the next.
+        minutes: The minutes from one checkpoint to the next.
 
     >>> simulation.run(checkpoint=Checkpoint("runs/mine", every=10))   # doctest: +SKIP
     """
 
     folder: str | Path
-    every: NonNegativeInt = 0  # rounds
+    every: NonNegativeInt = 0
     minutes: NonNegativeFloat = 10.0
     _since: float = field(default_factory=time.monotonic, init=False, repr=False)
 
@@ -92,7 +99,7 @@ class Checkpoint:
     def due(self, round: int) -> bool:
         """True where it is time for a checkpoint after `round`.
 
-        The minutes count from the last time that it was.
+        The minutes count from the last call that returned True.
         """
         minutes = (time.monotonic() - self._since) / 60
         is_due = 0 < self.minutes <= minutes
@@ -137,17 +144,18 @@ def save(
 ) -> None:
     """Writes a checkpoint into `folder`, in place of the one that is there.
 
-    Raises OSError where it cannot be written: then the earlier checkpoint stands.
+    Raises OSError where it cannot be written. Then the earlier checkpoint stands.
 
     Args:
-        tensors: tensors [...] on any device, each in memory of its own.
-        facts: what JSON can hold, and NaN.
+        folder: The folder of the checkpoint.
+        tensors: Tensors [...] on any device, each in memory of its own.
+        facts: Values that JSON can hold, and NaN.
     """
     path = Path(folder, FILE_NAME)
     try:
         text = json.dumps({**facts, "format": FORMAT_VERSION}, default=to_json)
     except (TypeError, ValueError, RecursionError) as e:
-        # A callback may put anything into a record.
+        # A callback may put any value into a record.
         raise OSError(
             f"checkpoint: it cannot be written into {folder}, because a record holds "
             f"what JSON does not ({e}); the one before it, if any, stands."
@@ -168,7 +176,7 @@ def save(
 
 
 def _digest(data: bytes) -> str:
-    """The SHA-256 of a file, which itself has a placeholder for it."""
+    """The SHA-256 of a file that has a placeholder in its place."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -176,8 +184,8 @@ def _digest(data: bytes) -> str:
 def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
     """The tensors [...], on the CPU, and the facts of the checkpoint in `folder`.
 
-    Raises ValueError where there is none, or where a byte differs from what was
-    written.
+    Raises ValueError where there is no checkpoint, or where a byte differs from those
+    that were written.
     """
     try:
         data = Path(folder, FILE_NAME).read_bytes()
@@ -196,14 +204,15 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
             f"checkpoint: expected format {FORMAT_VERSION}, got "
             f"{summarize(version)} in {folder}; take the pflcore that wrote it."
         )
-    # The parser's tensors lie wherever the file has them; clones are aligned.
+    # The parser's tensors may begin at any byte of the file; clones are aligned.
     return {name: tensor.clone() for name, tensor in tensors.items()}, facts
 
 
 def _parse_checkpoint(data: bytes) -> tuple[dict[str, Tensor], Record]:
     """The tensors and facts of a checkpoint's bytes.
 
-    Raises some error where they are no checkpoint, or not as they were written.
+    Raises an error of any kind where they are no checkpoint, or where they differ from
+    those that were written.
     """
     import safetensors.torch
 
@@ -221,7 +230,10 @@ def _parse_checkpoint(data: bytes) -> tuple[dict[str, Tensor], Record]:
 def safetensors_bytes(
     tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> bytes:
-    """The bytes of a safetensors file. Raises TypeError for a dtype that it lacks."""
+    """The bytes of a safetensors file.
+
+    Raises TypeError for a dtype that the format lacks.
+    """
     import safetensors.torch
 
     plain = {
@@ -349,7 +361,7 @@ def _restore_records(
 
 
 def _require_count(name: str, value: Any, most: int) -> None:
-    """Raises ValueError for a value that is no count of at most `most`."""
+    """Raises ValueError for a value that is no whole number from 0 to `most`."""
     fits = type(value) is int and 0 <= value <= most
     require(fits, name, f"at most {most}", value)
 
@@ -362,9 +374,9 @@ def _is_record(record: Any) -> bool:
 
 
 def _restore_net(tensors: dict[str, Tensor], template: Net) -> Net:
-    """A copy of the model that starts where the run did.
+    """A copy of the model with the weights that the run started from.
 
-    Takes its tensors out of `tensors`.
+    Its tensors are removed from `tensors`. Raises ValueError where they do not fit.
     """
     device = template.w0.device
     net = template.to(device)
@@ -402,7 +414,7 @@ def _check_state(
         rows = tensors[name]
         fits = rows.dim() and len(rows) == count
         require(fits, name, f"rows of {count} clients", rows)
-        # Stands for the rows of all clients without their memory.
+        # It has the shape of the rows of all clients, without their memory.
         dense[name] = rows.new_zeros(()).expand(n, *rows.shape[1:])
     for name in ("batch_norm", *(f"clients.{key}" for key in initial.clients)):
         require(name in tensors, name, "a tensor of clients' rows", None)
@@ -410,8 +422,8 @@ def _check_state(
     before = flatten_state(initial)
     to_check = {}
     for name, tensor in tensors.items():
-        # Other tensors that are not finite from the start may stay so. What is new in
-        # the run is made of the initial model.
+        # A tensor that is not finite from the start may stay so. A tensor that is new
+        # in the run is made of the initial model.
         is_finite_at_start = not non_finite_names({name: before.get(name, net.w0)})
         if name in sparse_names or is_finite_at_start:
             to_check[name] = tensor
