@@ -34,8 +34,9 @@ DEFAULT_STRENGTH = {
 class Adversary:
     """Clients that attack in every round in which they take part.
 
-    s is the `strength`, d [P] a client's honest update, m and v [P] the mean and the
-    standard deviation of the honest clients' updates, coordinate by coordinate.
+    Letters: s is the `strength` and d [P] a client's honest update. m and v [P] are the
+    mean and the standard deviation of the honest clients' updates, coordinate by
+    coordinate.
 
     - "label_flip": the clients train honestly, on labels C - 1 - y.
     - "sign_flip": they send -s d (default: s = 1).

@@ -66,14 +66,21 @@ def evaluate(
 def evaluate_clients(
     config: RunConfig, state: State, split: str, ids: Tensor, metrics: Metrics
 ) -> Tensors:
-    """The values [S] of `evaluate` for the clients of `ids` that have samples.
+    """The values [S] of `evaluate` for those clients with samples.
 
     The ids of these clients are in "clients". Raises ValueError where no client has
     samples.
+
+    Args:
+        config: The options of the run.
+        state: The state whose models are evaluated.
+        split: The split on which the models are evaluated.
+        ids: The ids of the clients to evaluate, if they have samples.
+        metrics: More metrics, by name.
     """
     size = config.context.data.size(split)
     ids = ids[size[ids] > 0]
-    require(len(ids), "split", "a split of which somebody has samples", split)
+    require(len(ids), "split", "a split of which a client has samples", split)
     block_numbers = assign_blocks(config.context, ids, size[ids])
     chunks = evaluation_parts(config, state, block_numbers)
     repeating = REPEATABLE_FLAGS.set_for(config.context.net.w0.device)
@@ -184,7 +191,7 @@ def personalized_models(
 def _send_and_personalize(
     config: RunConfig, state: State, ids: Tensor, block_numbers: Tensor | None
 ) -> tuple[Tensors, Clients]:
-    """The models [S, ...] that the clients make of what the server sends them."""
+    """The models [S, ...] that the clients make of their downloads."""
     cohort = config.cohort(ids, max(1, state.round), "evaluation")
     down = config.algorithm.send(state.server, cohort)
     buffers = _evaluation_buffers(config, state, ids)

@@ -19,7 +19,7 @@ from pflcore.check import reject, require
 from pflcore.metrics import mean
 from pflcore.results import _export as export
 from pflcore.results._export import Per
-from pflcore.simulation._describe import NO_OUTLIER, Record, largest_update
+from pflcore.simulation._describe import Record, longest_update
 from pflcore.simulation._models import LazyModels, Personalized, adapt, export_models
 from pflcore.simulation._state import State
 from pflcore.simulation.callbacks import TensorBoard
@@ -29,7 +29,7 @@ RUNAWAY_RATIO = 1e6  # times the median update of a round
 
 @dataclass(repr=False)
 class History:
-    """The results of a run: its header, one record per round, and an early end.
+    """The results of a run: its records and its models.
 
     Attributes:
         header: The description of the run.
@@ -107,9 +107,9 @@ class History:
         These are clients that were dropped in most of their rounds, losses that are not
         finite, and updates a million times as long as others.
         """
-        problems = list[str]()
-        played = Counter[int]()
-        dropped = Counter[int]()
+        problems: list[str] = []
+        played: Counter[int] = Counter()
+        dropped: Counter[int] = Counter()
         for record in self.rounds:
             played.update(record["cohort"])
             dropped.update(record["dropped"])
@@ -129,11 +129,11 @@ class History:
                 f"the last loss of client(s) {bad} is inf; look at their data, or "
                 "lower lr."
             )
-        ratio, client, round = max(map(largest_update, self.rounds), default=NO_OUTLIER)
-        if ratio > RUNAWAY_RATIO:
+        longest = longest_update(self.rounds)
+        if longest is not None and longest.ratio > RUNAWAY_RATIO:
             problems.append(
-                f"client {client}'s update was {ratio:.3g} times the median of round "
-                f"{round}; hold such updates by the run's clip."
+                f"client {longest.client}'s update was {longest.ratio:.3g} times the "
+                f"median of round {longest.round}; hold such updates by the run's clip."
             )
         return problems
 
@@ -168,23 +168,30 @@ class History:
         return models[client]  # type: ignore[index]
 
     def predict(self, client: int, x: Any) -> torch.Tensor:
-        """The answers of a client's model to the samples `x` [B, ...], raw features.
+        """The answers of a client's model to the samples `x` [B, ...].
 
         They are labels int64 [B], or values for continuous targets.
+
+        Args:
+            client: The id of the client.
+            x: Samples with raw features.
         """
         return self.model(client).predict(x)
 
     def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
-        """The model of a client that was not in the run, by the algorithm's own rule.
+        """The model of a newcomer, made by the algorithm's own rule.
 
-        The newcomer starts from the state of a new client and does its own work of
-        `rounds` rounds, then what an evaluation does (fine-tuning, kNN-Per's
-        neighbours). So FedAvg's model is the shared one, Ditto's a personal one. It is
-        as if the client took part in the `rounds` rounds after the run's last one, and
-        was evaluated after them: what FineTune, FedBABU, Per-FedAvg and FedALA draw for
-        it belongs to round `state.round + rounds`. Where the server makes a model for
-        each client (FedDWA, FedAMP, MOCHA, ...), all clients play these rounds with the
-        newcomer, on copies. The run's state stays as it is.
+        The newcomer is a client that was not in the run. It starts from the state of a
+        new client and does its own work of `rounds` rounds. Then follows the work of an
+        evaluation (fine-tuning, kNN-Per's neighbours). So FedAvg's model is the shared
+        one, Ditto's a personal one.
+
+        The result is the same as if the client took part in the `rounds` rounds after
+        the run's last one, and was evaluated after them. Random numbers that FineTune,
+        FedBABU, Per-FedAvg and FedALA draw for it belong to round `state.round +
+        rounds`. Where the server makes a model for each client (FedDWA, FedAMP, MOCHA,
+        ...), all clients play these rounds with the newcomer, on copies. The run's
+        state stays as it is.
 
         Raises ValueError for samples that do not fit.
 

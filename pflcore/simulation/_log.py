@@ -37,7 +37,8 @@ class ClientWork(NamedTuple):
 
     Attributes:
         ids: The ids of the clients.
-        norms: The norm of each client's longest update; None without updates.
+        norms: The norm of each client's longest update; None where clients upload no
+            update.
         loss: The mean of each client's losses over its minibatches.
         bytes_up: The bytes of the upload of one client.
     """
@@ -49,7 +50,7 @@ class ClientWork(NamedTuple):
 
 
 def log_engine(algorithm: Algorithm, context: TrainContext) -> None:
-    """Logs the engine of a run, with the reason why it was selected."""
+    """Logs the engine of a run, with the reason for it."""
     if not LOGGER.isEnabledFor(logging.DEBUG):
         return
     engine = context.engine
@@ -97,7 +98,7 @@ def log_round(record: dict[str, Any], rounds: int, outcome: RoundOutcome) -> Non
 def observe_clients(
     result: CohortResult, algorithm: Algorithm, server: Tensors
 ) -> ClientWork | None:
-    """The numbers of a cohort's work for its log lines; None where they are off.
+    """The numbers of a cohort's work; None where DEBUG is off.
 
     Args:
         result: The results of the cohort, as they reach the server.
@@ -115,7 +116,7 @@ def observe_clients(
 def log_clients(
     work: ClientWork | None, algorithm: Algorithm, round: int, outcome: RoundOutcome
 ) -> None:
-    """Logs each client's work in a round, and why a client was dropped.
+    """Logs each client's work, and the reason of a drop.
 
     Args:
         work: The result of `observe_clients`.

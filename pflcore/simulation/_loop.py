@@ -32,7 +32,7 @@ from pflcore.data._federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.simulation import _describe as describe
 from pflcore.simulation import checkpoint as store
-from pflcore.simulation._describe import Record, Run
+from pflcore.simulation._describe import Record, RunDescription
 from pflcore.simulation._evaluate import evaluate, evaluate_clients
 from pflcore.simulation._history import History
 from pflcore.simulation._log import log_engine, log_round
@@ -148,7 +148,9 @@ class Simulation:
         self._state_shared = False
         scores_classes = config.context.net.scores_classes
         self.metrics = metrics_of(self.evaluation.metrics, scores_classes)
-        self._run = Run(options, config, self.eval_clients, tuple(self.metrics))
+        self._run = RunDescription(
+            options, config, self.eval_clients, tuple(self.metrics)
+        )
 
     # the run ------------------------------------------------------------------
     @property
@@ -195,7 +197,7 @@ class Simulation:
         return self._run.peak_bytes()
 
     def header(self) -> Record:
-        """The description of the run that is the first line of its record."""
+        """The description of the run, the first line of its record."""
         return self._run.header()
 
     def identity(self) -> Record:
@@ -251,7 +253,10 @@ class Simulation:
                 return
 
     def _start_round(self, round: int) -> Tensor:
-        """The ids of the round's cohort, after the state is made the run's own."""
+        """The ids of the round's cohort.
+
+        A state that the caller may hold is copied, so that the round can write to it.
+        """
         if self._state_shared:
             self._state = copy_state(self.config, self._state)
             self._state_shared = False
@@ -381,7 +386,7 @@ class Simulation:
             self._save_checkpoint_if_due(checkpoint, record)
 
     def _warn_of_problems(self, history: History) -> None:
-        """Warns of what ended a run early; of a whole run of what needs attention."""
+        """Warns of an early end, or of problems in a whole run."""
         if history.stopped:
             problems = [f"stopped early: {history.stopped}"]
         else:
@@ -390,7 +395,10 @@ class Simulation:
             warn_caller(f"{self.name}, seed {self.seed}, {problem}", RuntimeWarning)
 
     def _is_complete(self, rounds: Sequence[Record]) -> bool:
-        """True where all rounds were played and evaluated, and the last is not void."""
+        """True where no round is missing and the last one is whole.
+
+        The last round must be evaluated, if that is due, and not void.
+        """
         if not rounds or rounds[-1]["round"] < self.rounds:
             return False
         return not self._lacks_evaluation(rounds[-1]) and not self._state.void_rounds

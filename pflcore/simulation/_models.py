@@ -110,7 +110,11 @@ SCALING_HINT = (
 
 
 class Standardizer(nn.Module):
-    """Scales raw features [B, ...] to those that a client's model was trained on."""
+    """Scales raw features [B, ...] to those of a client's training.
+
+    Args:
+        scaling: The means and deviations of the client's features.
+    """
 
     mean: Tensor  # [...] float64
     deviation: Tensor
@@ -204,7 +208,7 @@ class Personalized(nn.Module):
         return returns
 
     def extra_repr(self) -> str:
-        """The model in a few words: its algorithm, client, size, input and scores."""
+        """The model in words: its algorithm, client, size, and scores."""
         words = [name_of(self.algorithm)]
         if self.name is not None:
             words.append(f"of client {self.name!r}")
@@ -301,7 +305,9 @@ class Personalized(nn.Module):
         return scores.argmax(1).masked_fill(scores.isnan().any(1), NO_LABEL)
 
     def module(self) -> nn.Module:
-        """The model as a module of its own class, to be saved or trained on.
+        """The model as a module of its own class.
+
+        It can be saved, or trained further.
 
         It is in evaluation mode. Where the federation was standardized it is the second
         part of an `nn.Sequential`, after one that scales raw features. Raises
@@ -346,7 +352,10 @@ class Personalized(nn.Module):
         return tensors
 
     def _named_parts(self, key: str, value: Tensor) -> Tensors:
-        """The parameters in a row of a model, or of its head; else the value itself."""
+        """The parameters in a row of a model, or of its head.
+
+        Any other value is returned whole.
+        """
         net = self.net
         head = net.head_slice if net.head_name is not None else slice(0, 0)
         first_column = {net.size: 0, head.stop - head.start: head.start}
@@ -470,11 +479,12 @@ class LazyModels:
 def adapt(
     config: RunConfig, state: State, samples: Any, rounds: NonNegativeInt = 5
 ) -> Personalized:
-    """The model of a client that was not in the run, by the algorithm's own rule.
+    """The model of a newcomer, made by the algorithm's own rule.
 
-    The newcomer does its own work of some rounds, with what the server has. Where the
-    server keeps a model for each client, all clients play these rounds with it, on
-    copies. `state` stays as it is. Raises ValueError for samples that do not fit.
+    The newcomer is a client that was not in the run. It does its own work of some
+    rounds, with the state that the server has. Where the server keeps a model for each
+    client, all clients play these rounds with it, on copies. `state` stays as it is.
+    Raises ValueError for samples that do not fit.
 
     Args:
         config: The options of the run.
@@ -548,7 +558,9 @@ def with_extra_client(
     seed: int,
     ignored_label: int = IGNORED_LABEL,
 ) -> Federation:
-    """The federation with one more client, whose samples must be of the same kind.
+    """The federation with one more client.
+
+    Raises ValueError where the samples are of another kind than the federation's.
 
     Args:
         data: The federation.
@@ -614,7 +626,7 @@ def _newcomer_data(data: Federation, samples: Any, ignored_label: int) -> Federa
 
 
 def _sample_kind(data: Federation) -> tuple[Any, torch.dtype, torch.dtype]:
-    """The fields or shape of a federation's samples, and the dtypes of x and y."""
+    """The shape or fields of samples, and their dtypes."""
     return data.fields or data.shape, data.x.dtype, data.y.dtype
 
 

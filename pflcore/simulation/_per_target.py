@@ -38,7 +38,7 @@ def run_each_target(
     checkpoint: Checkpoint | None = None,
     **options: Any,
 ) -> History:
-    """Runs an algorithm that has a `target` once for each of N clients.
+    """Runs an algorithm with a `target` once for each of N clients.
 
     Every run begins from the same start. Together they take N times the work and the
     traffic of one run. In the history that is returned
@@ -70,8 +70,8 @@ def run_each_target(
     is_listed = not isinstance(eval_clients, int)
     wanted = "every client, each in its own run"
     require(is_listed, "evaluation.clients", wanted, eval_clients)
-    runs = list[History]()
-    models = list[Personalized]()
+    runs: list[History] = []
+    models: list[Personalized] = []
     for target in range(data.n):
         target_algorithm: Algorithm = replace(algorithm, target=target)  # type: ignore[call-arg]
         simulation = Simulation(
@@ -139,7 +139,11 @@ def _merge_runs(
 
 
 def merge_records(records: Sequence[Record]) -> Record:
-    """The records of one round in the runs of targets 0, 1, ... as one record."""
+    """One record of the records of a round in all runs.
+
+    Args:
+        records: The records of the runs with the targets 0, 1, ...
+    """
     merged = dict(records[0])
     for key in ("seconds", "bytes_down", "bytes_up"):
         merged[key] = sum(record[key] for record in records)
@@ -161,21 +165,24 @@ def merge_records(records: Sequence[Record]) -> Record:
 
 
 def _mean_train_loss(records: Sequence[Record]) -> float | None:
-    """The mean of the runs' training losses; None where no run has one."""
+    """The mean of the runs' training losses, if there are any."""
     losses = [record["train_loss"] for record in records]
     losses = [loss for loss in losses if loss is not None]
     return sum(losses) / len(losses) if losses else None
 
 
 def _merge_reports(records: Sequence[Record]) -> Record:
-    """The reports of all runs, as lists with an entry for each run."""
+    """The reports of all runs, as lists with an entry per run."""
     reports = [dense_report(record["report"], len(records)) for record in records]
     keys = [key for key in reports[0] if all(key in report for report in reports)]
     return {key: [report[key] for report in reports] for key in keys}
 
 
 def _largest_norms(records: Sequence[Record]) -> dict[int, float]:
-    """Each client's largest relative update norm in any run; 0 for dropped clients."""
+    """Each client's largest relative update norm in any run.
+
+    A client that was dropped in a run counts with 0 there.
+    """
     largest: dict[int, float] = {}
     for record in records:
         norms = record["relative_update_norm"] or []

@@ -43,7 +43,7 @@ class Evaluation:
     metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()
 
     def due(self, round: int, rounds: int) -> bool:
-        """True where `round`, from 1, is evaluated in a run of `rounds` rounds."""
+        """True where `round`, from 1, of `rounds` is evaluated."""
         return self.every > 0 and (round % self.every == 0 or round == rounds)
 
 
@@ -65,14 +65,15 @@ class Robustness:
 @checked
 @dataclass(frozen=True)
 class Hardware:
-    """The place where a run is computed; it never changes a result beyond rounding.
+    """The place of a run, which never changes a result beyond rounding.
 
     Under engine "vmap" clients train in blocks of at most `clients_per_block`
     neighbours by size. Blocks are made of the whole cohort, so a run's bits are the
     same for any number of workers, and others for another `clients_per_block`. Larger
-    blocks are faster, smaller ones take less memory: on a CPU, with 100 clients of an
-    MLP, blocks of 64 take about 1.1 times as long as one of all, of 32 1.4 times, of 16
-    twice, of 8 three times. A GPU computes one block after another.
+    blocks are faster, smaller ones take less memory. With 100 clients of an MLP on a
+    CPU, blocks of 64 take about 1.1 times as long as a single block. Blocks of 32 take
+    1.4 times as long, of 16 twice, of 8 three times. A GPU computes one block after
+    another.
 
     On a GPU the gradients of local steps are captured as CUDA graphs, which changes no
     bit. A model whose steps cannot be captured is trained without graphs, and the

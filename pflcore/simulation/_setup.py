@@ -1,6 +1,6 @@
 """The beginning of a run: its options on their device, and its first state.
 
-The functions estimate the memory, too, that a run needs at its peak besides its data.
+Other functions estimate the memory that a run needs at its peak, besides its data.
 
 Symbols: N clients of the federation; S of them are evaluated.
 """
@@ -114,7 +114,7 @@ def training_data(options: RunOptions) -> Federation:
 
 
 def select_eval_clients(options: RunOptions) -> Tensor | None:
-    """The ids [S] of the clients that are evaluated, ascending; None for all.
+    """The ids [S], ascending, of the evaluated clients; None for all.
 
     Where the options have a number instead of ids, that many clients are drawn among
     the honest ones with samples.
@@ -182,7 +182,7 @@ def _as_net(options: RunOptions) -> Net:
 
 
 def _prepare_run(options: RunOptions, net: Net, device: str) -> tuple[RunConfig, State]:
-    """The result of `prepare_run`; a lack of memory raises errors of any kind."""
+    """The result of `prepare_run`, without a sentence on lacking memory."""
     hardware = options.hardware
     alg = options.algorithm
     data = options.data
@@ -242,7 +242,7 @@ def peak_bytes(config: RunConfig, participation: float) -> int:
 
 
 def concurrent_clients(context: TrainContext, cohort: int) -> int:
-    """The number of clients of a cohort that take a step at the same time."""
+    """The number of clients that take a step at the same time."""
     threads = context.workers.count
     if context.engine.form == "module":
         return min(threads, cohort)
@@ -281,9 +281,10 @@ def batch_bytes(context: TrainContext, cohort: int) -> int:
 
 
 def row_bytes(config: RunConfig) -> tuple[int, int, int]:
-    """Bytes of all clients' state, of the server's rows for clients, and of the rest.
+    """The bytes of a run's state, in three parts.
 
-    The rest is the part of the server's state that all clients share.
+    These are the state of all clients, the server's rows for clients, and the part of
+    the server's state that all clients share.
     """
     alg = config.algorithm
     net = config.context.net

@@ -64,10 +64,10 @@ class State:
 
 
 class RunConfig(NamedTuple):
-    """The options of a run that stay the same, as a round needs them.
+    """The options of a run that stay the same.
 
-    It adds to a `TrainContext` what only the server needs. A `TrainContext` has what
-    local training needs: it knows no algorithm, no defence and no files.
+    A `TrainContext`, which is one of its fields, has what local training needs. It
+    knows no algorithm, no defence and no files. A round needs both.
 
     Attributes:
         algorithm: The algorithm: the server's rule and the hooks of the clients.
@@ -111,7 +111,7 @@ class RunConfig(NamedTuple):
         )
 
     def fits_one_thread(self, count: int) -> bool:
-        """True where the work on `count` models is too little for several threads."""
+        """True where `count` models are little work for several threads."""
         return count * self.context.net.size < ONE_THREAD_MAX_WEIGHTS
 
 
@@ -227,7 +227,7 @@ def unflatten_state(tensors: Tensors, round: int, void_rounds: int = 0) -> State
 
 
 def _without_prefix(tensors: Tensors, prefix: str) -> Tensors:
-    """The tensors whose name begins with `prefix`, by the rest of the name."""
+    """The tensors whose names begin with `prefix`, without it."""
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
@@ -254,7 +254,7 @@ def copy_state(config: RunConfig, state: State) -> State:
 
 
 def client_row_names(alg: Algorithm, state: State) -> set[str]:
-    """The names of tensors [N, ...] whose rows are read only for participants."""
+    """The names of tensors [N, ...] that are read only for participants."""
     server = {f"server.{name}" for name in alg.traits.per_client_state}
     return server | {f"clients.{name}" for name in state.clients}
 

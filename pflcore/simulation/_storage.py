@@ -41,7 +41,10 @@ def stored_zeros(n: int, like: Tensor, folder: Path | None = None) -> Tensor:
 
 
 def disk_bytes(rows: Tensor) -> int:
-    """The most disk space of rows [S, ...], with blocks that are partly filled."""
+    """The most disk space that rows [S, ...] can take.
+
+    It counts the blocks of the file system that are partly filled.
+    """
     return rows.nbytes + len(rows) * FILE_BLOCK_BYTES
 
 

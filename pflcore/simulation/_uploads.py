@@ -34,7 +34,9 @@ NON_FINITE_REASON = "the upload or the new state is not finite"
 
 
 class CohortResult(NamedTuple):
-    """The results of a cohort's training; rows are in the order of `cohort.ids`.
+    """The results of a cohort's training.
+
+    Rows are in the order of `cohort.ids`.
 
     Attributes:
         cohort: The clients that were trained.
@@ -58,6 +60,7 @@ class CohortResult(NamedTuple):
         """The results of the clients where `mask`, bool [S], is true."""
 
         def select_rows(value: Any) -> Any:
+            """The rows of the mask, of a tensor or a dict."""
             if isinstance(value, dict):
                 return {name: select_rows(part) for name, part in value.items()}
             if isinstance(value, Tensor):
@@ -111,7 +114,7 @@ class RoundOutcome:
 def accept(
     result: CohortResult, traits: Traits, server: Tensors, clip: float | None = None
 ) -> tuple[CohortResult, RoundOutcome]:
-    """The results of the accepted clients, and the outcome of the round so far.
+    """The results of the accepted clients, and the outcome so far.
 
     Clients whose results are not finite are left out. Where no client is left, the
     result has all clients as before and the outcome is void.
@@ -168,9 +171,10 @@ def _relative_norms(
     norms: Tensor,  # [S'] of the accepted clients
     finite: Tensor,  # bool [S] mask of the accepted clients of the cohort
 ) -> list[float | None] | None:
-    """Each client's update norm over the median norm; None for a dropped client.
+    """Each client's update norm over the median norm of the round.
 
-    None as a whole for fewer than three updates, or where the median is zero.
+    A dropped client has None. The result is None as a whole for fewer than three
+    updates, and where the median is zero.
     """
     median = norms.quantile(0.5)
     if len(norms) <= 2 or not median > 0:
@@ -210,7 +214,7 @@ def drop_clients(
 
 
 def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:
-    """Mask [count]: true for clients with finite rows in every tensor [count, ...].
+    """Mask [count] of the clients whose rows [count, ...] are all finite.
 
     One sum in float64 shows whether all numbers of a row are finite: of float64 rows
     the plain sum, else that of the squares, by the fast kernel for distances. A row of
@@ -229,9 +233,10 @@ def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:
 
 
 def are_finite(values: Sequence[Tensor]) -> Tensor:
-    """Mask [K, ...] on the CPU: where the K values [...] are finite.
+    """Mask [K, ...] of the finite ones of K values [...], on the CPU.
 
-    The values of one device come to the CPU together: one wait for each device.
+    The values of one device come to the CPU together, so that each device is waited for
+    once.
     """
     finite = torch.ones(len(values), *values[0].shape, dtype=torch.bool)
     for device in {value.device for value in values}:
@@ -242,7 +247,7 @@ def are_finite(values: Sequence[Tensor]) -> Tensor:
 
 
 def update_origins(result: CohortResult, traits: Traits, server: Tensors) -> Tensors:
-    """The origins [S, ...] of uploaded updates, by the names of the uploads.
+    """The origins [S, ...] of updates, by the names of their uploads.
 
     The origin of "delta" is zero, of shape [].
     """
@@ -301,7 +306,9 @@ def clip_updates(
 
 
 def shrink_towards(rows: Tensor, origin: Tensor, factor: Tensor) -> Tensor:
-    """A copy of `rows` [S, ...] at `factor` [S] of their distance from `origin`.
+    """A copy of `rows` [S, ...], moved towards `origin`.
+
+    `factor` [S] is the part of the distance that is left.
 
     Rows whose factor is 1 keep their bits.
     """
@@ -315,7 +322,7 @@ def shrink_towards(rows: Tensor, origin: Tensor, factor: Tensor) -> Tensor:
 
 
 def non_finite_names(tensors: Tensors) -> list[str]:
-    """The names of the tensors that have a number that is not finite."""
+    """The names of the tensors with numbers that are not finite."""
     sums = {
         name: tensor.sum(dtype=torch.float64)
         for name, tensor in tensors.items()

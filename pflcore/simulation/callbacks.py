@@ -25,7 +25,7 @@ Callback = Callable[[int, Record], None]
 
 
 def check_record(record: Record, names: list[str], callback: Callback) -> None:
-    """Raises ValueError where a callback took a field out of a round's record."""
+    """Raises ValueError where a callback removed a field of a record."""
     lost = [name for name in names if name not in record]
     if lost:
         callback_name = getattr(callback, "__name__", type(callback).__name__)
@@ -35,7 +35,7 @@ def check_record(record: Record, names: list[str], callback: Callback) -> None:
 
 @checked
 class EarlyStopping:
-    """Ends a run whose mean over clients has not improved for `patience` evaluations.
+    """Ends a run whose mean over clients has stopped improving.
 
     It looks at the values of the run's evaluations. Values on "test" data would select
     on test data, so give the simulation `evaluation=Evaluation(split="val")`.

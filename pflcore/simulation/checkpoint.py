@@ -31,7 +31,7 @@ from pflcore.check import (
 )
 from pflcore.results._files import atomic_write, remove_part_files
 from pflcore.results.record import to_json
-from pflcore.simulation._describe import Record, Run
+from pflcore.simulation._describe import Record, RunDescription
 from pflcore.simulation._state import (
     RunConfig,
     State,
@@ -113,10 +113,10 @@ class Checkpoint:
 @checked
 @contextlib.contextmanager
 def lock(folder: str | Path) -> Iterator[None]:
-    """Keeps other runs out of `folder` until the block or the process ends.
+    """Keeps other runs out of `folder` during the block.
 
-    Makes the folder. Raises ValueError where another run is in it, or where nothing can
-    be written there.
+    The lock also ends with the process. The folder is made. Raises ValueError where
+    another run is in it, or where it cannot be written.
     """
     path = Path(folder) / ".lock"
     try:
@@ -142,7 +142,7 @@ def lock(folder: str | Path) -> Iterator[None]:
 def save(
     folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
 ) -> None:
-    """Writes a checkpoint into `folder`, in place of the one that is there.
+    """Writes a checkpoint into `folder`, in place of an earlier one.
 
     Raises OSError where it cannot be written. Then the earlier checkpoint stands.
 
@@ -182,8 +182,9 @@ def _digest(data: bytes) -> str:
 
 @checked
 def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
-    """The tensors [...], on the CPU, and the facts of the checkpoint in `folder`.
+    """The tensors [...] and the facts of the checkpoint in `folder`.
 
+    The tensors are on the CPU.
     Raises ValueError where there is no checkpoint, or where a byte differs from those
     that were written.
     """
@@ -252,7 +253,7 @@ def safetensors_bytes(
 
 
 def save_run(
-    folder: str | Path, run: Run, state: State, records: Sequence[Record]
+    folder: str | Path, run: RunDescription, state: State, records: Sequence[Record]
 ) -> None:
     """Writes the checkpoint of a run. Raises OSError as `save` does.
 
@@ -283,7 +284,9 @@ def save_run(
     save(folder, tensors, facts)
 
 
-def restore_run(folder: str | Path, run: Run) -> tuple[RunConfig, State, list[Record]]:
+def restore_run(
+    folder: str | Path, run: RunDescription
+) -> tuple[RunConfig, State, list[Record]]:
     """The parts of a run that its checkpoint holds.
 
     Returns the options of the run with the model that it started from, the state, and
@@ -312,7 +315,7 @@ def restore_run(folder: str | Path, run: Run) -> tuple[RunConfig, State, list[Re
     return config, state, records
 
 
-def _check_identity(folder: str | Path, there: Any, run: Run) -> None:
+def _check_identity(folder: str | Path, there: Any, run: RunDescription) -> None:
     """Raises ValueError where the identity `there` of a checkpoint is another run's.
 
     Warns where the checkpoint was made with something else than this run.
@@ -361,20 +364,20 @@ def _restore_records(
 
 
 def _require_count(name: str, value: Any, most: int) -> None:
-    """Raises ValueError for a value that is no whole number from 0 to `most`."""
+    """Raises ValueError unless a value is an int from 0 to `most`."""
     fits = type(value) is int and 0 <= value <= most
     require(fits, name, f"at most {most}", value)
 
 
 def _is_record(record: Any) -> bool:
-    """True for a dict with the fields of a round's record that are read later."""
+    """True for a dict with the fields of `RECORD_FIELD_TYPES`."""
     return isinstance(record, dict) and all(
         type(record.get(name)) in types for name, types in RECORD_FIELD_TYPES.items()
     )
 
 
 def _restore_net(tensors: dict[str, Tensor], template: Net) -> Net:
-    """A copy of the model with the weights that the run started from.
+    """A copy of the model with the first weights of the run.
 
     Its tensors are removed from `tensors`. Raises ValueError where they do not fit.
     """
@@ -389,7 +392,10 @@ def _restore_net(tensors: dict[str, Tensor], template: Net) -> Net:
 
 
 def _require_like(name: str, tensor: Tensor | None, like: Tensor) -> None:
-    """Raises ValueError where a tensor is missing, or of another dtype or shape."""
+    """Raises ValueError for a tensor that is missing or has another form.
+
+    The form is the dtype and the shape.
+    """
     fits = tensor is not None
     if tensor is not None:
         fits = tensor.dtype == like.dtype and tensor.shape == like.shape

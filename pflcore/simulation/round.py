@@ -135,11 +135,12 @@ def serve(  # noqa: PLR0911 (one return for each end that a round may have)
     averages: bool,
     on_refused: Callable[[BadUpload], None] = warn_bad_upload,
 ) -> Changes:
-    """The changes of a round, named as in `flatten_state`; empty where it is void.
+    """The changes of a round, named as in `flatten_state`.
 
-    The server computes its new state from the uploads. `outcome` is written to: it
-    receives the mixing weights, or the reason why the round is void. Where the
-    algorithm cannot use some uploads, the round is served again without their clients.
+    They are empty where the round is void. The server computes its new state from the
+    uploads. `outcome` is written to: it receives the mixing weights, or the reason why
+    the round is void. Where the algorithm cannot use some uploads, the round is served
+    again without their clients.
 
     Args:
         alg: The algorithm.
