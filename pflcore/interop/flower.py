@@ -49,9 +49,11 @@ from pflcore import ops
 from pflcore.algorithms._protocol import Tensors
 from pflcore.algorithms._relations import FedDWA
 from pflcore.check import are_names, checked, require
+from pflcore.interop._client import Client
+from pflcore.interop._message import MAX_SAMPLES, layout_of
 from pflcore.interop._packing import pack
 from pflcore.interop._personalize import Krum, method_of, min_models, personalize
-from pflcore.interop._remote import MAX_SAMPLES, Client, Server, layout_of
+from pflcore.interop._server import Server
 from pflcore.simulation._loop import MAX_VOID_ROUNDS
 from pflcore.simulation._models import Personalized
 from pflcore.simulation._uploads import RoundOutcome
