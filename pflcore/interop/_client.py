@@ -1,4 +1,10 @@
-"""The client's half of a round, on a machine of its own."""
+"""The client's half of a round, on a machine of its own.
+
+Symbols: P numbers of a model; b numbers of batch norm's statistics. Tensors [1, ...]
+have one row, that of this client.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -47,7 +53,7 @@ from pflcore.train._workers import single_threaded
 
 
 class Download(dict[str, Any]):
-    """The payload [1, ...] that was sent. Raises ValueError for an absent key."""
+    """A payload [1, ...] that raises ValueError for an absent key."""
 
     def __missing__(self, key: str) -> Any:
         names = ", ".join(self) or "nothing"
@@ -59,17 +65,27 @@ class Download(dict[str, Any]):
 class Client:
     """One client's half of a round, for every algorithm.
 
-    `train` works on what `Server.download` made, and `model` makes the personalized
-    model. What the algorithm keeps at a client stays here; so do batch norm's
-    statistics, unless they are averaged. A round leaves no trace where the server did
-    not take this client's upload.
+    `train` trains on a download of `Server.download` and returns the upload. `model`
+    returns the personalized model. The algorithm's state of the client stays here. So
+    do batch norm's statistics, unless they are averaged. Where the server did not use
+    this client's upload, the client's state is as before the round.
 
     Args:
-        model: starts as the server's template does: with the same weights, or from the
-            same function and `seed`.
+        algorithm: The algorithm: a name, a class, or an instance with its options. It
+            is that of the server.
+        model: The model: an `nn.Module`, a function that makes one, or a `Net`. Its
+            first weights are those of the server's template: the same tensors, or
+            drawn by the same function and `seed`.
         data: (x, y), {"train": (x, y), "val": ...}, a Dataset, or a Federation of one
-            client. From one that was standardized, the personalized model takes raw
-            features all the same.
+            client. Where the features of that federation were standardized, the
+            personalized model still takes raw features.
+        training: The options of the local training.
+        seed: The seed of the server.
+        hardware: The engine, the threads and the device of the local training; by
+            default one thread on the CPU.
+        batch_norm: The policy for batch norm's running statistics, that of the server.
+        loss: A name, a function of (scores, y) or a module. By default it is the cross
+            entropy for labels and the squared error for numbers.
     """
 
     @checked
@@ -111,15 +127,19 @@ class Client:
         self._download_layout = download_layout(self.algorithm, net)
         self._buffers = net.b0[None]  # [1, b]
         self._client_state: Tensors = {}  # [1, ...]
-        # A round with the state and the statistics after it, until the server tells
-        # whether it took the upload.
+        # The round, the state and the statistics of the last training, until a download
+        # tells whether the server used the upload.
         self._pending: tuple[int, Tensors, Tensor] | None = None
 
     def train(self, download: Mapping[str, Tensor]) -> tuple[Tensors, int]:
-        """This client's work of a round, for `Server.aggregate`.
+        """Trains on a download, and returns the upload for `Server.aggregate`.
 
-        Returns the upload, a dict of tensors [1, ...], and the number of training
-        samples.
+        The results are the upload, a dict of tensors such as "delta" [P], and the
+        number of training samples. Raises ValueError for a download that does not fit,
+        or was made for an evaluation.
+
+        Args:
+            download: The result of `Server.download(client_id)`.
         """
         with self._reproducible():
             down, state_before, header, clients = self._open_download(download)
@@ -137,10 +157,14 @@ class Client:
         return encode_message(up, header, buffers), int(clients.num_samples[0])
 
     def model(self, download: Mapping[str, Tensor]) -> Personalized:
-        """The personalized model, from `Server.download(client_id, "evaluation")`.
+        """The personalized model of a download.
 
-        The download is a dict of tensors [1, ...]. The model takes raw features, also
-        where this client's features were standardized.
+        The model takes raw features, also where this client's features were
+        standardized. Raises ValueError for a download that does not fit.
+
+        Args:
+            download: The result of `Server.download(client_id, "evaluation")`, a dict
+                of tensors such as "x" [P].
         """
         model, clients = self._personalized(download)
         tensors = {key: rows[0] for key, rows in model.items()}
@@ -152,9 +176,15 @@ class Client:
     def evaluate(
         self, download: Mapping[str, Tensor], split: str = "test"
     ) -> dict[str, float]:
-        """Evaluates the model of a download [1, ...] on this client's own samples.
+        """Evaluates the personalized model of a download on this client's samples.
 
         Returns "loss", for classes "accuracy", and "size", the number of samples.
+        Raises ValueError where the split has no samples.
+
+        Args:
+            download: The result of `Server.download(client_id, "evaluation")`, a dict
+                of tensors such as "x" [P].
+            split: The split of the data to evaluate on.
         """
         size = int(self.data.size(split)[0]) if split in self.data.index else 0
         if not size:
@@ -173,7 +203,7 @@ class Client:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this client between rounds, for `torch.save`."""
+        """The client's state between rounds, for `torch.save`."""
         return {
             "fingerprint": self._fingerprint,
             "own": dict(self._client_state),
@@ -182,10 +212,10 @@ class Client:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from what `state_dict` returned.
+        """Takes over the state that `state_dict` returned.
 
-        Raises ValueError, and changes nothing, where that is another algorithm's, or of
-        a model of other shapes.
+        Raises ValueError, and changes nothing, where the state is of another algorithm,
+        or of a model of other shapes.
         """
         is_mapping = isinstance(state, Mapping)
         if not is_mapping or state.get("fingerprint") != self._fingerprint:
@@ -197,20 +227,22 @@ class Client:
         self._buffers = state["statistics"]
         self._pending = state["pending"]
 
-    # inside -------------------------------------------------------------------
     @contextmanager
     def _reproducible(self) -> Iterator[None]:
-        """Runs this client's work in one thread, with the same bits again on a GPU."""
+        """A context in which the client's work has the same bits at every call.
+
+        It uses one thread, and torch's repeatable kernels on a GPU.
+        """
         with single_threaded(), REPEATABLE_FLAGS.set_for(self._context.net.w0.device):
             yield
 
     def _open_download(
         self, download: Any
     ) -> tuple[Payload, Tensors, MessageHeader, Clients]:
-        """Reads a download, after the last round is settled.
+        """Reads a download, and settles the last round by its header.
 
-        Returns the payload [1, ...], this client's state [1, ...], the header, and what
-        a hook trains with.
+        Returns the payload [1, ...], this client's state [1, ...], the header, and the
+        clients for the algorithm's hooks.
         """
         net = self._context.net
         device = net.w0.device
@@ -231,7 +263,7 @@ class Client:
     def _check_sent_buffers(self, buffers: Tensor | None) -> None:
         """Raises ValueError where batch norm's statistics [b] of a download do not fit.
 
-        They are sent where they are averaged, and only there.
+        A download has them exactly where they are averaged.
         """
         b0 = self._context.net.b0
         layout = None if buffers is None else (buffers.shape, buffers.dtype)
@@ -240,10 +272,10 @@ class Client:
         require(layout == expected, name, summarize(expected), layout)
 
     def _state_for_round(self, down: Download, header: MessageHeader) -> Tensors:
-        """This client's state [1, ...] before the round: a copy.
+        """A copy of this client's state [1, ...] before the round.
 
-        Until the server has taken an upload, it is a new client's. The federation may
-        have grown since, and rows of the state with it.
+        Until the server has used an upload, the state is a new client's. Where the
+        federation has grown since, rows of the state are longer than before.
         """
         first = self.algorithm.init_client(down, self._context.net, header.n)
         stored = self._client_state if header.accepted else {}
@@ -257,9 +289,10 @@ class Client:
         return client_state
 
     def _settle(self, header: MessageHeader) -> None:
-        """Keeps or forgets the work of the last round.
+        """Keeps the state of the last training if the server used the upload.
 
-        It counts where the server took the upload, as far as the server took it.
+        Where the server shortened the update, the state follows as far as the
+        algorithm's traits say.
         """
         if self._pending is None or header.done < self._pending[0]:
             return
@@ -275,7 +308,7 @@ class Client:
         self._pending = None
 
     def _personalized(self, download: Any) -> tuple[Tensors, Clients]:
-        """The model [1, ...], and the clients with batch norm's statistics for it."""
+        """The model [1, ...], and clients that hold its batch norm's statistics."""
         with self._reproducible():
             down, client_state, _, clients = self._open_download(download)
             model = dict(self.algorithm.model(down, client_state, clients))
@@ -286,7 +319,7 @@ class Client:
 def _prepare_client_data(
     data: Federation, net: Net, algorithm: Algorithm, seed: int
 ) -> Federation:
-    """One client's data as it trains on them: of the net's dtype, on its device."""
+    """The client's data in the net's dtype, on its device, ready for training."""
     x = data.x.to(net.dtype) if data.x.is_floating_point() else data.x
     y = data.y.to(net.dtype) if data.y.is_floating_point() else data.y
     data = replace(data, x=x, y=y).to(net.w0.device)
@@ -295,10 +328,10 @@ def _prepare_client_data(
 
 
 def single_client_view(data: Federation, number: int, n: int) -> Federation:
-    """The federation of n clients as the client `number` sees it.
+    """A federation of n clients in which only the client `number` has data.
 
-    Only this client has data, those of the one client of `data`. What is drawn for it
-    depends on its number.
+    The data are those of the one client of `data`. The client needs its number because
+    its random draws depend on it.
     """
     index = {
         split: Ragged.from_single_list(rows[0], number, n)
@@ -309,7 +342,7 @@ def single_client_view(data: Federation, number: int, n: int) -> Federation:
 
 
 def _spoil_upload(up: Tensors) -> Tensors:
-    """The upload with NaN for every number, so that the server drops it."""
+    """The upload with NaN in place of every float, so that the server drops it."""
     return {
         key: value * torch.nan if value.is_floating_point() else value
         for key, value in up.items()

@@ -1,14 +1,24 @@
 """Messages between a server and its clients, and their checks.
 
-A message is a dict of plain tensors, which any framework carries. It holds the tensors
-of an algorithm's payload by their keys, and beside them the header ("@about") and,
-where they are averaged, batch norm's statistics ("@statistics"). Of `SharedRows` with
-the key "w" it holds three parts: the rows that are sent ("w@rows"), a mask of these
-among all ("w@sent"), and the client's own index ("w@index").
+A message is a dict of plain tensors, which any framework carries. It belongs to one
+client, and holds:
 
-Shapes: N clients of the federation, P numbers of a model, R shared rows, b numbers of
-batch norm.
+- the tensors of the algorithm's payload, by their keys;
+- "@about": the numbers of a `MessageHeader`;
+- "@statistics": batch norm's running statistics, only where they are averaged.
+
+A payload's `SharedRows` with the key "w" have three tensors in the message: the rows
+that are sent ("w@rows"), a mask of the sent rows among all rows ("w@sent"), and the
+client's index ("w@index").
+
+The other side may be faulty or hostile, so every part of a message is checked before
+it is used.
+
+Symbols: N clients of the federation; P numbers of a model; R shared rows, of which R'
+are sent; M models of a client; b numbers of batch norm's statistics.
 """
+
+from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
@@ -36,24 +46,39 @@ BUFFERS_KEY = "@statistics"
 
 
 class MessageHeader(NamedTuple):
-    """The numbers of a message, in float64: whole numbers below 2**53, and a factor."""
+    """The numbers that a message begins with.
 
-    number: int  # the client's, from 0
-    n: int  # N
+    They travel as one float64 tensor in this order. All but `factor` are whole numbers
+    below 2**53, which float64 holds exactly.
+
+    Attributes:
+        number: The client's number, from 0.
+        n: The number of clients N.
+        fingerprint: The result of `fingerprint`, equal on both sides.
+        round: The round that the message is for, from 1.
+        rounds: The planned number of rounds.
+        done: The number of rounds that the server has finished.
+        accepted: The last round whose upload of this client the server used. It is 0
+            where the server has used no upload of the client.
+        factor: The part of that upload's length that the server used, from 0 to 1. It
+            is below 1 where the server's `clip` shortened the upload.
+    """
+
+    number: int
+    n: int
     fingerprint: int
-    round: int  # the round that the message is for, from 1
-    rounds: int  # R
-    done: int  # rounds that the server has finished
-    accepted: int  # the last of them that used the client's upload; 0: none
-    # how much of that upload the server took: below 1 where its `clip` shortened it
+    round: int
+    rounds: int
+    done: int
+    accepted: int
     factor: float
 
 
 def fingerprint(algorithm: Algorithm, net: Net, averages: bool) -> int:
-    """A number for what server and client must have in common.
+    """A checksum of the settings that server and client must share.
 
-    That is the algorithm's name, the model's dtype and shapes, and whether batch norm's
-    statistics are averaged.
+    The settings are the algorithm's name, the model's dtype and shapes, and whether
+    batch norm's statistics are averaged.
     """
     parts = name_of(algorithm), str(net.dtype), net.shapes, net.buffer_shapes, averages
     return zlib.crc32(repr(parts).encode())
@@ -70,7 +95,10 @@ def encode_message(
 ) -> Tensors:
     """The message of one client, from its slices [1, ...] of a payload.
 
-    Of shared rows it holds only those that the client receives.
+    Of shared rows the message holds only those that the client's index names.
+
+    Args:
+        buffers: Batch norm's statistics [b]; None where they do not travel.
     """
     message: Tensors = {HEADER_KEY: torch.tensor(header, dtype=torch.float64)}
     if buffers is not None:
@@ -84,7 +112,7 @@ def encode_message(
 
 
 def _encode_shared_rows(key: str, shared: SharedRows) -> Tensors:
-    """The parts of a message that hold the shared rows of one client."""
+    """The three tensors of a message for the shared rows of one client."""
     count = len(shared.rows)
     sent = torch.zeros(count, dtype=torch.bool, device=shared.rows.device)
     sent[shared.index[shared.index >= 0]] = True
@@ -95,25 +123,31 @@ def _encode_shared_rows(key: str, shared: SharedRows) -> Tensors:
     }
 
 
-# Clients of one federation: both sides hold some numbers of each.
+# Both sides hold some numbers for each client of the federation, so a message that
+# claims more clients is refused.
 MAX_CLIENTS = 2**24
-# Samples of one client: the sum over clients is a whole number of 64 bits.
+# The largest number of samples of one client. A sum over MAX_CLIENTS such numbers fits
+# into 64 bits.
 MAX_SAMPLES = 2**40
 NOT_A_MESSAGE_TEXT = "{}: expected a dict of dense tensors as the other side made it."
 
 
 class DownloadLayout(NamedTuple):
-    """The layout of an algorithm's downloads, by the keys of the payload."""
+    """The layout of an algorithm's downloads, by the keys of the payload.
 
-    model_layouts: Mapping[str, tuple[int, torch.dtype]]  # numbers of each model
-    # of each payload of shared rows their number, sent or not
+    Attributes:
+        model_layouts: The length and the dtype of each tensor that holds models.
+        shared_row_counts: The number R of all rows of each `SharedRows`.
+    """
+
+    model_layouts: Mapping[str, tuple[int, torch.dtype]]
     shared_row_counts: Mapping[str, int]
 
 
 def download_layout(algorithm: Algorithm, net: Net) -> DownloadLayout | None:
-    """The layout of the server's downloads.
+    """The layout of the server's downloads, found by a download made here.
 
-    None where an algorithm of a user does not show it on this machine.
+    None where a user's algorithm cannot make a download on this machine.
     """
     n = max(algorithm.traits.required_clients, default=0) + 2
     model_sizes = {net.size}
@@ -125,7 +159,7 @@ def download_layout(algorithm: Algorithm, net: Net) -> DownloadLayout | None:
         cohort = Cohort(ids=torch.tensor([0]), num_samples=torch.tensor([1]), n=n)
         down = algorithm.send(server, cohort)
     except Exception:
-        # It may need another number of clients, or what only a server has.
+        # The algorithm may need more clients, or data that only a server has.
         return None
     model_layouts: dict[str, tuple[int, torch.dtype]] = {}
     shared_row_counts: dict[str, int] = {}
@@ -140,7 +174,10 @@ def download_layout(algorithm: Algorithm, net: Net) -> DownloadLayout | None:
 
 
 def parse_header(numbers: Tensor) -> MessageHeader:
-    """The numbers of a message. Raises ValueError for numbers that no message has."""
+    """The header in a message's numbers.
+
+    Raises ValueError for numbers that no message has.
+    """
     *whole_numbers, factor = numbers.tolist()
     header = MessageHeader._make([*map(int, whole_numbers), factor])
     are_whole = list(header[:-1]) == whole_numbers
@@ -160,7 +197,7 @@ def is_complete_tensor(value: Tensor) -> bool:
 
 
 def check_model_layouts(message: Tensors, layout: DownloadLayout, name: str) -> None:
-    """Raises ValueError where a model of a message is no model of this client."""
+    """Raises ValueError where a message's model has not this client's layout."""
     for key, (size, dtype) in layout.model_layouts.items():
         message_key = f"{key}@rows" if key in layout.shared_row_counts else key
         rows = message.get(message_key)
@@ -173,13 +210,13 @@ def check_model_layouts(message: Tensors, layout: DownloadLayout, name: str) -> 
 
 def expand_shared_rows(
     sent_rows: Tensor,  # [R', P]
-    sent: Tensor,  # bool [R]: the rows that travelled
-    index: Tensor,  # [M]
+    sent: Tensor,  # bool [R], True for the rows that were sent
+    index: Tensor,  # [M], rows of the client, or -1
     max_rows: int | None,
 ) -> SharedRows:
-    """All R shared rows of a payload; rows that did not travel take no memory.
+    """All R shared rows of a payload; rows that were not sent take no memory.
 
-    Raises ValueError where the parts do not fit each other, or R exceeds `max_rows`.
+    Raises ValueError where the tensors do not fit each other, or R exceeds `max_rows`.
     """
     count = len(sent)
     fits = sent.dtype == torch.bool and len(sent_rows) == int(sent.sum())
@@ -194,7 +231,8 @@ def expand_shared_rows(
         raise ValueError
     like = sent_rows[0] if len(sent_rows) else sent_rows.new_empty(sent_rows.shape[1:])
     rows = lazy_zeros(count, like)
-    rows[sent] = sent_rows  # at the same places: a row's number may be a client's
+    # Rows keep their numbers, because a row's number may be that of a client.
+    rows[sent] = sent_rows
     return SharedRows(rows, index[None])
 
 
@@ -207,13 +245,18 @@ def decode_message(
 ) -> tuple[Payload, MessageHeader, Tensor | None]:
     """The payload [1, ...] of a message, its header and batch norm's statistics [b].
 
-    The tensors are on `device`. Raises ValueError for what is no message, for one of
-    another fingerprint, and for one that does not fit `layout` (None: whatever an
-    algorithm may send). It raises before it makes anything larger than the message.
+    The tensors are on `device`. Raises ValueError for anything that is no message, for
+    a message of another fingerprint, and for one that does not fit `layout`. It raises
+    before it makes anything larger than the message.
+
+    Args:
+        own_fingerprint: The fingerprint of this side.
+        name: The words that begin an error's sentence.
+        layout: The layout that the payload must have; None accepts every payload.
     """
     try:
         tensors, header = _read_tensors(message)
-    except Exception:  # somebody else made the message: it may be anything
+    except Exception:  # another program made the message: it may be anything
         raise ValueError(NOT_A_MESSAGE_TEXT.format(name)) from None
     if header.fingerprint != own_fingerprint:
         raise ValueError(
@@ -241,9 +284,9 @@ def _read_tensors(message: Any) -> tuple[Tensors, MessageHeader]:
 
 
 def _read_payload(tensors: Tensors, n: int, layout: DownloadLayout | None) -> Payload:
-    """The payload [1, ...] of the tensors of a message of n clients.
+    """The payload [1, ...] in the tensors of a message to one of n clients.
 
-    Raises an error of some kind where they are no parts of one.
+    Raises an error, of any kind, where the tensors are no payload.
     """
     payload: Payload = {k: v[None] for k, v in tensors.items() if "@" not in k}
     parts = {k: v for k, v in tensors.items() if "@" in k}
@@ -256,7 +299,8 @@ def _read_payload(tensors: Tensors, n: int, layout: DownloadLayout | None) -> Pa
         index = parts.pop(f"{key}@index")
         max_rows = None
         if layout is not None:
-            # Each client may have a list of its own of all clients' rows.
+            # Each of the n clients may have its own list of rows, which is as long as
+            # the list that this side makes or has a row for each client.
             max_rows = max(n, layout.shared_row_counts[key]) * n
         payload[key] = expand_shared_rows(sent_rows, sent, index, max_rows)
     if parts:
@@ -268,5 +312,5 @@ UploadLayout = dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def layout_of(up: Tensors) -> UploadLayout:
-    """Shape and dtype of each tensor of an upload."""
+    """The shape and dtype of each tensor of an upload."""
     return {key: (value.shape, value.dtype) for key, value in up.items()}

@@ -1,4 +1,9 @@
-"""The server's half of a round, for clients that come and go."""
+"""The server's half of a round, for clients that come and go.
+
+Symbols: N clients of the federation; b numbers of batch norm's statistics.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
@@ -48,9 +53,10 @@ from pflcore.simulation.round import (
 from pflcore.train._memory import is_out_of_memory
 
 ClientCount = Annotated[int, at.Interval(ge=1, le=MAX_CLIENTS)]
-# Attributes of a server, without "_", that `state_dict` holds beside the state.
-SAVED_FIELDS = "accepted", "numbers", "retired", "report"
-# Errors by which an algorithm may answer to uploads that are not its own.
+# Private attributes of a server, without the "_", that `state_dict` holds besides the
+# algorithm's state.
+SAVED_FIELDS = ("accepted", "numbers", "retired", "report")
+# Errors that an algorithm may raise where the uploads are of another algorithm.
 UNUSABLE_UPLOAD_ERRORS = (
     ArithmeticError,
     LookupError,
@@ -61,30 +67,46 @@ UNUSABLE_UPLOAD_ERRORS = (
 
 
 class Upload(NamedTuple):
-    """One client's upload of a round."""
+    """One client's upload of a round.
 
-    number: int  # the client's
+    Attributes:
+        number: The client's number.
+        tensors: The tensors of the upload by their keys, without a dimension of
+            clients.
+        num_samples: The number of samples in the client's training split.
+    """
+
+    number: int
     tensors: Tensors
-    num_samples: int  # of the client's training split
+    num_samples: int
 
 
 class Server:
     """The server's half of a round, for every algorithm.
 
-    `download` makes what each client needs; `aggregate` ends the round with the uploads
-    of the clients that answered. With `Client`s of the same model, seed and training
-    options the results are those of `Simulation`.
+    A round has two calls. `download` makes the tensors that one client needs.
+    `aggregate` ends the round with the uploads of the clients that answered. With
+    `Client`s of the same model, seed and training options the results are those of
+    `Simulation`.
 
-    A client is called by any string or whole number, and receives a number when it is
-    first seen. Whole numbers from 0 to num_clients - 1 keep theirs (so does an
-    algorithm's `target`); other clients receive the first free number. Where none is
-    free, the state grows by a client, between two rounds.
+    A client's id is any string or whole number. The server gives each client a number
+    when it first sees the id:
+
+    - An id that is a whole number from 0 to num_clients - 1 is the number itself, if
+      no other client has it. So an algorithm's `target` is the client with that id.
+    - Any other id receives the first free number.
+    - Where no number is free, the state grows by one client, between two rounds.
 
     Args:
-        template: the model: an `nn.Module`, a function that makes one, or a `Net`.
-        rounds: the number of rounds that there will be, for schedules.
-        batch_norm: see `Simulation`.
-        clip: see `Robustness`.
+        algorithm: The algorithm: a name, a class, or an instance with its options.
+        template: The model: an `nn.Module`, a function that makes one, or a `Net`.
+        num_clients: The number of clients that the state has room for at first.
+        rounds: The planned number of rounds, which schedules depend on.
+        seed: The seed of the model's first weights and of the algorithm's draws.
+        batch_norm: The policy for batch norm's running statistics: "average", "local",
+            or "auto" for the algorithm's own, as in `Simulation`.
+        clip: The largest Euclidean norm of an update. Longer updates are shortened to
+            it, as in `Robustness`; None shortens none.
     """
 
     @checked
@@ -110,14 +132,17 @@ class Server:
             self.algorithm, self.net, num_clients, clients=False
         )
         self._fingerprint = fingerprint(self.algorithm, self.net, self.averages)
-        # `accepted` and `factor` of `MessageHeader`
+        # `accepted` and `factor` of `MessageHeader`, by the client's number
         self._accepted: dict[int, tuple[int, float]] = {}
         self._numbers: dict[Hashable, int] = {}
-        self._retired: list[int] = []  # numbers that nobody gets again
+        # Numbers of clients that have left. No later client receives one of them.
+        self._retired: list[int] = []
         self._report: Tensors = {}
-        # The layout of the last round's uploads, of a federation of this size.
+        # The layout of the last round's uploads. None before the first round, and after
+        # the federation has grown, because uploads may then be longer.
         self._upload_layout: UploadLayout | None = None
-        self._round_started = False  # True once a client may train for the next round
+        # True once a client may train for the coming round
+        self._round_started = False
 
     @property
     def round(self) -> int:
@@ -126,7 +151,7 @@ class Server:
 
     @property
     def clients(self) -> dict[Hashable, int]:
-        """The clients that are known, and their numbers in what `report` gives."""
+        """The number of each known client, by its id."""
         return dict(self._numbers)
 
     @property
@@ -138,10 +163,14 @@ class Server:
     def download(
         self, client_id: Hashable, purpose: Literal["train", "evaluation"] = "train"
     ) -> Tensors:
-        """The tensors that one client needs, by name.
+        """The message for one client: tensors by name.
 
-        They are for the coming round ("train"), or for its model as it is now
-        ("evaluation").
+        A new client receives its number here, as by `join`.
+
+        Args:
+            client_id: The client's id, a string or a whole number.
+            purpose: "train" for the client's work of the coming round. "evaluation" for
+                its personalized model after the last round.
         """
         number = self.join(client_id)
         done = self.round
@@ -170,19 +199,21 @@ class Server:
     ) -> RoundOutcome:
         """Ends a round with the results of `Client.train`, by client.
 
-        Clients that are not in `uploads` were absent. The outcome says what happened:
+        Clients that are not in `uploads` were absent. Fields of the outcome are:
 
-        - `dropped`: clients whose upload is not finite, or of no use to the algorithm.
-          They count as absent.
-        - `void`: nothing changed, for the reason `void_reason`.
-        - `relative_update_norm` and `clipped`: how long the updates were.
-
-        Raises ValueError, and changes nothing, for an upload that does not fit, where
-        there is none, and where the algorithm would end a run. Without `strict` such an
-        upload is left out with a RuntimeWarning, and a round without uploads is void.
+        - `ids`: the clients with an upload that fits.
+        - `dropped`: those of them whose upload is not finite, or of no use to the
+          algorithm. They count as absent.
+        - `void`: True where the round changed nothing, for the reason `void_reason`.
+        - `relative_update_norm`: the length of each update.
+        - `clipped`: the clients whose update was shortened to `clip`.
 
         Args:
             uploads: {client id: (upload, number of training samples)}.
+            strict: True raises ValueError, and changes nothing, for an upload that does
+                not fit, where there is no upload, and where the algorithm would end a
+                run. False leaves such an upload out with a RuntimeWarning; a round
+                without uploads is then void.
         """
         wanted = "{client id: (upload, number of samples)} of at least one client"
         is_given = isinstance(uploads, Mapping) and (uploads or not strict)
@@ -210,10 +241,10 @@ class Server:
         )
 
     def join(self, client_id: Hashable) -> int:
-        """The number of a client, which a new client receives here.
+        """The number of a client, where a new client receives one.
 
-        A new client's first `download` does the same. Raises ValueError where a round
-        that has begun would have to grow.
+        A new client's first `download` does the same. Raises ValueError where the state
+        would have to grow in a round that has begun.
         """
         is_word = isinstance(client_id, str)
         is_number = isinstance(client_id, Integral) and not isinstance(client_id, bool)
@@ -227,12 +258,12 @@ class Server:
             wanted = f"no newcomer in a round begun with {n} clients"
             require(not self._round_started, f"client {client_id!r}", wanted, "one")
             self._state, _ = with_new_client(self.algorithm, self._state, self.net, n)
-            self._upload_layout = None  # the uploads may be longer from now on
+            self._upload_layout = None
         self._numbers[client_id] = number
         return number
 
     def _free_number(self, client_id: Hashable) -> int:
-        """A new client's number: its id, else the first one that is free, else N."""
+        """The number for a new client: its id, else the first free number, else N."""
         n = self.num_clients
         taken = {*self._numbers.values(), *self._retired}
         if isinstance(client_id, Integral) and 0 <= client_id < n:
@@ -242,24 +273,25 @@ class Server:
         return next((i for i in range(n) if i not in taken), n)
 
     def leave(self, client_id: Hashable) -> None:
-        """Forgets a client for good: a later client of this id is a newcomer.
+        """Forgets a client, so that a later client of its id is a new one.
 
-        What the algorithm holds of the client stays.
+        The algorithm's state keeps what it has of the client.
         """
         self._retired.append(self._numbers.pop(client_id))
 
     def report(self) -> Tensors:
-        """The algorithm's own report of the last round, by the clients' numbers.
+        """The algorithm's report of the last round, such as mixing weights [N, N].
 
-        It holds mixing weights, clusters, or what else the algorithm tells.
+        Its tensors are those of the algorithm's hook `report`. Clients stand in them
+        by their numbers.
         """
         return self._report
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that changes, for `torch.save`.
+        """The server's state between rounds, for `torch.save`.
 
-        It holds copies of tensors, numbers, strings and dicts, so `torch.load` needs no
-        pickled classes.
+        It consists of copies of tensors, numbers, strings and dicts, so that
+        `torch.load` needs no pickled classes.
         """
         return {
             "fingerprint": self._fingerprint,
@@ -270,10 +302,10 @@ class Server:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from what `state_dict` returned.
+        """Takes over the state that `state_dict` returned.
 
-        Raises ValueError, and changes nothing, where that is another algorithm's or
-        another model's.
+        Raises ValueError, and changes nothing, where the state is of another algorithm
+        or model.
         """
         is_mapping = isinstance(state, Mapping)
         if not is_mapping or state.get("fingerprint") != self._fingerprint:
@@ -290,7 +322,6 @@ class Server:
         for key in SAVED_FIELDS:
             setattr(self, f"_{key}", copy(state[key]))
 
-    # inside -------------------------------------------------------------------
     def _cohort(
         self,
         ids: Sequence[int],
@@ -298,7 +329,7 @@ class Server:
         round: int,
         purpose: str = "send",
     ) -> Cohort:
-        """The cohort of these clients, as the algorithm's hooks receive it."""
+        """The cohort of these clients, for the algorithm's hooks."""
         return Cohort(
             torch.tensor(ids),
             torch.tensor(num_samples),
@@ -312,10 +343,14 @@ class Server:
     def _try_round(
         self, uploads: Mapping[Any, Upload], names: Mapping[int, Any], strict: bool
     ) -> RoundOutcome:
-        """Plays the round with these uploads.
+        """Plays the round with these uploads, or tells why it cannot be played.
 
-        Where it cannot be played, raises ValueError, or returns a void outcome if not
-        `strict`.
+        Where it cannot be played, this raises ValueError if `strict`, and else returns
+        a void outcome.
+
+        Args:
+            uploads: The uploads by the clients' ids.
+            names: The client's id of each number.
         """
 
         def report_refused(bad: BadUpload) -> None:
@@ -333,12 +368,12 @@ class Server:
             return self._run_round([*uploads.values()], report_refused)
         except RefusedUpload:
             raise
-        except Stop as stop:  # a server goes on where a run would end
+        except Stop as stop:  # it ends a run, but a server waits for other uploads
             void.void_reason = str(stop)
             _raise_or_warn(f"uploads: {stop}", strict)
         except UNUSABLE_UPLOAD_ERRORS as error:
-            # The layout of later rounds' uploads is known to be usable: then the error
-            # is no fault of the uploads.
+            # Where an earlier round used uploads of this layout, the error is a fault
+            # of the algorithm and not of the uploads.
             is_usable_layout = self._upload_layout is not None
             if is_out_of_memory(error) or (strict and is_usable_layout):
                 raise
@@ -358,7 +393,8 @@ class Server:
     ) -> RoundOutcome:
         """Plays the round with these uploads, which have one layout.
 
-        Calls `on_refused` with the uploads that the algorithm cannot use.
+        Args:
+            on_refused: Is called with the clients whose uploads the algorithm refuses.
         """
         state = self._state
         alg = self.algorithm
@@ -370,8 +406,8 @@ class Server:
         for key in first:
             up[key] = torch.stack([upload.tensors[key] for upload in uploads])
         buffers = up.pop(BUFFERS_KEY, state.buffers[cohort.ids])
-        # A negative variance is none. Its root would be NaN in every client's model, so
-        # the upload counts as not finite.
+        # The root of a negative variance would be NaN in every client's model, so the
+        # upload counts as not finite.
         negative = (buffers[:, self.net.variances] < 0).any(1)
         buffers[negative] = torch.nan
         down = alg.send(state.server, cohort)
@@ -394,18 +430,21 @@ class Server:
         return replace(outcome, train_loss=None)
 
     def _record_accepted(self, outcome: RoundOutcome, cohort: Cohort) -> None:
-        """Keeps what later downloads and `report` tell of the round that was played."""
+        """Stores the facts of a round for later downloads and for `report`."""
         factor = outcome.clip_factor
         if factor is None:
             factor = torch.ones(len(cohort.ids))
-        for number, share in zip(cohort.ids.tolist(), factor.tolist(), strict=True):
-            self._accepted[number] = (self.round, share)
+        for number, part in zip(cohort.ids.tolist(), factor.tolist(), strict=True):
+            self._accepted[number] = (self.round, part)
         self._report = self.algorithm.report(self._state.server, outcome.mix, cohort)
 
     def _read_uploads(
         self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool
     ) -> dict[Any, Upload]:
-        """The round's uploads of one layout, by client, ascending by number."""
+        """The uploads that fit, by the clients' ids, ascending by their numbers.
+
+        All of them have one layout.
+        """
         read: dict[Any, Upload] = {}
         for client, upload in uploads.items():
             try:
@@ -425,7 +464,7 @@ class Server:
         return dict(sorted(read.items(), key=lambda item: item[1].number))
 
     def _expected_layout(self, layouts: list[UploadLayout]) -> UploadLayout:
-        """The layout of the last round's uploads; at first that of most of these."""
+        """The layout of the last round's uploads, or else the most frequent layout."""
         layout = self._upload_layout or max(layouts, key=layouts.count, default={})
         if self.averages:
             layout = layout | layout_of({BUFFERS_KEY: self.net.b0})
@@ -440,9 +479,9 @@ class Server:
         is_pair = isinstance(upload, tuple) and len(upload) == 2
         require(is_pair, name, "(upload, number of samples)", upload)
         message, num_samples = upload
-        # An upload has one row a client, and no shared rows.
-        device = self.net.w0.device
+        # An upload has one row for its client, and no shared rows.
         layout = DownloadLayout({}, {})
+        device = self.net.w0.device
         payload, header, buffers = decode_message(
             message, device, self._fingerprint, name, layout
         )
@@ -465,18 +504,18 @@ class Server:
 
 
 class RefusedUpload(ValueError):
-    """Ends a strict round in which the algorithm cannot use an upload."""
+    """An upload of a strict round that the algorithm refuses."""
 
 
 def _raise_or_warn(sentence: str, strict: bool) -> None:
-    """Raises ValueError, or warns if not `strict`."""
+    """Raises ValueError if `strict`, and else warns."""
     if strict:
         raise ValueError(sentence)
     warn_caller(sentence, RuntimeWarning)
 
 
 def _describe_layout(layout: UploadLayout) -> str:
-    """A layout in words, such as "delta [10] float32"."""
+    """The text of a layout, such as "delta [10] float32"."""
     parts = [
         f"{key} {list(shape)} {str(dtype).removeprefix('torch.')}"
         for key, (shape, dtype) in layout.items()

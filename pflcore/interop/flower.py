@@ -2,13 +2,18 @@
 
 It needs the extra `flower`.
 
-- `client_app` and `PflStrategy` play any algorithm, the one at the clients, the other
-  at the server.
-- `PersonalStrategy` sends each client its own model, by a method that needs nothing of
-  a client but its model. ClientApps stay as they are.
+- `client_app` and `PflStrategy` run any algorithm, `client_app` at the clients and
+  `PflStrategy` at the server.
+- `PersonalStrategy` sends each client its own model, by a method that needs only the
+  clients' models. Any ClientApp works with it unchanged.
 - `keep_private` is a mod that keeps some tensors with their client.
-- `ExactMultiKrum` is Flower's MultiKrum by exact distances.
+- `ExactMultiKrum` is Flower's MultiKrum with exact distances.
+
+A node is a process of Flower's, known by its id. A client is the holder of the data on
+a node, known by the id that `client_app` sends.
 """
+
+from __future__ import annotations
 
 import io
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -73,9 +78,9 @@ Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 
 
 def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    """Tensors as Flower's arrays, which are numpy's.
+    """A Flower record of tensors.
 
-    Raises ValueError for a dtype that numpy does not have.
+    Flower's arrays are those of numpy, so this raises ValueError for bfloat16.
     """
     for name, tensor in tensors.items():
         fits = tensor.dtype != torch.bfloat16
@@ -84,21 +89,24 @@ def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def decode_tensors(content: RecordDict) -> Tensors | None:
-    """The tensors of the one ArrayRecord in a message; None where there are none."""
+    """The tensors of the only ArrayRecord in a message.
+
+    None where there is no single record, or its bytes are no tensors.
+    """
     records = [*content.array_records.values()]
     if len(records) != 1:
         return None
     try:
         return dict(records[0].to_torch_state_dict())
-    except Exception:  # bytes that somebody else made raise errors of many kinds
+    except Exception:  # the bytes of another program raise errors of many kinds
         return None
 
 
 def model_layout(content: RecordDict) -> tuple[Any, bool]:
-    """The layout of the one model in a message, and whether its numbers are possible.
+    """The layout of the only model in a message, and True if its numbers are possible.
 
-    The layout has the names, shapes and dtypes; it is None where there is no model.
-    Numbers are possible that are finite, and no negative variance.
+    The layout has names, shapes and dtypes; it is None where there is no single model.
+    Possible numbers are finite, and no variance among them is negative.
     """
     tensors = decode_tensors(content)
     if not tensors:
@@ -111,9 +119,10 @@ def model_layout(content: RecordDict) -> tuple[Any, bool]:
 
 
 def metrics_layout(content: RecordDict, weight: str) -> Any:
-    """The names of the metrics in a reply, and of lists their lengths.
+    """The names of the metrics in a reply, with the lengths of those that are lists.
 
-    None where the metric `weight` is no number of samples.
+    None where there is no single record of metrics, or the metric `weight` is no number
+    of samples.
     """
     records = [*content.metric_records.items()]
     if len(records) != 1:
@@ -133,9 +142,10 @@ def metrics_layout(content: RecordDict, weight: str) -> Any:
 def matching_positions(
     layouts: Sequence[Any], expected_layout: Any = None
 ) -> list[int]:
-    """The places of `expected_layout`; where nobody has it, of the most frequent one.
+    """The positions of the layouts that equal `expected_layout`.
 
-    None stands for no layout.
+    Where no layout equals it, the most frequent one is expected. None in `layouts`
+    stands for an item without a layout, which never matches.
     """
     known = [layout for layout in layouts if layout]
     expected = expected_layout
@@ -154,17 +164,19 @@ def usable_replies(
     models: bool = True,
     finite: bool = True,
 ) -> list[Message]:
-    """The replies that hold what most replies hold; others are logged and left out.
+    """The replies with the layout of most replies; others are logged and left out.
 
-    A reply holds one model of the tensors that most have, and metrics of the names that
-    most have. Replies come in the order of the nodes, so that no bit depends on which
-    node answered first. Those without content, which report an error, stay.
+    A usable reply has one model with the tensors of most models, and metrics with the
+    names of most metrics. The result is in the order of the nodes, so that no bit
+    depends on the node that answered first. Replies without content, which report an
+    error, are part of the result.
 
     Args:
-        weight: the name of the metric with the number of samples.
-        expected_layout: the layout of the models, where any reply has it.
-        models: False asks for metrics alone.
-        finite: False also takes models that are not finite.
+        replies: The replies of a round.
+        weight: The name of the metric with the number of samples.
+        expected_layout: The layout of the models, if any reply has it.
+        models: False means that a reply needs metrics only.
+        finite: False also accepts models that are not finite.
     """
     replies = sorted(replies, key=_node_of)
     answers = [reply for reply in replies if reply.has_content()]
@@ -189,29 +201,31 @@ def usable_replies(
 
 
 def _node_of(reply: Message) -> int:
-    """The node that sent a reply."""
+    """The id of the node that sent a reply."""
     node: int = reply.metadata.src_node_id
     return node
 
 
 def only_record(message: Message, name: str) -> tuple[str, ArrayRecord]:
-    """The key and the record of the one model in a message.
+    """The key and the record of the only model in a message.
 
-    Raises ValueError, with the message's `name`, where there are several, or none.
+    Raises ValueError, which begins with `name`, where there is no single record.
     """
     records = dict(message.content.array_records)
     require(len(records) == 1, name, "one ArrayRecord, the model", list(records))
     return next(iter(records.items()))
 
 
-STATE_RECORD = "pflcore.client"  # the record of Context.state
-# Clients that are kept rather than made again; their state is in their contexts.
+# The key in Context.state of a client's state between rounds.
+STATE_RECORD = "pflcore.client"
+# Making a client anew is slow, so this many are kept in memory. Their states are in
+# their contexts.
 MAX_CACHED_CLIENTS = 32
 Evaluate = Callable[[Personalized, Context], dict[str, float]]
 
 
 def number_of(context: Context) -> Hashable:
-    """The client that a node is: its partition, where the node has one."""
+    """The id of a node's client: the partition of the node, or else the node's id."""
     number: Hashable = context.node_config.get("partition-id", str(context.node_id))
     return number
 
@@ -226,19 +240,21 @@ def client_app(
 ) -> ClientApp:
     """The ClientApp of `PflStrategy`.
 
-    `client_app(lambda context: pflcore.Client("ditto", model, data_of(context),
-    training))` is one. What the algorithm keeps at a client is in `Context.state`,
-    which a simulation carries to the worker and back for each message.
+    An example is `client_app(lambda context: pflcore.Client("ditto", model,
+    data_of(context), training))`. The algorithm's state of a client is in
+    `Context.state`, which a Flower simulation carries to the worker and back for each
+    message.
 
     Args:
-        make: returns the `pflcore.Client` of a node, by its `context.node_config` and
+        make: Returns the `pflcore.Client` of a node, by its `context.node_config` and
             `context.run_config`. It may be called more than once for a node.
-        evaluate: `evaluate(model, context)` returns numbers by name ("size": the number
-            of samples that they are of), and may save the model. The default is the
-            loss, and for classes the accuracy, on the client's test samples.
-        client_id: tells which client a node is, by a string or a whole number; the
-            default is its "partition-id".
-        mods: Flower's own.
+        evaluate: `evaluate(model, context)` returns numbers by name, where "size" is
+            the number of samples that they come from. It may also save the model. The
+            default returns the loss, and for classes the accuracy, on the client's test
+            samples.
+        client_id: Returns the id of a node's client, a string or a whole number. The
+            default is the node's "partition-id", or else the node's id.
+        mods: The mods of Flower's ClientApp.
     """
     app = ClientApp(mods=mods or [])
     client_of = client_cache(make)
@@ -274,9 +290,9 @@ def client_app(
 
 
 def client_cache(make: Callable[[Context], Client]) -> Callable[[Context], Client]:
-    """A function from a context to its client, with the state that the context holds.
+    """A function that returns the client of a context, in the context's state.
 
-    It keeps the clients that it makes, and forgets the oldest where they are many.
+    It keeps up to `MAX_CACHED_CLIENTS` clients, and forgets the oldest beyond that.
     """
     clients: dict[tuple[int, int], Client] = {}
 
@@ -306,22 +322,33 @@ def client_bytes(client: Client) -> bytes:
     return data.getvalue()
 
 
-PRIVATE_RECORD = "pflcore.private"  # the record of Context.state
+# The key in Context.state of a client's private tensors.
+PRIVATE_RECORD = "pflcore.private"
 
 
 def keep_private(*patterns: str) -> Mod:
-    """A mod with which the tensors that match stay with their client.
+    """A mod that keeps the tensors of matching names with their client.
 
-    `ClientApp(mods=[keep_private("head.*")])` uses it; nothing else changes, on neither
-    side. The classifier's names make FedPer (Arivazhagan et al. 2019), the features'
-    LG-FedAvg (Liang et al. 2020), the batch norms' FedBN (Li et al. 2021), of any app
-    whose replies are models.
+    Use it as in `ClientApp(mods=[keep_private("head.*")])`; server and app stay
+    unchanged. It suits any app whose replies are models. The private tensors select the
+    method:
 
-    A client's values are in `Context.state`. In training and evaluation they take the
-    place of the incoming ones. In a reply the values that came take theirs: private
-    values do not travel, every reply has the tensors that the server expects, and the
-    server's mean leaves them where they started. A client that has not trained yet uses
-    the incoming values. Raises ValueError where a pattern matches nothing.
+    - those of the classifier: FedPer (Arivazhagan et al. 2019);
+    - those of the features: LG-FedAvg (Liang et al. 2020);
+    - those of the batch norms: FedBN (Li et al. 2021).
+
+    The private values of a client are in `Context.state`. In training and evaluation
+    they replace the incoming values. A client that has not trained yet uses the
+    incoming values.
+
+    In a reply the incoming values replace the private values. So private values do not
+    travel, every reply has the tensors that the server expects, and the server's mean
+    of these tensors never changes.
+
+    Raises ValueError where a pattern matches no tensor.
+
+    Args:
+        patterns: Shell patterns of the names of private tensors.
     """
     fits = bool(patterns) and are_names(patterns)
     wanted = "names of private tensors, as in keep_private('head.*')"
@@ -355,9 +382,9 @@ def keep_private(*patterns: str) -> Mod:
 
 
 def _private_names(record: ArrayRecord, patterns: Sequence[str]) -> list[str]:
-    """The names in `record` that match.
+    """The names in `record` that match a pattern.
 
-    Raises ValueError where a pattern matches none.
+    Raises ValueError where a pattern matches no name.
     """
     names = dict.fromkeys(record, False)
     for pattern in patterns:
@@ -369,12 +396,12 @@ def _private_names(record: ArrayRecord, patterns: Sequence[str]) -> list[str]:
 
 
 class FilteredFedAvg(FedAvg):  # type: ignore[misc]
-    """Flower's FedAvg, whose evaluation leaves out replies that differ from most."""
+    """Flower's FedAvg, with an evaluation that leaves out replies of another layout."""
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """The mean of the metrics, as FedAvg has it."""
+        """The mean of the metrics of the usable replies, as in FedAvg."""
         replies = usable_replies(replies, self.weighted_by_key, models=False)
         return super().aggregate_evaluate(server_round, replies)  # type: ignore[no-any-return]
 
@@ -382,17 +409,17 @@ class FilteredFedAvg(FedAvg):  # type: ignore[misc]
 class PersonalStrategy(FilteredFedAvg):
     """Flower's `FedAvg` that sends each client its own model.
 
-    `pflcore.personalize` makes the models; any ClientApp that FedAvg drives will do. A
-    client that has not trained yet receives the mean of the round. Raises ValueError
-    for models that differ in their tensors.
+    `pflcore.personalize` makes the models of the clients that have trained. A client
+    that has not trained yet receives the mean of the round. It works with any ClientApp
+    that FedAvg works with. Raises ValueError for models that differ in their tensors.
 
     Args:
-        method: "fedamp", "heurfedamp", "sfl", "clusters", "feddwa" (its guidance are
-            the models of the round before), or an instance.
-        include: the tensors that are mixed, as in `pflcore.pack`; the others stay each
-            client's own.
-        exclude: those that are not, as in `pflcore.pack`.
-        flower: FedAvg's own arguments.
+        method: A method of `pflcore.personalize`: "fedamp", "heurfedamp", "sfl",
+            "clusters", "feddwa", or an instance. FedDWA takes the models of the round
+            before as its guidance.
+        include: Patterns of the tensors to mix, as in `pflcore.pack`; by default all.
+        exclude: Patterns of the tensors that stay each client's own.
+        flower: The arguments of Flower's FedAvg.
     """
 
     def __init__(
@@ -407,15 +434,16 @@ class PersonalStrategy(FilteredFedAvg):
         super().__init__(**flower)
         self.method = method
         self.chosen: dict[str, Any] = {"include": include, "exclude": exclude}
-        self.models: dict[int, ArrayRecord] = {}  # by node id
-        self._last: dict[int, ArrayRecord] = {}  # the uploads that they were made of
-        # The layout of the models: as they were sent, or as most came.
+        self.models: dict[int, ArrayRecord] = {}  # the personalized models, by node id
+        # The last upload of each node, by node id
+        self._last: dict[int, ArrayRecord] = {}
+        # The layout of the models: that of the model that was sent, or of most uploads.
         self._expected_layout: Any = None
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> Aggregated:
-        """Makes all clients' next models; returns the mean, as FedAvg does."""
+        """Makes the clients' next models, and returns the mean as FedAvg does."""
         replies = usable_replies(replies, self.weighted_by_key, self._expected_layout)
         contents = {
             _node_of(reply): reply.content for reply in replies if reply.has_content()
@@ -425,7 +453,7 @@ class PersonalStrategy(FilteredFedAvg):
         return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]
 
     def _personalize(self, contents: Mapping[int, RecordDict]) -> None:
-        """Makes the nodes' next models of the uploads in their replies."""
+        """Makes the next models of the nodes from the uploads in their replies."""
         uploads: dict[int, Any] = {
             node: next(iter(content.array_records.values()))
             for node, content in contents.items()
@@ -449,7 +477,7 @@ class PersonalStrategy(FilteredFedAvg):
     def _construct_messages(
         self, record: RecordDict, node_ids: list[int], message_type: str
     ) -> Iterable[Message]:
-        """FedAvg's messages, each with the node's own model."""
+        """The messages of FedAvg, each with the model of its node."""
         key = self.arrayrecord_key
         self._expected_layout = self._expected_layout or model_layout(record)[0]
         messages = []
@@ -463,15 +491,23 @@ class PersonalStrategy(FilteredFedAvg):
 def select_multikrum(
     contents: list[RecordDict], num_malicious_nodes: int, num_nodes_to_select: int
 ) -> list[RecordDict]:
-    """Flower's `select_multikrum` with exact distances, best first.
+    """The selected contents by exact distances, best first.
 
-    It also serves `Bulyan(selection_rule=select_multikrum)`. Flower's own expands
-    |a|^2 + |b|^2 - 2 a b in float32, whose error exceeds the distances of models that
-    differ by a thousandth. Here floating-point tensors are compared, without running
-    statistics. A content without a model of the tensors that most have is left out and
-    logged; a model that is not finite is never chosen. Raises ValueError where 2 f + 2
-    < N does not hold for f malicious nodes among the N that are left: Krum promises
-    nothing there.
+    It takes the place of Flower's `select_multikrum`, also in
+    `Bulyan(selection_rule=select_multikrum)`. That function expands
+    |a|^2 + |b|^2 - 2 a b in float32, with errors larger than the distances of models
+    that differ by a thousandth.
+
+    Models are compared by their floating-point tensors without running statistics. A
+    content without a model of the most frequent layout is logged and left out. A model
+    that is not finite is never selected. Raises ValueError unless 2 f + 2 < N for f
+    malicious nodes and the N contents that are left, because Krum guarantees nothing
+    there.
+
+    Args:
+        contents: The contents of the replies, each with one model.
+        num_malicious_nodes: The number f of bad nodes that Krum withstands.
+        num_nodes_to_select: The number of contents to select.
     """
     layouts = []
     are_possible = []
@@ -486,25 +522,25 @@ def select_multikrum(
     models = [next(iter(contents[place].array_records.values())) for place in places]
     rows, _ = pack(models)
     possible_rows = torch.tensor([are_possible[place] for place in places])
-    rows[~possible_rows] = torch.nan  # infinitely far
+    rows[~possible_rows] = torch.nan  # Krum takes it as infinitely far from all others
     krum = Krum(num_malicious_nodes, num_nodes_to_select)
     chosen = krum.select(ops.pairwise_sqdist(rows)).tolist()
     return [contents[places[i]] for i in chosen if possible_rows[i]]
 
 
 class ExactMultiKrum(FilteredFedAvg, MultiKrum):  # type: ignore[misc]
-    """Flower's `MultiKrum`, with the same arguments, by exact distances.
+    """Flower's `MultiKrum` with exact distances, and with the same arguments.
 
-    A node that sends no model as most do, or no number of samples, was absent. Where
-    too few replies are left for Krum, the nodes that sent something else count as
-    malicious, and fewer are selected. A round of too few replies even so is skipped,
-    with a line in the log.
+    A node counts as absent if its reply has no model of the most frequent layout, or no
+    number of samples. Where too few replies are left for Krum, these absent nodes count
+    among the malicious ones, and fewer replies are selected. Where still too few are
+    left, the round is skipped with a line in the log.
     """
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> Aggregated:
-        """The mean of the chosen replies, and of their metrics."""
+        """The mean of the selected replies, and of their metrics."""
         replies = list(replies)
         usable = usable_replies(replies, self.weighted_by_key, finite=False)
         valid, _ = self._check_and_log_replies(usable, is_train=True)
@@ -527,14 +563,14 @@ class ExactMultiKrum(FilteredFedAvg, MultiKrum):  # type: ignore[misc]
         return mean  # type: ignore[no-any-return]
 
 
-WHO_QUERY = "query.pflcore"  # the message that asks a node which client it is
+WHO_QUERY = "query.pflcore"  # the message that asks a node for its client's id
 
 
 def client_of_reply(reply: Message) -> Hashable | None:
-    """The client that a node says it is; None where its answer names none."""
+    """The id of the client in a node's answer; None where the answer has no id."""
     try:
         client = reply.content["config"]["client"]
-    except (LookupError, TypeError, ValueError):  # an error has no content
+    except (LookupError, TypeError, ValueError):  # a reply of an error has no content
         return None
     is_name = isinstance(client, str | int) and not isinstance(client, bool)
     return client if is_name else None
@@ -543,17 +579,22 @@ def client_of_reply(reply: Message) -> Hashable | None:
 class PflStrategy(FilteredFedAvg):
     """`pflcore.Server` as Flower's strategy, with `client_app` on the other side.
 
-    Any algorithm may be played; each client has its own download. The clients that
-    train are drawn by the server's seed, as a simulation draws them, so a run gives the
-    models of `pflcore.Simulation`. A node that does not answer, or whose answer cannot
-    be used, was absent from the round. Of nodes that say they are one client, the one
-    that was known first takes part while it is connected. Raises ValueError where three
-    rounds in a row come to nothing: all nodes fail, or a required client is not there.
+    It runs any algorithm, and each client has its own download. The clients that train
+    are drawn by the server's seed, as in a simulation. So a run gives the models of
+    `pflcore.Simulation`.
+
+    - A node that does not answer, or sends an answer that cannot be used, is absent
+      from the round.
+    - Where several nodes send the id of one client, the node that was known first takes
+      part while it is connected.
+    - Raises ValueError where three rounds in a row are skipped, because all nodes fail
+      or a required client is absent.
 
     Args:
-        server: its model and start are those of the clients' `pflcore.Client`.
-        flower: FedAvg's own arguments. Unless `min_available_nodes` says otherwise, the
-            strategy waits for as many nodes as the server has clients.
+        server: The server, with the model and the seed of the clients'
+            `pflcore.Client`.
+        flower: The arguments of Flower's FedAvg. By default `min_available_nodes` is
+            the server's number of clients, so the strategy waits for all of them.
     """
 
     def __init__(self, server: Server, **flower: Any) -> None:
@@ -564,11 +605,12 @@ class PflStrategy(FilteredFedAvg):
         }
         super().__init__(**least | flower)
         self.server = server
-        # The client that each node says it is, in the order of the answers.
+        # The client's id of each node, in the order of the answers.
         self.clients: dict[int, Hashable] = {}
-        self._duplicate_nodes: set[int] = set()  # nodes whose client another node is
-        self._skipped_rounds = 0  # rounds in a row that came to nothing
-        # The seconds to wait for an answer, once `start` says it.
+        # Nodes whose client was known from another node before.
+        self._duplicate_nodes: set[int] = set()
+        self._skipped_rounds = 0  # the number of skipped rounds in a row
+        # The argument `timeout` of Flower's calls, set by `start`.
         self._timeout_options: dict[str, float] = {}
 
     def start(
@@ -578,9 +620,13 @@ class PflStrategy(FilteredFedAvg):
         num_rounds: int | None = None,
         **options: Any,
     ) -> Result:
-        """Flower's `start`, from the server's own model.
+        """The result of Flower's `start`, with the model of the server.
 
-        It plays the rounds that the server has left, or `num_rounds` of them.
+        Args:
+            grid: Flower's grid of nodes.
+            initial_arrays: None, because the server has the first model.
+            num_rounds: The number of rounds; by default all that the server has left.
+            options: Further arguments of Flower's `start`.
         """
         wanted = "None, as the start is the model's own"
         require(not initial_arrays, "initial_arrays", wanted, "some")
@@ -593,7 +639,10 @@ class PflStrategy(FilteredFedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> Aggregated:
-        """Plays the server's round; there is no one model to be returned."""
+        """Plays the server's round, and returns the mean metrics.
+
+        There is no single model that it could return.
+        """
         valid, failed = self._check_and_log_replies(
             replies, is_train=True, validate=False
         )
@@ -621,7 +670,7 @@ class PflStrategy(FilteredFedAvg):
         return None, self.train_metrics_aggr_fn(contents, self.weighted_by_key)
 
     def _log_outcome(self, server_round: int, outcome: RoundOutcome) -> None:
-        """Logs the clients that were dropped, and why a round is void."""
+        """Logs the clients that were dropped, and the reason for a void round."""
         if not outcome.void and not outcome.dropped:
             return
         void = ""
@@ -630,7 +679,6 @@ class PflStrategy(FilteredFedAvg):
         text = "round %d: not finite or of no use, so absent: clients %s%s"
         log(WARNING, text, server_round, outcome.dropped, void)
 
-    # inside -----------------------------------------------------------------
     def _messages(
         self,
         kind: str,
@@ -639,7 +687,11 @@ class PflStrategy(FilteredFedAvg):
         config: ConfigRecord,
         grid: Grid,
     ) -> list[Message]:
-        """A message for each client that trains, or that is evaluated."""
+        """The messages of a round, one for each client that takes part.
+
+        Args:
+            kind: "train" or "evaluate".
+        """
         is_training = kind == "train"
         fraction = self.fraction_train if is_training else self.fraction_evaluate
         if not fraction:
@@ -667,9 +719,10 @@ class PflStrategy(FilteredFedAvg):
         return messages
 
     def _can_train(self, node_of: Mapping[int, int]) -> bool:
-        """True where the nodes that are connected suffice; else skips the round.
+        """True where the connected nodes suffice; otherwise skips the round.
 
-        `node_of` has the node of each client's number.
+        Args:
+            node_of: The node of each connected client, by the client's number.
         """
         algorithm = self.server.algorithm
         absent = set(algorithm.traits.required_clients) - set(node_of)
@@ -719,9 +772,9 @@ class PflStrategy(FilteredFedAvg):
         log(WARNING, "the round is skipped: %s", reason)
 
     def _connected_nodes(self, grid: Grid) -> dict[int, int]:
-        """The connected node of each client's number.
+        """The connected node of each client, by the client's number.
 
-        New nodes are asked which client they are.
+        New nodes are asked for their client's id.
         """
         nodes = sample_nodes(grid, self.min_available_nodes, 0)[1]
         queries = [
@@ -732,9 +785,9 @@ class PflStrategy(FilteredFedAvg):
         replies: Iterable[Message] = ()
         if queries:
             replies = grid.send_and_receive(queries, **self._timeout_options)
-        # Of nodes that say they are one client, the first in the grid's order counts.
+        # Where several nodes send one id, the first in the grid's order counts.
         place_of = {node: place for place, node in enumerate(nodes)}
-        reason_of = dict[int, str]()  # of nodes that name no client
+        reason_of = dict[int, str]()  # the reason of each node that sends no id
         for reply in sorted(replies, key=lambda r: place_of.get(_node_of(r), 0)):
             node = _node_of(reply)
             client = client_of_reply(reply)
@@ -753,7 +806,10 @@ class PflStrategy(FilteredFedAvg):
         return self._nodes_by_client(nodes)
 
     def _nodes_by_client(self, nodes: Iterable[int]) -> dict[int, int]:
-        """The node of each client's number: of several the one that was known first."""
+        """The node of each client, by the client's number.
+
+        Where several nodes have one client, it is the node that was known first.
+        """
         connected = {*nodes}
         node_of: dict[Hashable, int] = {}
         for node, client in self.clients.items():
@@ -768,10 +824,11 @@ class PflStrategy(FilteredFedAvg):
                 log(WARNING, text, node, client, first)
                 self._duplicate_nodes.add(node)
         by_number = {}
-        # In a fixed order, as new clients are numbered here: 2 before 10.
+        # New clients receive their numbers here, so the order must not depend on the
+        # answers. Padded with zeros, "2" comes before "10".
         for client in sorted(node_of, key=lambda client: str(client).zfill(20)):
             try:
                 by_number[self.server.join(client)] = node_of[client]
-            except ValueError as error:  # no newcomer in a round that has begun
+            except ValueError as error:  # the state cannot grow in a started round
                 log(WARNING, "%s", error)
         return by_number
