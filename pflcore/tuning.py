@@ -70,7 +70,7 @@ class Selection(NamedTuple):
 def selection_metric(
     metric: Any, classes: bool, higher_is_better: bool | None = None
 ) -> Selection:
-    """The selection by a metric, by default the accuracy or, for regression, the loss.
+    """The selection by a metric; by default accuracy, for regression loss.
 
     Raises ValueError for an unknown metric, and for one without a known direction.
     Raises ImportError where the metric needs a package that is not installed.
@@ -257,10 +257,10 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     folder: str | os.PathLike[str] | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
-    """Trains every candidate of the grid, and selects the best on validation data.
+    """Trains every candidate of the grid, and selects the best one.
 
-    Candidates are compared after the last round. Some candidates are recorded with a
-    reason and never selected:
+    Candidates are compared on validation data, after the last round. Some candidates
+    are recorded with a reason and never selected:
 
     - those whose run ended early, for example because it diverged;
     - those with a client that has validation samples, but no finite loss or value. The
@@ -349,7 +349,7 @@ def _require_evaluation_only(
 def _nets(
     net: Any, protocols: Sequence[StudyProtocol], seeds: Sequence[int]
 ) -> list[Net]:
-    """One net per protocol, where a single model or net serves all protocols."""
+    """One net per protocol, also where the user gave one model."""
     # A torch.nn.Sequential has items, but it is a model.
     is_model = isinstance(net, nn.Module) or not isinstance(net, Net | Sequence)
     if is_model:
@@ -422,7 +422,7 @@ class _Search:
     def play(
         self, trials: list[Trial], base: Candidate, say: Callable[[str], None]
     ) -> None:
-        """Fills the trials, with results of the folder's record where it has them.
+        """Fills the trials, with the folder's results where there are some.
 
         Raises ValueError where the record is of another search.
         """

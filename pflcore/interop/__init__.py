@@ -1,4 +1,4 @@
-"""pflcore in other code: models as rows, one call, and a server and a client.
+"""pflcore in other code: models as rows, a server and a client.
 
 None of it needs a simulation.
 """

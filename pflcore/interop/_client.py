@@ -229,7 +229,7 @@ class Client:
 
     @contextmanager
     def _reproducible(self) -> Iterator[None]:
-        """A context in which the client's work has the same bits at every call.
+        """A context in which the client's work repeats bit by bit.
 
         It uses one thread, and torch's repeatable kernels on a GPU.
         """
@@ -261,7 +261,7 @@ class Client:
         return down, client_state, header, clients
 
     def _check_sent_buffers(self, buffers: Tensor | None) -> None:
-        """Raises ValueError where batch norm's statistics [b] of a download do not fit.
+        """Raises ValueError where a download's statistics [b] do not fit.
 
         A download has them exactly where they are averaged.
         """
@@ -289,7 +289,7 @@ class Client:
         return client_state
 
     def _settle(self, header: MessageHeader) -> None:
-        """Keeps the state of the last training if the server used the upload.
+        """Keeps the last training's state if the server used its upload.
 
         Where the server shortened the update, the state follows as far as the
         algorithm's traits say.
@@ -319,7 +319,7 @@ class Client:
 def _prepare_client_data(
     data: Federation, net: Net, algorithm: Algorithm, seed: int
 ) -> Federation:
-    """The client's data in the net's dtype, on its device, ready for training."""
+    """The client's data for training, in the net's dtype and device."""
     x = data.x.to(net.dtype) if data.x.is_floating_point() else data.x
     y = data.y.to(net.dtype) if data.y.is_floating_point() else data.y
     data = replace(data, x=x, y=y).to(net.w0.device)
@@ -328,7 +328,7 @@ def _prepare_client_data(
 
 
 def single_client_view(data: Federation, number: int, n: int) -> Federation:
-    """A federation of n clients in which only the client `number` has data.
+    """A federation of n clients in which only one has data.
 
     The data are those of the one client of `data`. The client needs its number because
     its random draws depend on it.
@@ -342,7 +342,10 @@ def single_client_view(data: Federation, number: int, n: int) -> Federation:
 
 
 def _spoil_upload(up: Tensors) -> Tensors:
-    """The upload with NaN in place of every float, so that the server drops it."""
+    """The upload with NaN in place of every floating-point number.
+
+    The server drops it.
+    """
     return {
         key: value * torch.nan if value.is_floating_point() else value
         for key, value in up.items()

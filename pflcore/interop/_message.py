@@ -93,7 +93,7 @@ def prepare_net(algorithm: Algorithm, model: Model, loss: Loss, seed: int) -> Ne
 def encode_message(
     payload: Payload, header: MessageHeader, buffers: Tensor | None
 ) -> Tensors:
-    """The message of one client, from its slices [1, ...] of a payload.
+    """One client's message, from its part [1, ...] of a payload.
 
     Of shared rows the message holds only those that the client's index names.
 
@@ -112,7 +112,7 @@ def encode_message(
 
 
 def _encode_shared_rows(key: str, shared: SharedRows) -> Tensors:
-    """The three tensors of a message for the shared rows of one client."""
+    """The three tensors of a message for one client's shared rows."""
     count = len(shared.rows)
     sent = torch.zeros(count, dtype=torch.bool, device=shared.rows.device)
     sent[shared.index[shared.index >= 0]] = True
@@ -190,7 +190,7 @@ def parse_header(numbers: Tensor) -> MessageHeader:
 
 
 def is_complete_tensor(value: Tensor) -> bool:
-    """True for a dense tensor that holds all the numbers that its shape promises."""
+    """True for a dense tensor with all the numbers of its shape."""
     if value.layout is not torch.strided or value.is_nested:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
@@ -214,7 +214,9 @@ def expand_shared_rows(
     index: Tensor,  # [M], rows of the client, or -1
     max_rows: int | None,
 ) -> SharedRows:
-    """All R shared rows of a payload; rows that were not sent take no memory.
+    """All R shared rows of a payload, of which R' were sent.
+
+    The other rows take no memory.
 
     Raises ValueError where the tensors do not fit each other, or R exceeds `max_rows`.
     """
@@ -243,7 +245,7 @@ def decode_message(
     name: str,
     layout: DownloadLayout | None = None,
 ) -> tuple[Payload, MessageHeader, Tensor | None]:
-    """The payload [1, ...] of a message, its header and batch norm's statistics [b].
+    """A message's payload [1, ...], header and batch norm's statistics [b].
 
     The tensors are on `device`. Raises ValueError for anything that is no message, for
     a message of another fingerprint, and for one that does not fit `layout`. It raises
@@ -284,7 +286,7 @@ def _read_tensors(message: Any) -> tuple[Tensors, MessageHeader]:
 
 
 def _read_payload(tensors: Tensors, n: int, layout: DownloadLayout | None) -> Payload:
-    """The payload [1, ...] in the tensors of a message to one of n clients.
+    """The payload [1, ...] in the tensors of a message.
 
     Raises an error, of any kind, where the tensors are no payload.
     """

@@ -1,4 +1,4 @@
-"""Models of clients as one matrix [N, P], and rows of it back in the models' form.
+"""Clients' models as one matrix [N, P], and back.
 
 A model may be a row, a list of arrays, a state dict, a Flower record, a module or a
 file. No framework is imported to recognise its models: a Flower array, for instance, is
@@ -63,7 +63,7 @@ class ModelTemplate(NamedTuple):
     makes: dict[str, TensorMaker]
 
     def like(self, pieces: Tensors) -> Any:
-        """A model of the same form with new tensors from the pieces of a row.
+        """A model of the same form, with tensors from a row's pieces.
 
         Values that are not in the pieces are the client's own.
         """
@@ -84,7 +84,7 @@ class ModelTemplate(NamedTuple):
 
 @dataclass
 class ModelForm:
-    """The form of the clients' models, from which `unpack` makes models of rows.
+    """The form of the clients' models, for `unpack`.
 
     Attributes:
         ids: The clients' ids [N].
@@ -105,7 +105,7 @@ class ModelForm:
     models: list[ModelTemplate] = field(default_factory=list, repr=False)
 
     def wrap(self, models: list[Any]) -> Any:
-        """The models [N] in a list, or in a dict by client id."""
+        """The models [N] in a list or in a dict by id."""
         if self.outer == "dict":
             return dict(zip(self.ids, models, strict=True))
         return models
@@ -130,7 +130,7 @@ def pack(
     exclude: Names = (),
     batch_norm: Literal["local", "average"] = "local",
 ) -> PackedModels:
-    """The rows [N, P] of N clients' models, in the models' dtype, and their form.
+    """The rows [N, P] of N clients' models, and the models' form.
 
     `unpack` returns mixed rows in that form. Only floating-point tensors are packed;
     other tensors stay each client's own. Batch norm's running statistics are never in
@@ -187,7 +187,7 @@ def unpack(
     weight: Matrix | None = None,
     index: Tensor | None = None,
 ) -> Any:
-    """One model for each client from rows [N, P], in the form of `pack`'s input.
+    """One model for each client from rows [N, P], in `pack`'s form.
 
     The form has the containers, dtypes, devices and client ids of that input. A model's
     other tensors are the client's own. A file comes back as a state dict, and a module
@@ -226,7 +226,7 @@ def unpack(
 
 
 def collect_models(uploads: Any) -> tuple[ModelForm, list[Any]]:
-    """The form of a container of models, with the clients' ids, and its models [N]."""
+    """The form of a container of models, and its models [N]."""
     by_name = isinstance(uploads, Mapping)
     models = list(uploads.values() if by_name else uploads)
     require(models, "uploads", "the models of at least one client", uploads)
@@ -277,13 +277,13 @@ def _read_file(path: str | Path, where: str) -> dict[str, Any]:
 
 
 def is_array(value: Any) -> bool:
-    """True for a value that is, holds or makes a tensor or an array."""
+    """True for a value from which `read_tensor` may read a tensor."""
     is_known = isinstance(value, Tensor | np.ndarray | np.generic)
     return is_known or hasattr(value, "materialize") or hasattr(value, "stype")
 
 
 def read_tensor(value: Any, where: str) -> tuple[Tensor, TensorMaker] | None:
-    """The tensor that `value` is, holds or makes, and a function that makes its like.
+    """The tensor in a value, and a function that makes its like.
 
     The tensor shares the memory of `value` where it can. Returns None for a value that
     has no tensor.
@@ -372,7 +372,7 @@ def _read(
     chosen: list[str],
     batch_norm: str,
 ) -> tuple[ModelTemplate, Tensors, Tensors]:
-    """A client's template, its tensors for the rows, and its statistics to be mixed."""
+    """A client's template, its tensors for the rows, and its statistics."""
     given: Any = type(model)
     statistics = {name for name in values if name.rpartition(".")[2] in STATISTICS}
     if isinstance(model, nn.Module):
@@ -401,7 +401,7 @@ def _read(
 
 
 def _empty(n: int, like: Tensors) -> tuple[Shapes, Tensor]:
-    """The shapes of one client's tensors, and an empty matrix for n clients."""
+    """The shapes of a client's tensors, and a matrix for n clients."""
     first = next(iter(like.values()), torch.empty(0))
     width = sum(tensor.numel() for tensor in like.values())
     shapes = {name: tensor.shape for name, tensor in like.items()}

@@ -1,4 +1,4 @@
-"""One call that makes a personalized model for each client from the clients' models.
+"""One call from the clients' models to their personalized models.
 
 It serves the methods that need nothing but the clients' models.
 
@@ -238,7 +238,10 @@ def min_models(method: Method) -> int:
 
 
 def _check_rows(rows: Tensor, form: ModelForm) -> None:
-    """Raises ValueError for a model that is not finite or has a negative variance."""
+    """Raises ValueError for a model with impossible numbers.
+
+    These are numbers that are not finite, and negative variances.
+    """
     buffers = form.statistics
     if buffers is None:
         buffers = rows.new_zeros(len(rows), 0)
@@ -257,7 +260,7 @@ def _check_rows(rows: Tensor, form: ModelForm) -> None:
 def _matching_rows(
     name: str, packed: PackedModels, rows: Tensor, form: ModelForm
 ) -> Tensor:
-    """Further models [N, P] of the uploads' clients, in the order of the uploads.
+    """Further models [N, P] of the clients, in the uploads' order.
 
     Where clients have names, a client without a further model has its upload in that
     place. Raises ValueError, which begins with `name`, for models that do not fit.

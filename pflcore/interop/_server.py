@@ -211,9 +211,9 @@ class Server:
         Args:
             uploads: {client id: (upload, number of training samples)}.
             strict: True raises ValueError, and changes nothing, for an upload that does
-                not fit, where there is no upload, and where the algorithm would end a
-                run. False leaves such an upload out with a RuntimeWarning; a round
-                without uploads is then void.
+                not fit and for no uploads. It raises ValueError also where the
+                algorithm would end a run. False leaves an upload that does not fit out,
+                with a RuntimeWarning. A round without uploads is then void.
         """
         wanted = "{client id: (upload, number of samples)} of at least one client"
         is_given = isinstance(uploads, Mapping) and (uploads or not strict)
@@ -263,7 +263,7 @@ class Server:
         return number
 
     def _free_number(self, client_id: Hashable) -> int:
-        """The number for a new client: its id, else the first free number, else N."""
+        """A new client's number: its id, the first free one, or N."""
         n = self.num_clients
         taken = {*self._numbers.values(), *self._retired}
         if isinstance(client_id, Integral) and 0 <= client_id < n:
@@ -273,14 +273,14 @@ class Server:
         return next((i for i in range(n) if i not in taken), n)
 
     def leave(self, client_id: Hashable) -> None:
-        """Forgets a client, so that a later client of its id is a new one.
+        """Forgets a client. Its id may name a new client later.
 
         The algorithm's state keeps what it has of the client.
         """
         self._retired.append(self._numbers.pop(client_id))
 
     def report(self) -> Tensors:
-        """The algorithm's report of the last round, such as mixing weights [N, N].
+        """The algorithm's report of the last round, with mixing weights [N, N].
 
         Its tensors are those of the algorithm's hook `report`. Clients stand in them
         by their numbers.
@@ -343,7 +343,7 @@ class Server:
     def _try_round(
         self, uploads: Mapping[Any, Upload], names: Mapping[int, Any], strict: bool
     ) -> RoundOutcome:
-        """Plays the round with these uploads, or tells why it cannot be played.
+        """Plays the round with these uploads if it can be played.
 
         Where it cannot be played, this raises ValueError if `strict`, and else returns
         a void outcome.
@@ -464,7 +464,7 @@ class Server:
         return dict(sorted(read.items(), key=lambda item: item[1].number))
 
     def _expected_layout(self, layouts: list[UploadLayout]) -> UploadLayout:
-        """The layout of the last round's uploads, or else the most frequent layout."""
+        """The layout of the last round's uploads, or the most frequent one."""
         layout = self._upload_layout or max(layouts, key=layouts.count, default={})
         if self.averages:
             layout = layout | layout_of({BUFFERS_KEY: self.net.b0})

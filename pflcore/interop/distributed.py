@@ -172,7 +172,7 @@ def to_rows(
 def _divide(
     op: str, name: str, choices: list[int | None], total: int, unit: int
 ) -> list[int]:
-    """The part of `total` for each rank: as the ranks chose, or else equal parts.
+    """The part of `total` for each rank, as chosen or equal.
 
     Equal parts are multiples of `unit`; the last parts may be smaller, or 0. Raises
     ValueError where the chosen parts do not add up to `total`.
@@ -206,7 +206,7 @@ def _agree(
     choice: tuple[str, Any] = ("", None),
     **matrices: Any,
 ) -> list[tuple[int, Any]]:
-    """For each rank, the length of its other axis, and its user's choice.
+    """Each rank's length of the other axis, and its user's choice.
 
     Raises ValueError or TypeError on all ranks where one rank has wrong arguments, or
     two ranks' arguments do not fit together. So no rank waits for another in vain.
@@ -251,7 +251,7 @@ def _agree(
 def _call_signature(
     op: str, common_axis: int, choice: tuple[str, Any], matrices: dict[str, Any]
 ) -> str:
-    """A description of this rank's call, which must be equal on all ranks.
+    """The description of this rank's call, equal on all ranks.
 
     Raises ValueError or TypeError for a wrong argument of this rank.
     """

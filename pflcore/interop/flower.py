@@ -103,7 +103,7 @@ def decode_tensors(content: RecordDict) -> Tensors | None:
 
 
 def model_layout(content: RecordDict) -> tuple[Any, bool]:
-    """The layout of the only model in a message, and True if its numbers are possible.
+    """A message's layout, and True if its model has possible numbers.
 
     The layout has names, shapes and dtypes; it is None where there is no single model.
     Possible numbers are finite, and no variance among them is negative.
@@ -119,7 +119,7 @@ def model_layout(content: RecordDict) -> tuple[Any, bool]:
 
 
 def metrics_layout(content: RecordDict, weight: str) -> Any:
-    """The names of the metrics in a reply, with the lengths of those that are lists.
+    """The names of a reply's metrics, with the lengths of lists.
 
     None where there is no single record of metrics, or the metric `weight` is no number
     of samples.
@@ -164,12 +164,12 @@ def usable_replies(
     models: bool = True,
     finite: bool = True,
 ) -> list[Message]:
-    """The replies with the layout of most replies; others are logged and left out.
+    """The replies with the most frequent layout; others are left out.
 
     A usable reply has one model with the tensors of most models, and metrics with the
-    names of most metrics. The result is in the order of the nodes, so that no bit
-    depends on the node that answered first. Replies without content, which report an
-    error, are part of the result.
+    names of most metrics. Other replies are logged. The result is in the order of the
+    nodes, so that no bit depends on the node that answered first. Replies without
+    content, which report an error, are part of the result.
 
     Args:
         replies: The replies of a round.
@@ -225,7 +225,7 @@ Evaluate = Callable[[Personalized, Context], dict[str, float]]
 
 
 def number_of(context: Context) -> Hashable:
-    """The id of a node's client: the partition of the node, or else the node's id."""
+    """The id of a node's client: its partition or the node's id."""
     number: Hashable = context.node_config.get("partition-id", str(context.node_id))
     return number
 
@@ -290,7 +290,7 @@ def client_app(
 
 
 def client_cache(make: Callable[[Context], Client]) -> Callable[[Context], Client]:
-    """A function that returns the client of a context, in the context's state.
+    """A function from a context to its client, in the context's state.
 
     It keeps up to `MAX_CACHED_CLIENTS` clients, and forgets the oldest beyond that.
     """
@@ -453,7 +453,7 @@ class PersonalStrategy(FilteredFedAvg):
         return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]
 
     def _personalize(self, contents: Mapping[int, RecordDict]) -> None:
-        """Makes the next models of the nodes from the uploads in their replies."""
+        """Makes the nodes' next models from the uploads in their replies."""
         uploads: dict[int, Any] = {
             node: next(iter(content.array_records.values()))
             for node, content in contents.items()
@@ -567,7 +567,7 @@ WHO_QUERY = "query.pflcore"  # the message that asks a node for its client's id
 
 
 def client_of_reply(reply: Message) -> Hashable | None:
-    """The id of the client in a node's answer; None where the answer has no id."""
+    """The id of the client in a node's answer, or None."""
     try:
         client = reply.content["config"]["client"]
     except (LookupError, TypeError, ValueError):  # a reply of an error has no content
@@ -670,7 +670,7 @@ class PflStrategy(FilteredFedAvg):
         return None, self.train_metrics_aggr_fn(contents, self.weighted_by_key)
 
     def _log_outcome(self, server_round: int, outcome: RoundOutcome) -> None:
-        """Logs the clients that were dropped, and the reason for a void round."""
+        """Logs the dropped clients, and the reason for a void round."""
         if not outcome.void and not outcome.dropped:
             return
         void = ""
@@ -738,7 +738,7 @@ class PflStrategy(FilteredFedAvg):
         return bool(node_of) and not absent
 
     def _train_cohort(self, available: Tensor) -> Tensor:
-        """The numbers of the clients that train, drawn as a simulation draws them."""
+        """The numbers of the clients that train, drawn as in a simulation."""
         least = min(1.0, self.min_train_nodes / len(available))
         participation = max(self.fraction_train, least)
         # `sample_cohort` reads only the seed of a run's context.

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) as rows that represent the products scale * B A.
+"""Low-rank adapters (LoRA) as rows for their products scale * B A.
 
 The mean of factors is not the factor of the mean product. And two clients may have
 nearly equal products with very different factors. So adapters are compared and mixed by
@@ -48,7 +48,7 @@ FACTOR = re.compile(r"(.*lora_(?:embedding_)?)A((?:\.\w+)*)")
 
 
 class Basis(NamedTuple):
-    """The bases of a layer's core matrices: product = left @ core @ right.T.
+    """The bases of core matrices: product = left @ core @ right.T.
 
     Attributes:
         left: Orthonormal columns [o, m] float64, m = min(o, sum of ranks).
@@ -63,7 +63,7 @@ class Basis(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The columns of a row that hold one layer's core matrix, or another tensor.
+    """Columns of a row: one layer's core matrix, or another tensor.
 
     Attributes:
         name: The name of A, or of the tensor that is no factor.
@@ -100,7 +100,7 @@ def project(
     b: Sequence[Matrix],  # [N] of [o, r_j]
     scale: Sequence[PositiveFloat] | None = None,  # [N], default 1
 ) -> tuple[Tensor, Basis]:
-    """Core rows [N, m * n] float64 of one layer's products, and their bases.
+    """Core rows [N, m * n] float64 of one layer, and their bases.
 
     The products are scale_j b_j a_j. Ranks may differ, and b may be zero. Squared
     distances, inner products and mixes of rows are those of the products.
@@ -146,14 +146,14 @@ def lift(
     rank: NonNegativeInt,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, float]:
-    """The factors of a core row and their loss: (b [o, rank], a [rank, i], lost).
+    """The factors of a core row: (b [o, rank], a [rank, i], lost).
 
     scale * b a is the best approximation of the row's product with this rank. `lost` is
     the part of the product's squared norm that the approximation lacks, from 0 to 1.
 
     The rows of `a` are orthogonal and have the clients' mean norm; `b` takes the
-    singular values. So a product of zero, as of a new adapter, gives b = 0 with an `a`
-    that is not zero, and the adapter can learn.
+    singular values. So a product of zero, as of a new adapter, gives b = 0 and an `a`
+    that is not zero. The adapter can then learn.
 
     Raises ValueError for a rank that exceeds what the clients' factors span, and for a
     scale of 0.
@@ -181,23 +181,23 @@ def lift(
 
 @checked
 def pack(states: Models, scale: Scales) -> tuple[Tensor, Layout]:
-    """Rows [N, P] float64 of N PEFT adapters, and the layout for `unpack`.
+    """Rows [N, P] float64 of N adapters, and the layout for `unpack`.
 
     Factors become core rows, see `project`. Other tensors, such as `modules_to_save`,
     `lora_B.bias` and DoRA's magnitudes, follow as plain columns. Whole numbers stay
     each client's own. DoRA's effective weight is not linear in B A, so its product and
     its magnitude are compared and mixed separately.
 
-    Raises ValueError, with the client and the tensor, for different names or shapes,
-    for a missing scale, and for adapters that are no product of two factors (LoHa,
-    LoKr, AdaLoRA).
+    Raises ValueError, with the client and the tensor, for different names or shapes and
+    for a missing scale. Raises ValueError also for adapters that are no product of two
+    factors (LoHa, LoKr, AdaLoRA).
 
     Args:
         states: The adapters as `get_peft_model_state_dict` returns them, in a list or
             in a dict by client id.
-        scale: A dict from the name of each A to alpha / r, one for all clients or one
+        scale: A dict from the name of each A to alpha / r, for all clients. Or one dict
             for each client, in a container like that of `states`. `scales(peft_model)`
-            returns it; a state does not contain it.
+            returns the dict of a model; a state does not contain it.
     """
     form, models, client_scales = _clients(states, scale)
     rows = []
@@ -211,7 +211,7 @@ def pack(states: Models, scale: Scales) -> tuple[Tensor, Layout]:
 
 @checked
 def unpack(rows: Matrix, layout: Layout) -> tuple[Any, list[float]]:
-    """N adapters from rows [N, P], and the loss of each by the cut to its ranks.
+    """N adapters from rows [N, P], and the loss of each adapter.
 
     The adapters come in the container that `pack` was given, each with its client's
     ranks, scales, dtypes and whole numbers. An adapter's loss is the largest `lost` of
@@ -255,8 +255,8 @@ def sqdist(states: Models, scale: Scales) -> Tensor:
 def _sqdist_of_products(factors: Factors) -> Tensor:
     """Squared distances [N, N] between one layer's products.
 
-    The inner product of b a and b' a' is the sum of the entries of (a a'.T) * (b.T b'),
-    so the products are not built.
+    The inner product of b a and b' a' is the sum over (a a'.T) * (b.T b'). So the
+    products are not built.
     """
     ranks = [len(a) for a, _, _ in factors]
     a = torch.cat([a for a, _, _ in factors])
@@ -284,10 +284,10 @@ def mix(
     weight: Matrix,  # [N, K]
     index: Tensor,  # [N, K] int64
 ) -> tuple[Any, list[float]]:
-    """The results of `unpack` for one mix of K adapters for each client.
+    """The results of `unpack` for each client's mix of K adapters.
 
-    `feddwa_weights` returns such weights and index. Only K adapters at a time become
-    rows, which saves memory.
+    `feddwa_weights` returns `weight` and `index` of this form. Only K adapters at a
+    time become rows, which saves memory.
     """
     form, models, client_scales = _clients(states, scale)
     n = len(models)
@@ -312,11 +312,11 @@ def mix(
 
 @checked
 def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
-    """The scale alpha / r of each A in a PEFT model, by the name of A.
+    """The scale alpha / r of each A in a PEFT model.
 
-    Names are those of `get_peft_model_state_dict`. Patterns of ranks and alphas, and
-    rsLoRA, are taken into account. Raises ValueError where the model has no such
-    adapter.
+    The result has the scales by the names of A, which are those of
+    `get_peft_model_state_dict`. Patterns of ranks and alphas, and rsLoRA, are taken
+    into account. Raises ValueError where the model has no such adapter.
     """
     found: dict[str, float] = {}
     for name, module in model.named_modules():
@@ -354,7 +354,7 @@ def _factors(
 
 
 def _span(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(q, r) with x = q r, where the columns of q are orthonormal.
+    """(q, r) with x = q r and orthonormal columns of q.
 
     q is the identity where it is not larger than the q of a QR.
     """
@@ -365,7 +365,7 @@ def _span(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _clients(states: Any, scale: Any) -> tuple[ModelForm, list[State], list[Scale]]:
-    """The form of a container of adapters, its adapters, and the scales of each."""
+    """The form of a container, its adapters and their scales."""
     form, models = collect_models(states)
     by_name = isinstance(scale, Mapping)
     is_common = by_name and not any(isinstance(v, Mapping) for v in scale.values())
@@ -379,7 +379,7 @@ def _clients(states: Any, scale: Any) -> tuple[ModelForm, list[State], list[Scal
 
 
 def _layers(models: list[State], scale: list[Scale]) -> Iterator[tuple[str, str, Any]]:
-    """Yields for each layer the names of A and B, and the factors of all adapters.
+    """Yields each layer's names of A and B, and all adapters' factors.
 
     For a tensor that is no factor, it yields the name, "" and plain rows [N, p].
     """
@@ -399,7 +399,7 @@ def _layers(models: list[State], scale: list[Scale]) -> Iterator[tuple[str, str,
 
 
 def _check_adapters(models: list[State]) -> dict[str, str]:
-    """The name of the B of each A, by the name of A.
+    """The names of the layers' B by the names of their A.
 
     Raises ValueError where adapters differ in their tensors, or are no LoRA.
     """
@@ -457,7 +457,7 @@ def _lift_to_rank(
 ) -> tuple[Tensor, Tensor, float]:
     """(a, b, lost) by `lift`, with the rank of the adapter `like`.
 
-    Where this rank exceeds what the clients' factors span, the other rows of a are
+    The rank may exceed what the clients' factors span. Then the other rows of a are
     those of `like`, and the other columns of b are zero.
     """
     assert part.basis is not None

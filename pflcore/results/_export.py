@@ -1,4 +1,4 @@
-"""A run's records as rows, a CSV file, a pandas frame or TensorBoard events."""
+"""A run's record as rows, CSV, a pandas frame or TensorBoard events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUND_FIELDS = ("seconds", "void", "bytes_down", "bytes_up", "train_loss")
 def rows(
     header: Line, rounds: Sequence[Line], per: Per = "round"
 ) -> list[dict[str, Any]]:
-    """A row for each round, or a row for each client of each evaluated round.
+    """A row for each round, or for each round's evaluated clients.
 
     The row of a round has means over clients, in which each client counts once. A
     missing value is NaN, as in a round without evaluation or for a client without
@@ -42,7 +42,7 @@ def rows(
 
 
 def _round_row(record: Line, metrics: Sequence[str]) -> dict[str, Any]:
-    """A round's number, counts and other fields, and the mean of each metric."""
+    """A round's number, counts, other fields and means of metrics."""
     row = {
         "round": record["round"],
         "clients": len(record["cohort"]),
@@ -57,7 +57,7 @@ def _round_row(record: Line, metrics: Sequence[str]) -> dict[str, Any]:
 
 
 def _client_rows(record: Line) -> list[dict[str, Any]]:
-    """A row for each evaluated client of a round, with its part and its values."""
+    """A row for each evaluated client of a round."""
     rows = []
     for index, client in enumerate(evaluated_clients(record)):
         row = {
@@ -94,7 +94,7 @@ def frame(header: Line, rounds: Sequence[Line], per: Per = "round") -> Any:
 def to_csv(
     header: Line, rounds: Sequence[Line], path: str | Path, per: Per = "round"
 ) -> None:
-    """Writes `rows` as a CSV file, with the names in its first line.
+    """Writes `rows` as a CSV file with a line of names.
 
     NaN is written as an empty field. Raises ValueError where the file cannot be
     written.

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, even if the process is killed.
+"""Files that are either whole or absent, also after a crash.
 
 A file is written under another name in its folder, and renamed once it is whole.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A context with a new path, whose file replaces that of `path` at the end.
+    """A context with a new path, whose file replaces `path`.
 
     The new file is on the disk before it replaces the other one. Where the block fails,
     the new file is removed.
@@ -75,7 +75,7 @@ def remove_part_files(path: Path) -> None:
 
 
 def move_aside(paths: Sequence[Path]) -> list[Path]:
-    """Renames each file or folder PATH to PATH.1, PATH.2 and so on; the new paths.
+    """Renames each PATH to PATH.1, PATH.2 and so on; the new paths.
 
     All of them get the same number, the first one that is free for all.
     """

@@ -1,4 +1,4 @@
-"""Labels of runs: groups that differ in the seed alone, and a name for each group."""
+"""Groups of runs that differ in the seed, and their labels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPARED_FIELDS = (
 
 
 def label_runs(runs: Runs) -> dict[str, list[Run]]:
-    """Groups of runs that differ in the seed alone, by the group's label.
+    """Groups of runs that differ in the seed alone, by label.
 
     A label is the algorithm's name, followed by the options in which the group differs
     from other groups: from those of the same algorithm in the algorithm's options, and
@@ -58,7 +58,7 @@ def label_runs(runs: Runs) -> dict[str, list[Run]]:
 def _distinctive_options(
     options: Line, all_options: Sequence[Line], namesakes: Sequence[Line]
 ) -> list[str]:
-    """The options that another group lacks or has other values of, as "name=value".
+    """The options that distinguish a group from others, as "name=value".
 
     Args:
         options: The options of the group.
@@ -77,7 +77,7 @@ def _distinctive_options(
 
 
 def find_runs(groups: Mapping[str, list[Run]], name: str) -> list[Run] | None:
-    """The group with this label, or the first group of the algorithm of this name.
+    """The group with this label, or the first of this algorithm.
 
     None where there is no such group.
     """
@@ -87,7 +87,7 @@ def find_runs(groups: Mapping[str, list[Run]], name: str) -> list[Run] | None:
 
 
 def run_options(run: Run) -> Line:
-    """The options of a run except its seed, with those of its algorithm last."""
+    """The options of a run except its seed, the algorithm's last."""
     header = run.header
     shared_names = [*COMPARED_FIELDS, "parameters"]
     groups = [{name: header[name] for name in shared_names if name in header}]

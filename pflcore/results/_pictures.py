@@ -68,7 +68,7 @@ def figure_of(
 
 
 def save(figure: Any, path: str | Path) -> Path:
-    """Saves a figure as PNG and as SVG, and returns the path of the PNG."""
+    """Saves a figure as PNG and SVG; returns the PNG's path."""
     path = Path(path)
     for file in (path, path.with_suffix(".svg")):
         with atomic_write(file) as part:
@@ -77,7 +77,7 @@ def save(figure: Any, path: str | Path) -> Path:
 
 
 def tidy(axis: Any, title: str, x: str, y: str) -> None:
-    """Gives a panel its title, its labels and a light grid without a frame."""
+    """Gives a panel its title, its labels and a light grid."""
     axis.set_title(title, fontsize=10)
     axis.set(xlabel=x, ylabel=y)
     axis.spines[["top", "right"]].set_visible(False)
@@ -103,7 +103,7 @@ def lines(
 
 
 def _scale(run: Run) -> tuple[float, str]:
-    """The factor of a run's values in pictures, and the name of their quantity."""
+    """The factor of a run's values in pictures, and their name."""
     if run.main_metric == "accuracy":
         return 100.0, f"{split_name(run)} accuracy, %"
     return 1.0, f"{split_name(run)} loss"
@@ -150,7 +150,7 @@ def curves(runs: Runs, path: str | Path) -> Path:
 def _seed_curve(
     runs: Runs, client: int | None, metric: str, scale: float
 ) -> tuple[list[int], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The evaluated rounds, with the mean and the deviation over seeds in each.
+    """The evaluated rounds, with means and deviations over seeds.
 
     The mean of a round is over the runs that were evaluated in it.
     """
@@ -209,7 +209,7 @@ def heat_maps(
 
 
 def weights_by_round(run: Run) -> tuple[list[int], Tensor]:
-    """The rounds of a run with one model, and the mixing weights in each `[T, N]`.
+    """The rounds of a run with one model, and weights `[T, N]`.
 
     Rounds with another number of clients than the last round are left out.
     """
@@ -224,7 +224,7 @@ def weights_by_round(run: Run) -> tuple[list[int], Tensor]:
 
 
 def weights(runs: Runs, path: str | Path) -> Path | None:
-    """Draws a heat map of mixing weights for each algorithm that reports them.
+    """Draws a heat map of mixing weights for each algorithm.
 
     For one model the axes of the map are clients and rounds (WAFFLE, Fig. 3). For
     several models the map shows each client's weight in each model in the last round.
@@ -246,7 +246,7 @@ def weights(runs: Runs, path: str | Path) -> Path | None:
 
 
 def clients(runs: Runs, path: str | Path) -> Path:
-    """Draws the clients' values at the last evaluation, with one box per algorithm.
+    """Draws the clients' last values, with one box per algorithm.
 
     A box has the clients of all seeds together, without values that are not finite.
     """

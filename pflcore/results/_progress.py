@@ -36,7 +36,7 @@ class Progress:
         self.name = self._bar.set_description_str
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Counts a round, and shows the accuracy of its line if it has one."""
+        """Counts a round, and shows the accuracy in its line, if any."""
         if INTERRUPTED.is_set():
             raise KeyboardInterrupt
         if "accuracy" in (line.get("eval") or {}):

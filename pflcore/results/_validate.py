@@ -1,4 +1,4 @@
-"""Checks of a record's lines, so that readers of a run need no further checks."""
+"""Checks of a record's lines, so that readers need no others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def check_line(line: Any) -> None:
 
 
 def check_line_fits_run(line: Facts, header: Facts, evaluation: Facts | None) -> None:
-    """Raises ValueError where a line does not fit the other lines of its run.
+    """Raises ValueError where a line does not fit its run.
 
     Args:
         header: The header of the run.
@@ -157,7 +157,7 @@ def _check_report(report: Any) -> None:
 
 
 def _ids_by_field(line: Facts) -> list[tuple[str, Sequence[int]]]:
-    """The ids of clients in a round's line, as pairs of a field's name and its ids."""
+    """Pairs of a field's name and its clients' ids in a line."""
     report = line.get("report") or {}
     values = line.get("eval") or {}
     fields = [(name, line.get(name) or []) for name in ID_FIELDS]
@@ -191,7 +191,7 @@ def _are_numbers(values: Any) -> bool:
 
 
 def _numeric_shape(values: Any) -> tuple[int, ...] | None:
-    """The shape of a list or matrix of numbers; None for anything else."""
+    """The shape of a list or matrix of numbers, or None."""
     if _are_numbers(values):
         return (len(values),)
     if not isinstance(values, list) or not all(map(_are_numbers, values)):
@@ -224,7 +224,7 @@ def _evaluation_layout(values: Facts) -> dict[str, int | None]:
 
 
 def _has_side_file(value: Any) -> bool:
-    """True where a line of an earlier format has a long list in another file.
+    """True where a line has a long list in another file.
 
     In place of the list, such a line has {"array": [file, offset]}.
     """

@@ -1,4 +1,4 @@
-"""Records of runs: JSON lines, written during a run and read back later.
+"""Records of runs: JSON lines, written during a run.
 
 A record file holds one or more runs. A run is a header line `{"header": {...}}`, one
 line per round, and, if the run ended early, `{"stopped": "one sentence"}`. A number
@@ -214,13 +214,13 @@ class Run:
 
     @property
     def target(self) -> int | None:
-        """The only client that the run makes a model for; None for all clients."""
+        """The only client with a personalized model; None for all clients."""
         target = self.header.get("target")
         return target if isinstance(target, int) else None
 
     @property
     def held_out(self) -> str:
-        """A note on the training samples that the algorithm kept for its validation.
+        """A note on training samples that the algorithm held out.
 
         It is "" for an algorithm that trains on all samples, as most do.
         """
@@ -272,7 +272,7 @@ class Run:
     def curve(
         self, client: int | None = None, measure: str | None = None
     ) -> tuple[list[int], list[float]]:
-        """The evaluated rounds, and the value of one client or the mean in each.
+        """The evaluated rounds, and one client's value or the mean.
 
         Args:
             client: The id of the client; None gives the mean over clients. A client
@@ -288,7 +288,7 @@ class Run:
         return rounds, [row[index].item() for row in values]
 
     def _client_index(self, client: int) -> int | None:
-        """The position of a client in an evaluation's lists; None for an absent one."""
+        """The position of a client in an evaluation's lists, or None."""
         # A record has the ids of the evaluated clients only where some clients are not
         # evaluated.
         ids = self.evaluations[0]["eval"].get("clients") if self.evaluations else None
@@ -323,7 +323,7 @@ class Run:
         return outliers
 
     def cumulative_bytes(self) -> list[int]:
-        """The bytes sent by server and clients up to and including each round."""
+        """The bytes that were sent up to the end of each round."""
         by_round = []
         for record in self.rounds:
             by_round.append(record.get("bytes_down", 0) + record.get("bytes_up", 0))
@@ -358,7 +358,7 @@ Runs = Sequence[Run]
 
 
 def dense_weights(report: Facts, n: int | None) -> Tensor:
-    """The mixing weights of a report over all `n` clients, `[N]` or `[M, N]`.
+    """The mixing weights of a report, `[N]` or `[M, N]`.
 
     A sparse report has the weights of some clients as `weight`, and the clients' ids as
     `index`. The other clients have weight 0.
@@ -454,7 +454,7 @@ def _run_of_line(runs: Sequence[Run], line: Facts) -> Run:
 
 
 def _add_line(runs: list[Run], line: Line, run: Run) -> None:
-    """Adds a line to its run, and a new run to the others."""
+    """Adds a line to its run, and a new run to `runs`."""
     if not {"header", "round", "stopped"} & {*line}:
         return
     if not runs or run is not runs[-1]:
@@ -477,7 +477,7 @@ def _follows(line: Facts, run: Run) -> bool:
 
 @checked
 def read(path: str | Path) -> list[Run]:
-    """The runs in a record file, or in all `*.jsonl` files below a folder.
+    """The runs in a record file, or in a folder's `*.jsonl` files.
 
     A damaged line is left out with a warning. The last line of a file is left out
     without a warning if it is incomplete, because a run may be writing it. A file in a
@@ -511,7 +511,7 @@ def read(path: str | Path) -> list[Run]:
 
 
 def _parse_runs(texts: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """The runs of a file's lines, and remarks on the lines that are left out."""
+    """The runs of a file's lines, and remarks on damaged lines."""
     runs: list[Run] = []
     flaws: dict[int, str] = {}  # a sentence for each damaged line, by its number
     earlier: list[int] = []  # the numbers of lines in an earlier format

@@ -53,7 +53,7 @@ def table(runs: Runs, last: PositiveInt = 10, baseline: str | None = None) -> st
 
 
 def experiment_title(run: Run) -> str:
-    """The title of a run's table: data, partition, model and number of clients."""
+    """The title of a run's table: data, partition, model and clients."""
     header = run.header
     words = []
     if header.get("data"):
@@ -143,7 +143,10 @@ def _rows(
 def _run_numbers(
     run: Run, clients: Sequence[int | None], metric: str, last: int
 ) -> dict[str, float]:
-    """The numbers of a run by column; client None is the mean over clients."""
+    """The numbers of a run by column.
+
+    A client None in `clients` is the mean over clients.
+    """
     higher_is_better = metrics.is_higher_better(metric)
     numbers = {}
     for client in clients:
@@ -190,7 +193,7 @@ def _main_cell(values: Sequence[float], metric: str) -> str:
 
 
 def _extra_cell(runs: Runs, metric: str) -> str:
-    """The cell of a chosen metric, its mean over clients at the last evaluation."""
+    """The cell of a metric's mean at the last evaluation."""
     values = []
     for run in runs:
         if metric in run.extra_metrics:
@@ -199,7 +202,7 @@ def _extra_cell(runs: Runs, metric: str) -> str:
 
 
 def _hurt_cell(runs: Runs, baseline_runs: Runs, metric: str) -> str:
-    """The cell of the percentage of clients that do worse than in the baseline."""
+    """The cell of the percentage of clients below the baseline."""
     by_seed: dict[Any, Run] = {}
     for run in baseline_runs:
         by_seed.setdefault(run.header.get("seed"), run)
@@ -234,7 +237,7 @@ def _percent_hurt(run: Run, baseline: Run | None, metric: str) -> float:
 
 
 def _bytes_cell(runs: Runs) -> str:
-    """The cell of the bytes that a run sends, in the mean over the seeds."""
+    """The cell of the bytes sent, the mean over seeds."""
     totals = []
     for run in runs:
         by_round = run.cumulative_bytes() or [0]
@@ -243,14 +246,14 @@ def _bytes_cell(runs: Runs) -> str:
 
 
 def _notes_cell(runs: Runs) -> str:
-    """The cell of the notes on the runs of a group, without repetitions."""
+    """The cell of the notes on a group's runs, without repetitions."""
     notes = [", ".join(_notes(run)) for run in runs]
     unique = dict.fromkeys(filter(None, notes))
     return "; ".join(unique)
 
 
 def _cell(values: Sequence[float], digits: int) -> str:
-    """The cell of a number per seed: the number, or the mean ± standard deviation.
+    """The cell of numbers by seed: mean ± standard deviation.
 
     The deviation over the seeds is that of a population. The cell is "-" where no seed
     has a value, and where a value is infinite.
@@ -264,7 +267,7 @@ def _cell(values: Sequence[float], digits: int) -> str:
 
 
 def _notes(run: Run) -> Iterator[str]:
-    """Yields the notes on a run for the last column of its row."""
+    """Yields the notes for the last column of a run's row."""
     planned = run.header.get("rounds")
     if isinstance(planned, int) and run.rounds_played < planned:
         yield f"{run.rounds_played} of {planned} rounds"
@@ -287,7 +290,7 @@ def _notes(run: Run) -> Iterator[str]:
 
 
 def _missing_values(run: Run) -> Iterator[str]:
-    """Yields the numbers of clients that lack a finite loss or a metric."""
+    """Yields the numbers of clients without finite loss or a metric."""
     missing: dict[str, Tensor] = {}  # the mask [N] of the clients, by their lack
     if "loss" in run.last_evaluation:
         missing["no finite loss"] = run.last_values("loss").isinf()
@@ -302,7 +305,7 @@ def _missing_values(run: Run) -> Iterator[str]:
 
 
 def _plural(count: int, noun: str) -> str:
-    """The count and the noun, with an "s" where the count is above 1."""
+    """The count and the noun, in the plural above 1."""
     return f"{count} {noun}{'s' if count > 1 else ''}"
 
 
@@ -319,7 +322,7 @@ def describe_incidents(run: Run) -> list[str]:
 
 
 def describe_outliers(run: Run) -> str:
-    """The text on clients with far longer updates than others, the longest first.
+    """The text on clients with far longer updates, longest first.
 
     It is "" where there is no outlier.
     """
@@ -346,7 +349,7 @@ def _footnotes(groups: Groups, distinct_groups: Groups) -> Iterator[str]:
 
 
 def _target_footnotes(groups: Groups) -> Iterator[str]:
-    """Yields the names of the algorithms that made models for one client, or each."""
+    """Yields the algorithms that made models for one client or each."""
     one_target = []
     each_target = []
     for label, runs in groups.items():
@@ -382,7 +385,7 @@ def _run_footnotes(algorithm: str, run: Run, seeds: list[Any]) -> Iterator[str]:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table, padded so that a terminal shows columns.
+    """The lines of a Markdown table, padded for terminals.
 
     The first and the last column are aligned left, the others right.
     """

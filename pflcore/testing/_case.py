@@ -1,4 +1,4 @@
-"""The case of an algorithm: a model, data, and plays of the algorithm on them.
+"""The case of an algorithm: a model, data, and plays.
 
 A play is some rounds of the algorithm on four small clients in float64. In the recorded
 play all clients take part in the first round, two in the second and all in the third.
@@ -198,14 +198,17 @@ class Case:
         return self.results(self.recorded)
 
     def evaluate(self, state: State, config: RunConfig) -> Tensors:
-        """The results [N] of an evaluation, by name; raises Fault where it fails."""
+        """The results [N] of an evaluation, by name.
+
+        Raises Fault where it fails.
+        """
         split = "test" if "test" in config.context.data.index else "train"
         with errors_as_faults("predict"):
             values = evaluate(config, state, split)
         return {f"the evaluation's {key}": value for key, value in values.items()}
 
     def results(self, play: Play) -> Tensors:
-        """The last state of a play, its evaluation, and the report of its last round.
+        """A play's last state, its evaluation and its last report.
 
         The evaluation uses the data of the recorded play, also for plays with other
         data.

@@ -1,4 +1,4 @@
-"""The checks of an algorithm's contract, each with the property that it tests.
+"""The checks of an algorithm's contract, one function per property.
 
 A check takes a `Case`, and compares its recorded play with another play, in which one
 thing is different. It raises a Fault where the property does not hold.
@@ -48,7 +48,7 @@ def stays_finite(case: Case) -> None:
 
 
 def runs_repeat(case: Case) -> None:
-    """Runs with one seed have the same bits, for any number of worker threads."""
+    """One seed gives the same bits, for any number of threads."""
     again = case.left(case.config())
     fault = (
         "{} differs between two runs of one seed: something draws from the global "
@@ -163,7 +163,7 @@ def float32_runs(case: Case) -> None:
 
 
 def broken_clients_are_absent(case: Case) -> None:
-    """A client whose training overflows has no effect, as if it were absent."""
+    """A client whose training overflows counts as absent."""
     broken = 1
     required = case.given.traits.required_clients
     if not case.data.x.is_floating_point() or broken in required:
@@ -188,9 +188,10 @@ def broken_clients_are_absent(case: Case) -> None:
 
 
 def bytes_are_counted(case: Case) -> None:
-    """No column of an upload is always zero, because its bytes count as sent.
+    """No column of an upload is always zero.
 
-    The columns of parameters that FedAvg does not change may be zero.
+    A column's bytes count as sent, also those of zeros. The columns of parameters that
+    FedAvg does not change may be zero.
     """
     uploads = case.recorded.uploads
     plain = replace(case, given=FedAvg())

@@ -36,7 +36,7 @@ CLOSE = Tolerance(1e-7, 1e-9)
 
 @contextmanager
 def errors_as_faults(hook: str, place: str = "") -> Iterator[None]:
-    """A context in which an error becomes a Fault that begins with the hook's name.
+    """A context in which an error becomes a Fault of a hook.
 
     Args:
         place: The round and the clients, as words behind the kind of the error.
@@ -53,7 +53,7 @@ def errors_as_faults(hook: str, place: str = "") -> Iterator[None]:
 
 
 def describe_clients(count: int, n: int) -> str:
-    """The words for a cohort's size, as they follow the kind of an error."""
+    """The words for a cohort's size in the sentence of a Fault."""
     return f" with {count} of {n} clients"
 
 
@@ -67,7 +67,7 @@ def copies_of(payload: Mapping[str, Any]) -> Tensors:
 
 
 def first_difference(a: Tensors, b: Tensors, tolerance: Tolerance) -> str | None:
-    """The name of the first tensor that differs; None where no tensor does."""
+    """The name of the first tensor that differs, or None."""
     for key in {**a, **b}:
         x = a.get(key, MISSING)
         y = b.get(key, MISSING)

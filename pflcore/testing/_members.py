@@ -1,4 +1,4 @@
-"""The check of the names in an algorithm's class: each one must be used.
+"""The check that an algorithm's class has no unused names.
 
 A misspelt hook is a method like any other, which no run calls. So the check looks for
 public members that no run uses. First it reads the code of the hooks: a member that
@@ -36,7 +36,7 @@ OTHER_ATTRIBUTES = {*Traits._fields}.union(
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """The names of attributes and globals in a function and its inner functions."""
+    """The names of attributes and globals in a function's code."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -81,11 +81,12 @@ def _added_members(alg: Algorithm) -> dict[str, Any]:
 
 
 def _reachable_members(alg: Algorithm, members: Mapping[str, Any]) -> set[str]:
-    """The names of the members that the code of hooks, or of such members, contains.
+    """The names of the members that the code of hooks uses.
 
-    All code counts, also code that no run with these options calls. A value does not
-    count where an argument of hooks has an attribute of its name: `fit.buffers` in a
-    hook does not show that the class's `buffers` are read.
+    A hook may use a member through other members. All code counts, also code that no
+    run with these options calls. A value does not count where an argument of hooks has
+    an attribute of its name: `fit.buffers` in a hook does not show that the class's
+    `buffers` are read.
     """
     # The code of the hooks at first, then that of the members that it names.
     to_read = []
@@ -106,7 +107,7 @@ def _reachable_members(alg: Algorithm, members: Mapping[str, Any]) -> set[str]:
 
 
 def _has_code(member: Any) -> bool:
-    """True for a class, a method or a property; False for a value."""
+    """True for a class, method or property; False for a value."""
     return isinstance(member, type) or _code_of_member(member) is not None
 
 
@@ -144,7 +145,7 @@ def _attributes_read(case: Case) -> set[str]:
 
 
 def names_are_known(case: Case) -> None:
-    """Every public name of the class is an option, a hook, or used by hooks."""
+    """Every public name is an option, a hook, or used by hooks."""
     _require_annotated_options(case.given)
     added = _added_members(case.given)
     unknown = added.keys() - _reachable_members(case.given, added)

@@ -47,7 +47,7 @@ def watched_copy(alg: Algorithm) -> Algorithm:
 
 
 def _watched_hook(cls: type[Algorithm], name: str) -> Callable[..., Any]:
-    """The hook of a class, with checks of its arguments and of its result.
+    """The hook of a class, with checks of arguments and result.
 
     It raises Fault where the hook fails, changes an argument, or returns tensors
     without a row for each client. "train" also adds the uploads to `self._uploads`.
@@ -79,7 +79,7 @@ def _watched_hook(cls: type[Algorithm], name: str) -> Callable[..., Any]:
 
 
 def _clients_of(args: Sequence[Any]) -> tuple[int, str]:
-    """The number of clients that a hook is called for, and the words for it."""
+    """The number of clients of a hook's call, and its words."""
     for argument in args:
         if isinstance(argument, Cohort):
             count = len(argument.ids)
@@ -91,7 +91,7 @@ def _clients_of(args: Sequence[Any]) -> tuple[int, str]:
 
 
 def _require_rows(name: str, payload: Mapping[str, Any], count: int) -> None:
-    """Raises Fault unless a payload has only tensors with a row for each client.
+    """Raises Fault unless a payload has a row for each client.
 
     Sent bytes are counted by these rows.
     """
