@@ -227,11 +227,14 @@ def unpack(
 
 def collect_models(uploads: Any) -> tuple[ModelForm, list[Any]]:
     """The form of a container of models, and its models [N]."""
-    by_name = isinstance(uploads, Mapping)
-    models = list(uploads.values() if by_name else uploads)
+    if isinstance(uploads, Mapping):
+        models = list(uploads.values())
+        form = ModelForm(list(uploads), "dict")
+    else:
+        models = list(uploads)
+        form = ModelForm(list(range(len(models))), "list")
     require(models, "uploads", "the models of at least one client", uploads)
-    ids = list(uploads) if by_name else list(range(len(models)))
-    return ModelForm(ids, "dict" if by_name else "list"), models
+    return form, models
 
 
 def tensors_by_name(model: Any, where: str) -> dict[str, Any]:

@@ -291,7 +291,9 @@ def _matching_rows(
         return others
     matching = []
     for client, row in zip(ids, rows, strict=True):
-        matching.append(others[place_of[client]] if client in place_of else row)
+        if client in place_of:
+            row = others[place_of[client]]
+        matching.append(row)
     return torch.stack(matching)
 
 

@@ -15,9 +15,7 @@ a node, known by the id that `client_app` sends.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Hashable, Iterable, Mapping
 from functools import partialmethod
 from logging import WARNING
 from types import SimpleNamespace
@@ -33,34 +31,30 @@ except ImportError:
     ) from None
 
 import torch
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
-from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg, MultiKrum, Result
+from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from flwr.supercore import log
 from torch import Tensor
 
-from pflcore import ops
-from pflcore.algorithms._protocol import Tensors
-from pflcore.algorithms._relations import FedDWA
-from pflcore.check import are_names, checked, require
-from pflcore.interop._client import Client
-from pflcore.interop._message import MAX_SAMPLES, layout_of
-from pflcore.interop._packing import pack
-from pflcore.interop._personalize import Krum, method_of, min_models, personalize
+from pflcore.check import require
+from pflcore.interop._flower_client import client_app, keep_private
+from pflcore.interop._flower_messages import (
+    decode_tensors,
+    record_of,
+    sender_of,
+    usable_replies,
+)
+from pflcore.interop._flower_personal import (
+    Aggregated,
+    ExactMultiKrum,
+    FilteredFedAvg,
+    PersonalStrategy,
+    select_multikrum,
+)
 from pflcore.interop._server import Server
 from pflcore.simulation._loop import MAX_VOID_ROUNDS
-from pflcore.simulation._models import Personalized
 from pflcore.simulation._uploads import RoundOutcome
 from pflcore.simulation.round import RunConfig, sample_cohort
 from pflcore.train._random import draw_without_replacement
@@ -73,495 +67,6 @@ __all__ = [
     "keep_private",
     "select_multikrum",
 ]
-
-Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
-
-
-def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    """A Flower record of tensors.
-
-    Flower's arrays are those of numpy, so this raises ValueError for bfloat16.
-    """
-    for name, tensor in tensors.items():
-        fits = tensor.dtype != torch.bfloat16
-        require(fits, name, "float32 or float16, which Flower carries", tensor)
-    return ArrayRecord({name: t.detach().cpu() for name, t in tensors.items()})
-
-
-def decode_tensors(content: RecordDict) -> Tensors | None:
-    """The tensors of the only ArrayRecord in a message.
-
-    None where there is no single record, or its bytes are no tensors.
-    """
-    records = [*content.array_records.values()]
-    if len(records) != 1:
-        return None
-    try:
-        return dict(records[0].to_torch_state_dict())
-    except Exception:  # the bytes of another program raise errors of many kinds
-        return None
-
-
-def model_layout(content: RecordDict) -> tuple[Any, bool]:
-    """A message's layout, and True if its model has possible numbers.
-
-    The layout has names, shapes and dtypes; it is None where there is no single model.
-    Possible numbers are finite, and no variance among them is negative.
-    """
-    tensors = decode_tensors(content)
-    if not tensors:
-        return None, False
-    is_possible = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
-    for name, tensor in tensors.items():
-        if name.rpartition(".")[2] == "running_var" and bool((tensor < 0).any()):
-            is_possible = False
-    return ([*content.array_records], layout_of(tensors)), is_possible
-
-
-def metrics_layout(content: RecordDict, weight: str) -> Any:
-    """The names of a reply's metrics, with the lengths of lists.
-
-    None where there is no single record of metrics, or the metric `weight` is no number
-    of samples.
-    """
-    records = [*content.metric_records.items()]
-    if len(records) != 1:
-        return None
-    name, metrics = records[0]
-    num_samples = metrics.get(weight)
-    is_number = isinstance(num_samples, int | float)
-    if not is_number or not 0 < num_samples <= MAX_SAMPLES:
-        return None
-    lengths = {
-        key: len(value) if isinstance(value, list) else None
-        for key, value in metrics.items()
-    }
-    return name, lengths
-
-
-def matching_positions(
-    layouts: Sequence[Any], expected_layout: Any = None
-) -> list[int]:
-    """The positions of the layouts that equal `expected_layout`.
-
-    Where no layout equals it, the most frequent one is expected. None in `layouts`
-    stands for an item without a layout, which never matches.
-    """
-    known = [layout for layout in layouts if layout]
-    expected = expected_layout
-    if expected not in known:
-        expected = max(known, key=known.count, default=None)
-    return [
-        place for place, layout in enumerate(layouts) if layout and layout == expected
-    ]
-
-
-def usable_replies(
-    replies: Iterable[Message],
-    weight: str,
-    expected_layout: Any = None,
-    *,
-    models: bool = True,
-    finite: bool = True,
-) -> list[Message]:
-    """The replies with the most frequent layout; others are left out.
-
-    A usable reply has one model with the tensors of most models, and metrics with the
-    names of most metrics. Other replies are logged. The result is in the order of the
-    nodes, so that no bit depends on the node that answered first. Replies without
-    content, which report an error, are part of the result.
-
-    Args:
-        replies: The replies of a round.
-        weight: The name of the metric with the number of samples.
-        expected_layout: The layout of the models, if any reply has it.
-        models: False means that a reply needs metrics only.
-        finite: False also accepts models that are not finite.
-    """
-    replies = sorted(replies, key=_node_of)
-    answers = [reply for reply in replies if reply.has_content()]
-    usable = answers
-    if models:
-        layouts = []
-        for answer in answers:
-            layout, is_possible = model_layout(answer.content)
-            layouts.append(layout if is_possible or not finite else None)
-        places = matching_positions(layouts, expected_layout)
-        usable = [answers[place] for place in places]
-    layouts = [metrics_layout(answer.content, weight) for answer in usable]
-    usable_nodes = {_node_of(usable[place]) for place in matching_positions(layouts)}
-    odd = [_node_of(a) for a in answers if _node_of(a) not in usable_nodes]
-    if odd:
-        wanted = "metrics of the others' names"
-        if models:
-            wanted = "finite models of the others' tensors"
-        text = "nodes %s: no %s with %r in their replies; absent"
-        log(WARNING, text, odd, wanted, weight)
-    return [reply for reply in replies if _node_of(reply) not in odd]
-
-
-def _node_of(reply: Message) -> int:
-    """The id of the node that sent a reply."""
-    node: int = reply.metadata.src_node_id
-    return node
-
-
-def only_record(message: Message, name: str) -> tuple[str, ArrayRecord]:
-    """The key and the record of the only model in a message.
-
-    Raises ValueError, which begins with `name`, where there is no single record.
-    """
-    records = dict(message.content.array_records)
-    require(len(records) == 1, name, "one ArrayRecord, the model", list(records))
-    return next(iter(records.items()))
-
-
-# The key in Context.state of a client's state between rounds.
-STATE_RECORD = "pflcore.client"
-# Making a client anew is slow, so this many are kept in memory. Their states are in
-# their contexts.
-MAX_CACHED_CLIENTS = 32
-Evaluate = Callable[[Personalized, Context], dict[str, float]]
-
-
-def number_of(context: Context) -> Hashable:
-    """The id of a node's client: its partition or the node's id."""
-    number: Hashable = context.node_config.get("partition-id", str(context.node_id))
-    return number
-
-
-@checked
-def client_app(
-    make: Callable[[Context], Client],
-    *,
-    evaluate: Evaluate | None = None,
-    client_id: Callable[[Context], Hashable] = number_of,
-    mods: list[Any] | None = None,
-) -> ClientApp:
-    """The ClientApp of `PflStrategy`.
-
-    An example is `client_app(lambda context: pflcore.Client("ditto", model,
-    data_of(context), training))`. The algorithm's state of a client is in
-    `Context.state`, which a Flower simulation carries to the worker and back for each
-    message.
-
-    Args:
-        make: Returns the `pflcore.Client` of a node, by its `context.node_config` and
-            `context.run_config`. It may be called more than once for a node.
-        evaluate: `evaluate(model, context)` returns numbers by name, where "size" is
-            the number of samples that they come from. It may also save the model. The
-            default returns the loss, and for classes the accuracy, on the client's test
-            samples.
-        client_id: Returns the id of a node's client, a string or a whole number. The
-            default is the node's "partition-id", or else the node's id.
-        mods: The mods of Flower's ClientApp.
-    """
-    app = ClientApp(mods=mods or [])
-    client_of = client_cache(make)
-
-    @app.query("pflcore")  # type: ignore[untyped-decorator]
-    def identify(message: Message, context: Context) -> Message:
-        config = ConfigRecord({"client": client_id(context)})
-        return Message(RecordDict({"config": config}), reply_to=message)
-
-    @app.train()  # type: ignore[untyped-decorator]
-    def train(message: Message, context: Context) -> Message:
-        key, record = only_record(message, "the server's message")
-        client = client_of(context)
-        upload, num_samples = client.train(record.to_torch_state_dict())
-        context.state[STATE_RECORD] = ConfigRecord({"bytes": client_bytes(client)})
-        metrics = MetricRecord({"num-examples": num_samples})
-        content = RecordDict({key: record_of(upload), "metrics": metrics})
-        return Message(content, reply_to=message)
-
-    @app.evaluate()  # type: ignore[untyped-decorator]
-    def test(message: Message, context: Context) -> Message:
-        _, record = only_record(message, "the server's message")
-        download = record.to_torch_state_dict()
-        client = client_of(context)
-        if evaluate is None:
-            values = client.evaluate(download)
-        else:
-            values = evaluate(client.model(download), context)
-        metrics = MetricRecord({"num-examples": values.pop("size", 1), **values})
-        return Message(RecordDict({"metrics": metrics}), reply_to=message)
-
-    return app
-
-
-def client_cache(make: Callable[[Context], Client]) -> Callable[[Context], Client]:
-    """A function from a context to its client, in the context's state.
-
-    It keeps up to `MAX_CACHED_CLIENTS` clients, and forgets the oldest beyond that.
-    """
-    clients: dict[tuple[int, int], Client] = {}
-
-    def client_of(context: Context) -> Client:
-        key = (context.run_id, context.node_id)
-        if key not in clients:
-            clients[key] = make(context)
-            is_client = isinstance(clients[key], Client)
-            wanted = "a function that gives a Client"
-            require(is_client, "make", wanted, clients[key])
-            if len(clients) > MAX_CACHED_CLIENTS:
-                oldest = next(iter(clients))
-                del clients[oldest]
-        client = clients[key]
-        if STATE_RECORD in context.state:
-            data = io.BytesIO(context.state[STATE_RECORD]["bytes"])
-            client.load_state_dict(torch.load(data, weights_only=True))
-        return client
-
-    return client_of
-
-
-def client_bytes(client: Client) -> bytes:
-    """The state of a client as bytes."""
-    data = io.BytesIO()
-    torch.save(client.state_dict(), data)
-    return data.getvalue()
-
-
-# The key in Context.state of a client's private tensors.
-PRIVATE_RECORD = "pflcore.private"
-
-
-def keep_private(*patterns: str) -> Mod:
-    """A mod that keeps the tensors of matching names with their client.
-
-    Use it as in `ClientApp(mods=[keep_private("head.*")])`; server and app stay
-    unchanged. It suits any app whose replies are models. The private tensors select the
-    method:
-
-    - those of the classifier: FedPer (Arivazhagan et al. 2019);
-    - those of the features: LG-FedAvg (Liang et al. 2020);
-    - those of the batch norms: FedBN (Li et al. 2021).
-
-    The private values of a client are in `Context.state`. In training and evaluation
-    they replace the incoming values. A client that has not trained yet uses the
-    incoming values.
-
-    In a reply the incoming values replace the private values. So private values do not
-    travel, every reply has the tensors that the server expects, and the server's mean
-    of these tensors never changes.
-
-    Raises ValueError where a pattern matches no tensor.
-
-    Args:
-        patterns: Shell patterns of the names of private tensors.
-    """
-    fits = bool(patterns) and are_names(patterns)
-    wanted = "names of private tensors, as in keep_private('head.*')"
-    require(fits, "patterns", wanted, patterns)
-
-    def mod(
-        message: Message, context: Context, call_next: ClientAppCallable
-    ) -> Message:
-        kind = message.metadata.message_type.partition(".")[0]
-        if kind == MessageType.QUERY:
-            return call_next(message, context)
-        key, incoming = only_record(message, "the server's message")
-        names = _private_names(incoming, patterns)
-        stored = context.state.array_records.get(PRIVATE_RECORD, {})
-        used = ArrayRecord({**incoming, **stored})
-        message.content = RecordDict({**message.content, key: used})
-        reply = call_next(message, context)
-        if kind != MessageType.TRAIN or not reply.has_content():
-            return reply
-        key, trained = only_record(reply, "the app's reply")
-        has_names = trained.keys() >= set(names)
-        require(has_names, "the app's reply", f"a model with {names}", list(trained))
-        private = {name: trained[name] for name in names}
-        context.state[PRIVATE_RECORD] = ArrayRecord(private)
-        unchanged = {name: incoming[name] for name in names}
-        sent = ArrayRecord({**trained, **unchanged})
-        reply.content = RecordDict({**reply.content, key: sent})
-        return reply
-
-    return mod
-
-
-def _private_names(record: ArrayRecord, patterns: Sequence[str]) -> list[str]:
-    """The names in `record` that match a pattern.
-
-    Raises ValueError where a pattern matches no name.
-    """
-    names = dict.fromkeys(record, False)
-    for pattern in patterns:
-        matches = [name for name in names if fnmatchcase(name, pattern)]
-        wanted = f"patterns of some of {', '.join(names)}"
-        require(matches, "keep_private", wanted, pattern)
-        names |= dict.fromkeys(matches, True)
-    return [name for name, is_private in names.items() if is_private]
-
-
-class FilteredFedAvg(FedAvg):  # type: ignore[misc]
-    """Flower's FedAvg, with an evaluation that leaves out replies of another layout."""
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """The mean of the metrics of the usable replies, as in FedAvg."""
-        replies = usable_replies(replies, self.weighted_by_key, models=False)
-        return super().aggregate_evaluate(server_round, replies)  # type: ignore[no-any-return]
-
-
-class PersonalStrategy(FilteredFedAvg):
-    """Flower's `FedAvg` that sends each client its own model.
-
-    `pflcore.personalize` makes the models of the clients that have trained. A client
-    that has not trained yet receives the mean of the round. It works with any ClientApp
-    that FedAvg works with. Raises ValueError for models that differ in their tensors.
-
-    Args:
-        method: A method of `pflcore.personalize`: "fedamp", "heurfedamp", "sfl",
-            "clusters", "feddwa", or an instance. FedDWA takes the models of the round
-            before as its guidance.
-        include: Patterns of the tensors to mix, as in `pflcore.pack`; by default all.
-        exclude: Patterns of the tensors that stay each client's own.
-        flower: The arguments of Flower's FedAvg.
-    """
-
-    def __init__(
-        self,
-        method: Any = "fedamp",
-        *,
-        include: str | Sequence[str] = (),
-        exclude: str | Sequence[str] = (),
-        **flower: Any,
-    ) -> None:
-        self._looks_back = isinstance(method_of(method, {}), FedDWA)
-        super().__init__(**flower)
-        self.method = method
-        self.chosen: dict[str, Any] = {"include": include, "exclude": exclude}
-        self.models: dict[int, ArrayRecord] = {}  # the personalized models, by node id
-        # The last upload of each node, by node id
-        self._last: dict[int, ArrayRecord] = {}
-        # The layout of the models: that of the model that was sent, or of most uploads.
-        self._expected_layout: Any = None
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> Aggregated:
-        """Makes the clients' next models, and returns the mean as FedAvg does."""
-        replies = usable_replies(replies, self.weighted_by_key, self._expected_layout)
-        contents = {
-            _node_of(reply): reply.content for reply in replies if reply.has_content()
-        }
-        if contents:
-            self._personalize(contents)
-        return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]
-
-    def _personalize(self, contents: Mapping[int, RecordDict]) -> None:
-        """Makes the nodes' next models from the uploads in their replies."""
-        uploads: dict[int, Any] = {
-            node: next(iter(content.array_records.values()))
-            for node, content in contents.items()
-        }
-        least = min_models(method_of(self.method, {}))
-        if len(uploads) < least:
-            text = "%s needs %d models, got %d; everybody keeps the one that it has."
-            log(WARNING, text, self.method, least, len(uploads))
-            return
-        layout, _ = model_layout(next(iter(contents.values())))
-        if layout != self._expected_layout:
-            self._expected_layout = layout
-            self._last = {}  # uploads of another layout cannot be compared
-        previous = None
-        if self._looks_back:
-            previous = {node: self._last.get(node, uploads[node]) for node in uploads}
-        models = personalize(uploads, self.method, previous=previous, **self.chosen)
-        self.models.update(models)
-        self._last.update(uploads)
-
-    def _construct_messages(
-        self, record: RecordDict, node_ids: list[int], message_type: str
-    ) -> Iterable[Message]:
-        """The messages of FedAvg, each with the model of its node."""
-        key = self.arrayrecord_key
-        self._expected_layout = self._expected_layout or model_layout(record)[0]
-        messages = []
-        for node in node_ids:
-            model = self.models.get(node, record[key])
-            content = RecordDict({**record, key: model})
-            messages.append(Message(content, node, message_type))
-        return messages
-
-
-def select_multikrum(
-    contents: list[RecordDict], num_malicious_nodes: int, num_nodes_to_select: int
-) -> list[RecordDict]:
-    """The selected contents by exact distances, best first.
-
-    It takes the place of Flower's `select_multikrum`, also in
-    `Bulyan(selection_rule=select_multikrum)`. That function expands
-    |a|^2 + |b|^2 - 2 a b in float32, with errors larger than the distances of models
-    that differ by a thousandth.
-
-    Models are compared by their floating-point tensors without running statistics. A
-    content without a model of the most frequent layout is logged and left out. A model
-    that is not finite is never selected. Raises ValueError unless 2 f + 2 < N for f
-    malicious nodes and the N contents that are left, because Krum guarantees nothing
-    there.
-
-    Args:
-        contents: The contents of the replies, each with one model.
-        num_malicious_nodes: The number f of bad nodes that Krum withstands.
-        num_nodes_to_select: The number of contents to select.
-    """
-    layouts = []
-    are_possible = []
-    for content in contents:
-        layout, is_possible = model_layout(content)
-        layouts.append(layout)
-        are_possible.append(is_possible)
-    places = matching_positions(layouts)
-    if len(places) < len(contents):
-        odd = [place for place in range(len(contents)) if place not in places]
-        log(WARNING, "contents %s: no models of the others' tensors; left out", odd)
-    models = [next(iter(contents[place].array_records.values())) for place in places]
-    rows, _ = pack(models)
-    possible_rows = torch.tensor([are_possible[place] for place in places])
-    rows[~possible_rows] = torch.nan  # Krum takes it as infinitely far from all others
-    krum = Krum(num_malicious_nodes, num_nodes_to_select)
-    chosen = krum.select(ops.pairwise_sqdist(rows)).tolist()
-    return [contents[places[i]] for i in chosen if possible_rows[i]]
-
-
-class ExactMultiKrum(FilteredFedAvg, MultiKrum):  # type: ignore[misc]
-    """Flower's `MultiKrum` with exact distances, and with the same arguments.
-
-    A node counts as absent if its reply has no model of the most frequent layout, or no
-    number of samples. Where too few replies are left for Krum, these absent nodes count
-    among the malicious ones, and fewer replies are selected. Where still too few are
-    left, the round is skipped with a line in the log.
-    """
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> Aggregated:
-        """The mean of the selected replies, and of their metrics."""
-        replies = list(replies)
-        usable = usable_replies(replies, self.weighted_by_key, finite=False)
-        valid, _ = self._check_and_log_replies(usable, is_train=True)
-        malicious = self.num_malicious_nodes
-        num_odd = len(replies) - len(usable)
-        f = min(malicious, (len(valid) - 3) // 2)
-        if f < max(0, malicious - num_odd):
-            text = (
-                "Krum needs %d replies for %d malicious nodes, got %d; the round is "
-                "skipped."
-            )
-            log(WARNING, text, 2 * malicious + 3, malicious, len(valid))
-            return None, None
-        m = min(self.num_nodes_to_select, len(valid) - f)
-        contents = [reply.content for reply in valid]
-        reply_of = {id(reply.content): reply for reply in valid}
-        selected = select_multikrum(contents, f, m)
-        chosen = [reply_of[id(content)] for content in selected]
-        mean = FedAvg.aggregate_train(self, server_round, chosen)
-        return mean  # type: ignore[no-any-return]
-
 
 WHO_QUERY = "query.pflcore"  # the message that asks a node for its client's id
 
@@ -653,7 +158,7 @@ class PflStrategy(FilteredFedAvg):
             )
         uploads: dict[Any, Any] = {}
         for reply in valid:
-            client = self.clients[_node_of(reply)]
+            client = self.clients[sender_of(reply)]
             metrics: Any = next(iter(reply.content.metric_records.values()), {})
             num_samples = metrics.get(self.weighted_by_key)
             uploads.setdefault(client, (decode_tensors(reply.content), num_samples))
@@ -662,7 +167,7 @@ class PflStrategy(FilteredFedAvg):
         self._skipped_rounds = 0
         outcome = self.server.aggregate(uploads, strict=False)
         self._log_outcome(server_round, outcome)
-        accepted = [r for r in valid if self.clients[_node_of(r)] in outcome.ids]
+        accepted = [r for r in valid if self.clients[sender_of(r)] in outcome.ids]
         accepted = usable_replies(accepted, self.weighted_by_key, models=False)
         if not accepted:
             return None, None
@@ -788,8 +293,8 @@ class PflStrategy(FilteredFedAvg):
         # Where several nodes send one id, the first in the grid's order counts.
         place_of = {node: place for place, node in enumerate(nodes)}
         reason_of = dict[int, str]()  # the reason of each node that sends no id
-        for reply in sorted(replies, key=lambda r: place_of.get(_node_of(r), 0)):
-            node = _node_of(reply)
+        for reply in sorted(replies, key=lambda r: place_of.get(sender_of(r), 0)):
+            node = sender_of(reply)
             client = client_of_reply(reply)
             if client is not None:
                 self.clients[node] = client

@@ -396,10 +396,12 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
     for row in rows:
         cells = []
         for cell, width, left in zip(row, widths, is_left, strict=True):
-            cells.append(cell.ljust(width) if left else cell.rjust(width))
+            padded = cell.ljust(width) if left else cell.rjust(width)
+            cells.append(padded)
         lines.append(f"| {' | '.join(cells)} |")
     rule = []
     for width, left in zip(widths, is_left, strict=True):
         dashes = "-" * (width + 1)
-        rule.append(f":{dashes}" if left else f"{dashes}:")
+        mark = f":{dashes}" if left else f"{dashes}:"
+        rule.append(mark)
     return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
