@@ -13,36 +13,15 @@ from dataclasses import fields
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from pflcore.algorithms._adaptation import (
-    FedBABU,
-    FedBN,
-    FedPer,
-    FedRep,
-    FedRoD,
-    FineTune,
-    KnnPer,
-    LGFedAvg,
-    PerFedAvg,
-    SplitModel,
-)
+from pflcore._device import to_device
+from pflcore.algorithms._adaptation import FineTune, KnnPer, PerFedAvg
 from pflcore.algorithms._clusters import ClusteredFL, Ensemble, HypCluster
 from pflcore.algorithms._factorized_waffle import FactorizedWaffle
-from pflcore.algorithms._fedavg import (
-    MRMTL,
-    Ditto,
-    FedAdagrad,
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedOpt,
-    FedProx,
-    FedYogi,
-    LocalOnly,
-    PFedMe,
-    QFedAvg,
-    WithoutDefence,
-)
-from pflcore.algorithms._mixtures import APFL, L2C, FedALA, FedFomo
+from pflcore.algorithms._fedavg import FedAvg, QFedAvg, WithoutDefence
+from pflcore.algorithms._feddwa import FedDWA, FedDWAQP
+from pflcore.algorithms._fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
+from pflcore.algorithms._mixtures import APFL, FedALA
+from pflcore.algorithms._peers import L2C, FedFomo
 from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
@@ -66,17 +45,19 @@ from pflcore.algorithms._protocol import (
     normalize_rows,
     squared_norms,
 )
-from pflcore.algorithms._relations import (
-    SFL,
-    FedAMP,
-    FedDWA,
-    FedDWAQP,
-    HeurFedAMP,
-    Mocha,
+from pflcore.algorithms._proximal import MRMTL, Ditto, FedProx, LocalOnly, PFedMe
+from pflcore.algorithms._relations import SFL, FedAMP, HeurFedAMP, Mocha
+from pflcore.algorithms._split import (
+    FedBABU,
+    FedBN,
+    FedPer,
+    FedRep,
+    FedRoD,
+    LGFedAvg,
+    SplitModel,
 )
 from pflcore.algorithms._waffle import Scaffold, Waffle, WeightErosion
 from pflcore.check import require
-from pflcore._device import to_device
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms._fedavg import FedAvg, FedOpt, WithoutDefence
+from pflcore._device import to_device
+from pflcore.algorithms._fedavg import FedAvg, WithoutDefence
+from pflcore.algorithms._fedopt import FedOpt
 from pflcore.algorithms._protocol import (
     BadUpload,
     Changes,
@@ -38,7 +40,6 @@ from pflcore.algorithms._protocol import (
     squared_norms,
 )
 from pflcore.check import NonNegativeFloat, NonNegativeInt, PositiveInt, Weighting
-from pflcore._device import to_device
 from pflcore.train import Clients, Net
 from pflcore.train._random import generator_of
 

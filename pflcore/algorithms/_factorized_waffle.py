@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pflcore import ops
+from pflcore._device import to_device
 from pflcore.algorithms._fedavg import FedAvg
 from pflcore.algorithms._protocol import (
     VECTOR_NUMBERS,
@@ -40,7 +41,6 @@ from pflcore.algorithms._protocol import (
     map_rows,
 )
 from pflcore.check import NonNegativeFloat, PositiveFloat, PositiveInt, Weighting
-from pflcore._device import to_device
 from pflcore.nn._factorized import Init, factorize, factorized_layers
 from pflcore.ops._sums import running_sums
 from pflcore.train import Clients, Fit, Net

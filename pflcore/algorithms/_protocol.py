@@ -26,9 +26,9 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from pflcore import ops
+from pflcore._device import to_device
 from pflcore.check import check_fields, reject, warn_caller
 from pflcore.data._federation import Federation
-from pflcore._device import to_device
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train._random import generator_of
 

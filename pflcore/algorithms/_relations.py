@@ -1,20 +1,19 @@
 """Servers that keep all models [N, P] and relate the clients.
 
 FedAMP and HeurFedAMP mix models that are close. SFL smooths models over a graph. MOCHA
-learns the relation between tasks. FedDWA mixes the models nearest to where a client is
-heading; the quadratic programme of its Eq. 12 is solved here, too.
+learns the relation between tasks.
 
 Symbols:
 
 - S clients are in a round's cohort, N in the federation; a model has P parameters.
 - `w` are the models that clients trained, a row each: [S, P] or [N, P].
-- `x` is the model from which a client trains.
+- `x` is SFL's readout, the mean of the smoothed models, from which a client trains.
 - `u` are the mixed models of FedAMP and SFL, towards which training is pulled.
-- `g` are FedDWA's guidance models; K models around one of them are mixed.
+- `xi` [N, N] are FedAMP's mixing weights; A [N, N] is SFL's graph.
+- Omega [N, N] is MOCHA's relation between the clients' tasks, Sigma its inverse.
 - F_i is the mean loss of client i on its training samples.
 """
 
-import math
 from dataclasses import field, fields
 from typing import Literal
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
+from pflcore._device import to_device
 from pflcore.algorithms._clusters import cosine_matrix
 from pflcore.algorithms._protocol import (
     Algorithm,
@@ -37,7 +37,6 @@ from pflcore.algorithms._protocol import (
     Traits,
     UpdateResult,
     algorithm_options,
-    lazy_zeros,
     normalize_rows,
     squared_norms,
 )
@@ -50,7 +49,6 @@ from pflcore.check import (
     reject,
     warn_caller,
 )
-from pflcore._device import to_device
 from pflcore.train import Clients, Net, Objective
 
 
@@ -553,358 +551,3 @@ def task_relation(w: Tensor, delta: float, kind: str = "omega") -> Tensor:
         eigenvalues = 1 / ((1 - delta) * eigenvalues + delta / len(w))
     matrix: Tensor = (vectors * eigenvalues) @ vectors.T
     return matrix
-
-
-def inner_products(
-    to_guide: Tensor,  # [K] |g - w_j|^2, exact
-    between: Tensor,  # [K, K] |w_j - w_k|^2, exact
-) -> Tensor:  # [K, K] float64
-    """FedDWA's Gram matrix (Eq. 11): the inner products `(g - w_j) . (g - w_k)`.
-
-    They come from squared distances alone: `(|g - w_j|^2 + |g - w_k|^2 - |w_j -
-    w_k|^2) / 2`. Over the simplex, the first two terms are linear in p, and the
-    curvature is that of `between`. Where the models are much closer to each other than
-    to the guide, a small number is subtracted from a large sum, and float64 rounds off
-    what is below 1e-16 of the sum. So models are told apart that differ by a millionth
-    of their distance to the guide (1e-12 of its square), and not much closer ones.
-
-    The default `ridge` of `simplex_qp` is coarser: it makes an even mix of models that
-    are closer than some hundred-thousandth of that distance. ridge=0 does not.
-    """
-    return (to_guide[:, None] + to_guide - between) / 2
-
-
-SOLVED_DESCENT = 1e-13  # a descent below it is rounding; the right side is 1
-
-
-def simplex_qp(gram: Tensor, ridge: float = 1e-10) -> Tensor:
-    """The p [K] >= 0 with sum 1 that minimises `p . gram p`, float64.
-
-    `gram` [K, K] is positive semidefinite. `ridge` times the mean of the diagonal is
-    added to the diagonal, which selects the shortest p where several are optimal; 0
-    adds nothing.
-
-    The sum of 1 is not a constraint of the search. The q >= 0 that minimises `q . gram
-    q + (sum(q) - 1)^2` has the direction of p, and dividing by its sum gives p. The
-    term `sum(q)^2` adds 1 to every entry of the matrix, and the right side is 1. The
-    active set method of Lawson and Hanson finds q (1974, Solving least squares
-    problems, algorithm NNLS): the coordinate with the steepest descent is freed, the
-    free ones move towards their optimum, and those that would become negative are fixed
-    at 0 again.
-    """
-    k = len(gram)
-    gram = gram.double().cpu()
-    scale = float(gram.diagonal().max())
-    if scale <= 0:  # every model equals the guide
-        return torch.full((k,), 1 / k, dtype=torch.float64)
-    gram = (gram + gram.T) / (2 * scale)
-    ridges = ridge * gram.diagonal().mean() * torch.eye(k, dtype=torch.float64)
-    matrix = gram + ridges + 1
-    q = torch.zeros(k, dtype=torch.float64)
-    # The objective falls in every pass; the bound guards against rounding.
-    for _ in range(20 * k):
-        free = q > 0
-        descent = (1 - matrix @ q).masked_fill(free, 0)
-        if descent.max() <= SOLVED_DESCENT:
-            break
-        free[descent.argmax()] = True
-        q = _descend_to_optimum(matrix, q, free)
-    return q / q.sum()
-
-
-def _descend_to_optimum(
-    matrix: Tensor,  # [K, K]
-    q: Tensor,  # [K] >= 0
-    free: Tensor,  # bool [K]
-) -> Tensor:  # [K] >= 0
-    """The optimum over the free coordinates, or over fewer of them.
-
-    On the straight way to the optimum, the first coordinates that reach 0 are fixed
-    there. The way goes on from that point without them.
-    """
-    while True:
-        ones = q.new_ones(int(free.sum()), 1)
-        target = torch.zeros_like(q)
-        # gelsd: the shortest solution where the system is singular
-        solution = torch.linalg.lstsq(matrix[free][:, free], ones, driver="gelsd")
-        target[free] = solution.solution[:, 0]
-        becomes_zero = free & (target <= 0)
-        if not becomes_zero.any():
-            return target
-        # A coordinate that was just freed is 0 and may stay there: never 0 / 0.
-        distance = (q - target).clamp(min=torch.finfo(q.dtype).tiny)
-        reach = (q / distance).masked_fill(~becomes_zero, torch.inf)
-        step = reach.min()  # the share of the way at which the first one is 0
-        q = (q + step * (target - q)).masked_fill(reach <= step, 0)
-        free = q > 0
-
-
-# With `search="auto"`, a cohort of at least this many clients looks for its neighbours
-# by `ops.nearest`: by groups where models are at least as long as the second constant,
-# so that the distance of a pair costs more than the bookkeeping; else block by block.
-GROUP_SEARCH_MIN_CLIENTS = 1000
-GROUP_SEARCH_MIN_COLUMNS = 1 << 10
-
-
-@algorithm_options
-class FedDWA(Algorithm):
-    """FedDWA (Liu et al. 2023): mixes the models nearest to where a client is heading.
-
-    server: x [N, P] (the personalized models), x0 [P] (the model of clients that have
-    not taken part), seen [N] (the clients that have), and with guidance="previous" last
-    [N, P] (each client's upload) · client: nothing (with guidance="kept" last [P], has
-    [1]) · down: x [S, P] (1 model, client i's x_i) · up: w, g [S, P] (2 models: the
-    trained one and the guidance; 1 with "previous" and "current").
-
-    A round goes like this (Algorithm 1):
-
-    1. The server sends client i its personalized model x_i. At first it is x0.
-    2. The client trains x_i on its own data. The trained model is w_i.
-    3. The client looks ahead: it goes on training from w_i, to see where that would
-       lead it. The model that it gets is its guidance g_i. The client uploads w_i and
-       g_i. (Some kinds of `guidance` do not look ahead, see below.)
-    4. The server computes the squared distances `|g_i - w_j|^2` from each guidance to
-       the models of only this cohort. Models of absent clients are not mixed.
-    5. The server mixes the k models nearest to g_i into the new x_i: `x_i = sum_j p_ij
-       w_j`, with weights p_ij that are proportional to `1 / |g_i - w_j|^2` (Eqs. 8 and
-       15) and sum to 1.
-
-    So a client's next model lies near the model that it was heading to. The client's
-    own w_i competes like any other model, and is perhaps not among the k; where g_i is
-    very near w_i, it takes almost all the weight. An absent client keeps its x_i, bit
-    for bit. A client is evaluated with x_i, or by `serve="guidance"` with the guidance
-    that it would compute after training x_i.
-
-    `guidance` decides which model is g_i. The first three kinds train ahead from w_i,
-    and leave no trace: the client's state stays as it was after its training.
-
-    - "epoch" trains for `lookahead` more epochs. (The authors' code trains for as many
-      as a round has.)
-    - "steps" trains on `lookahead` more minibatches.
-    - "full_grad" takes `lookahead` steps of SGD on the gradient of all its samples
-      (Eq. 16), with the run's momentum and weight decay.
-    - "previous" takes the w_i of the client's last round, which the server has cached
-      (App. C.6, case ii). In its first round a client takes its present w_i.
-    - "kept" takes the same model, but the client has cached it and uploads both (case
-      i).
-    - "current" takes the trained model itself (section 4.1). Its distance to itself is
-      0, so Eq. 15 gives it, and exact copies, all the weight: FedDWA becomes Local, as
-      it does in a client's first round with "previous" and "kept". One step of
-      "full_grad" at the paper's step size of .01 comes close: the weight of w_i is
-      above .999.
-
-    `search` decides how the nearest models are found, not which they are. "exact"
-    computes all S * S distances at once. "groups" (`ops.nearest`) gives the same bits
-    from few distances where clients form clusters; where they do not, it computes more
-    than all of them, by a share of about 2 / sqrt(S). "auto" is "exact" for cohorts of
-    fewer than 1000 clients, and "groups" for larger ones; large cohorts of models of
-    fewer than 1024 numbers are searched for all pairs, block by block.
-
-    Deviation: with `lookahead` > 1 each epoch, minibatch or step goes on from the one
-    before it; the authors' code starts each of them again from w_i.
-
-    Not in the paper: `power` makes the weights proportional to `1 / |g_i - w_j|^(2
-    power)`. `stride` rescales g_i - w_i, so that its length is `stride` times the
-    distance from w_i to the nearest other model, which takes all S * S distances.
-    Without `stride` the look ahead becomes shorter as gradients become smaller, and w_i
-    takes more and more of the weight.
-    """
-
-    k: PositiveInt = 5  # how many models are mixed, at most the cohort
-    # the client's guidance model: trained for epochs or steps, along whole gradients,
-    # or its previous model (the server's copy, or kept by the client) or current one
-    guidance: Literal["epoch", "steps", "full_grad", "previous", "kept", "current"] = (
-        "epoch"
-    )
-    lookahead: PositiveInt = 1  # epochs, minibatches or gradient steps of the guidance
-    # how the nearest models are found
-    search: Literal["auto", "exact", "groups"] = "auto"
-    # of the inverse squared distances: 1 is Eq. 15, 0 an even mix of the k nearest
-    power: NonNegativeFloat = 1.0
-    # the guidance's step, in distances to the nearest other model
-    stride: PositiveFloat | None = None
-    # evaluated: the mix x_i, or the guidance after training it and looking ahead
-    serve: Literal["mix", "guidance"] = "mix"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self._trains_ahead:
-            self.require_default("guidance", "serve")
-
-    @property
-    def _trains_ahead(self) -> bool:
-        return self.guidance in ("epoch", "steps", "full_grad")
-
-    @property
-    def traits(self) -> Traits:
-        reason = ""
-        if self.guidance == "full_grad":
-            reason = (
-                "with guidance='full_grad' takes steps of SGD along whole gradients"
-            )
-        cache = ("last",) if self.guidance == "previous" else ()
-        return Traits(
-            batch_norm=("local", "average"),  # local in the authors' code
-            sgd_only_reason=reason,
-            no_clip_grad_reason=reason,
-            model_uploads={"w": "down.x", "g": "down.x"},
-            per_client_state=("x", "seen", *cache),
-            evaluation_only=("serve",),
-            reported_state=("mix",),
-        )
-
-    def init(self, x0: Tensor, n: int) -> Tensors:
-        state = {
-            "x0": x0,
-            "x": lazy_zeros(n, x0),
-            "seen": torch.zeros(n, dtype=torch.bool),
-        }
-        if self.guidance == "previous":
-            state["last"] = lazy_zeros(n, x0)
-        return state
-
-    def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        x = state["x"][cohort.ids]
-        seen = to_device(state["seen"][cohort.ids, None], x.device)
-        return {"x": torch.where(seen, x, state["x0"])}
-
-    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
-        if self.guidance != "kept":
-            return {}
-        x = down["x"]
-        # "has" is 0 until "last" holds a trained model, then 1: clients keep numbers of
-        # the model's dtype.
-        return {"last": x, "has": torch.zeros_like(x[:, :1])}
-
-    def train(
-        self, down: Payload, client_state: Tensors, clients: Clients
-    ) -> TrainResult:
-        fit = clients.fit(down["x"])
-        upload = {"w": fit.w}
-        if self.guidance == "kept":
-            has_last = client_state["has"] > 0
-            upload["g"] = torch.where(has_last, client_state["last"], fit.w)
-            client_state = {
-                "last": fit.w,
-                "has": torch.ones_like(client_state["has"]),
-            }
-        elif self._trains_ahead:
-            upload["g"] = self.look_ahead(fit.w, clients.after(fit))
-        return client_state, upload, fit
-
-    def look_ahead(
-        self,
-        w: Tensor,  # [S, P]
-        clients: Clients,
-    ) -> Tensor:  # [S, P]
-        """Guidance models of clients whose models are `w`; the clients stay as is."""
-        if self.guidance == "epoch":
-            return clients.fit(w, epochs=self.lookahead, stream="ahead").w
-        if self.guidance == "steps":
-            return clients.fit(w, steps=self.lookahead, stream="ahead").w
-        training = clients.context.training
-        velocity = torch.zeros_like(w)
-        for _ in range(self.lookahead):
-            grad = clients.grad(w)
-            velocity = training.momentum * velocity + grad + training.weight_decay * w
-            w = w - clients.lr * velocity
-        return w
-
-    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
-        if self.serve == "mix":
-            return {"w": down["x"]}
-        fit = clients.fit(down["x"])
-        guide = self.look_ahead(fit.w, clients.after(fit))
-        return {"w": guide, "batch_norm": fit.buffers}
-
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        ids = cohort.ids
-        w = up["w"]
-        guide = up.get("g", w)
-        changes = Changes(seen=RowUpdate(ids, torch.ones_like(ids, dtype=torch.bool)))
-        if self.guidance == "previous":
-            has_previous = to_device(state["seen"][ids, None], w.device)
-            guide = torch.where(has_previous, state["last"][ids], w)
-            changes["last"] = RowUpdate(ids, w)
-        if self.stride is not None:
-            guide = scale_guidance(guide, w, self.stride)
-        weight, neighbours = self.mixing_weights(guide, w)
-        if self.power != 1:
-            # Relative to the largest, so that no power turns all weights into 0.
-            relative = weight / weight.max(1, keepdim=True).values
-            weight = normalize_rows(relative**self.power)
-        mixing = MixingWeights(weight, neighbours, receivers=ids)
-        changes["x"] = RowUpdate(ids, mixing.aggregate(w))
-        return changes, mixing
-
-    def mixing_weights(
-        self,
-        guide: Tensor,  # [S, P]
-        w: Tensor,  # [S, P]
-    ) -> tuple[Tensor, Tensor]:  # weights [S, K], neighbours [S, K]
-        """Weights [S, K] of the models nearest to each guide, and their rows in `w`."""
-        is_large = len(w) >= GROUP_SEARCH_MIN_CLIENTS
-        if self.search == "exact" or (self.search == "auto" and not is_large):
-            return ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)
-        is_long = w.shape[1] >= GROUP_SEARCH_MIN_COLUMNS
-        method: Literal["exact", "groups"] = "exact"  # all pairs, block by block
-        if self.search == "groups" or is_long:
-            method = "groups"
-        sqdist, neighbours = ops.nearest(guide, w, self.k, method)
-        # The neighbours are sorted by distance, and so are the weights.
-        weight = ops.feddwa_weights(sqdist, self.k).weight
-        return weight, neighbours
-
-
-@algorithm_options
-class FedDWAQP(FedDWA):
-    """FedDWA with Eq. 12 solved exactly, instead of by the paper's approximation.
-
-    State and messages are FedDWA's. The new x_i is the point nearest to the guidance in
-    the convex hull of the k nearest models. With `k` at least the cohort's size no
-    model is left out.
-
-    Eq. 12 minimises `p . G p` over the simplex, with G the Gram matrix of Eq. 11. The
-    paper keeps only the diagonal of G (Eq. 14), whose optimum is Eq. 15. `theta` leads
-    from there (0) to the whole G (1). Eq. 13, the optimum without p >= 0, is not
-    offered: its weights may be negative.
-    """
-
-    search: Literal["exact"] = "exact"  # it needs all distances
-    power: Literal[1] = 1  # it solves for its weights
-    theta: UnitFloat = 1.0  # how much of the Gram matrix's off-diagonal counts
-    # times the Gram matrix's mean diagonal, added: the shortest of several optimal p
-    ridge: NonNegativeFloat = 1e-10
-
-    def mixing_weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        to_guide = ops.pairwise_sqdist(guide, w).cpu()
-        between = ops.pairwise_sqdist(w).cpu()
-        neighbours = ops.feddwa_weights(to_guide, self.k).index
-        weight = torch.empty(neighbours.shape, dtype=torch.float64)
-        for i, near in enumerate(neighbours):
-            gram = inner_products(to_guide[i, near], between[near][:, near])
-            diagonal = gram.diagonal().diag()
-            blend = self.theta * gram + (1 - self.theta) * diagonal
-            weight[i] = simplex_qp(blend, self.ridge)
-        return to_device(weight, w.device), to_device(neighbours, w.device)
-
-
-def scale_guidance(
-    guide: Tensor,  # [S, P]
-    w: Tensor,  # [S, P]
-    stride: float,
-) -> Tensor:  # [S, P]
-    """Guidance models at `stride` times the distance of the nearest other model.
-
-    The direction from `w` stays. A client whose guidance is its own model, or that is
-    alone, keeps its guidance. Where an exact copy of its model is in the cohort, the
-    guidance becomes the model itself.
-    """
-    to_others = ops.pairwise_sqdist(w).fill_diagonal_(math.inf)
-    to_nearest = to_others.min(1).values.sqrt()
-    step = guide - w
-    length = torch.linalg.vector_norm(step, dim=1, dtype=torch.float64)
-    scale = stride * to_nearest / length
-    scale = scale.where(scale.isfinite(), 1.0)[:, None].to(w)
-    scaled: Tensor = w + step * scale
-    return scaled

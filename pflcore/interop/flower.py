@@ -46,8 +46,8 @@ from flwr.supercore import log
 from torch import Tensor
 
 from pflcore import ops
+from pflcore.algorithms._feddwa import FedDWA
 from pflcore.algorithms._protocol import Tensors
-from pflcore.algorithms._relations import FedDWA
 from pflcore.check import are_names, checked, require
 from pflcore.interop._packing import pack
 from pflcore.interop._personalize import Krum, method_of, min_models, personalize
