@@ -11,6 +11,8 @@ Symbols:
 - m clients are in a cluster that may split; `delta` are updates.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Literal
 

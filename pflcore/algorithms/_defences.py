@@ -4,6 +4,8 @@ Symbols: S clients are in the cohort, at most f of them bad; `delta` [S, P] are 
 updates of P parameters each; `share` [1, S] are their shares in the mean.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Literal
 

@@ -17,6 +17,8 @@ Symbols:
 - l (`logit`), c and d are a client's beliefs; q [3 F] are l, log c and log d.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 from functools import partial

@@ -8,6 +8,8 @@ is the server's model, `delta` [S, P] are the updates, `share` [1, S] the client
 shares in their mean.
 """
 
+from __future__ import annotations
+
 from dataclasses import field
 from typing import Literal
 

@@ -11,6 +11,8 @@ Symbols:
 - `p` [S, K] are mixing weights: of the K models of `w` nearest to each guide.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Literal
 

@@ -6,6 +6,8 @@ Symbols: P parameters of a model; x is the server's model; D (`d`) is the client
 update; m and v are the optimizer's momentum and second moment, t its steps so far.
 """
 
+from __future__ import annotations
+
 from typing import Literal
 
 import torch

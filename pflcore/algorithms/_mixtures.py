@@ -12,6 +12,8 @@ Symbols:
   parameters.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -42,6 +44,8 @@ from pflcore.nn._context import forward_state
 from pflcore.train import Clients, Net, Objective
 from pflcore.train._clients import TrainContext
 from pflcore.train._random import client_seeds, client_shuffles
+
+AtLeastTwo = Annotated[int, at.Ge(2)]
 
 
 @algorithm_options
@@ -198,7 +202,7 @@ class FedALA(FedAvg):
     eta: NonNegativeFloat = 1.0  # step size of W
     sample: Fraction = 0.8  # part of the client's samples that W is learned on
     # the first time ends where so many losses ...
-    window: Annotated[int, at.Ge(2)] = 10
+    window: AtLeastTwo = 10
     threshold: NonNegativeFloat = 0.1  # ... deviate by less
     max_epochs: PositiveInt = 100  # epochs of the first time at most
 

@@ -11,6 +11,8 @@ Symbols:
 - FedFomo's a [S, M + 1] are gains; L2C's a [S, N] are the logits of clients' weights.
 """
 
+from __future__ import annotations
+
 from functools import partial, reduce
 from itertools import chain
 

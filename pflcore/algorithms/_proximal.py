@@ -9,6 +9,8 @@ is the server's model, w a client's copy in training; v and theta are personal m
 `delta` are updates.
 """
 
+from __future__ import annotations
+
 from torch import Tensor
 
 from pflcore.algorithms._fedavg import FedAvg

@@ -14,6 +14,8 @@ Symbols:
 - F_i is the mean loss of client i on its training samples.
 """
 
+from __future__ import annotations
+
 from dataclasses import field, fields
 from typing import Literal
 

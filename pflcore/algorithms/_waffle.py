@@ -8,6 +8,8 @@ is the number of rounds. x is the server's model, c the server's control variate
 a client's; `delta` are the updates.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Literal
