@@ -54,14 +54,15 @@ from pflcore.train._losses import (
 
 @algorithm_options
 class FineTune(FedProx, FedOpt):
-    """FedAvg, then fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley 4.1).
+    """FineTune (Wang et al. 2019, Yu et al. 2020, Motley 4.1): FedAvg, then tuning.
 
     server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x
     [S, P] (1 model) · up: delta [S, P] (1 model).
 
-    Training is that of `FedOpt`. Every evaluation fine-tunes x on each client's
-    training data by the run's optimizer, all layers or the last one, and throws the
-    result away. Momentum and AdamW's moments start at zero in every epoch.
+    Training is that of `FedOpt`, with FedProx's pull where mu > 0. Every evaluation
+    fine-tunes x on each client's training data by the run's optimizer, all layers or
+    the last one, and throws the result away: `w_i <- w_i - finetune_lr grad F_i(w_i)`
+    from x. Momentum and AdamW's moments start at zero in every epoch.
 
     - `choose="fixed"` takes `finetune_epochs` epochs.
     - `choose="client"` tries each step size of `lr_grid` with 1 .. `finetune_epochs`
@@ -69,25 +70,38 @@ class FineTune(FedProx, FedOpt):
       choice for all clients see `pflcore.tune`. Ties go to the earlier candidate, 0
       epochs first. A client without validation samples takes what is best for all the
       others of the federation together (mean over clients), whichever clients are
-      evaluated beside it: evaluating it alone fine-tunes all of them.
+      evaluated with it: the evaluation of one client fine-tunes all of them.
 
     Acceptance (the remark of section 4.1): a client keeps x if it has less than
     `min_size` samples, or if its tuned model does not beat x by more than `margin` on
     its validation split. Without validation samples it cannot.
+
+    The other options are those of `FedOpt`.
+
+    Args:
+        mu: Strength of FedProx's pull towards x while x is trained. 0 pulls nothing.
+        finetune_lr: Step size of the fine-tuning; None takes the run's `lr`.
+        finetune_epochs: Epochs of the fine-tuning, or the most that are tried.
+        layers: Layers that are fine-tuned: "all", "last", or a pattern of parameter
+            names such as "fc*".
+        choose: Rule for step size and epochs: "fixed", or "client" for each client's
+            choice on its validation data.
+        lr_grid: Step sizes to choose from. () has `finetune_lr` alone.
+        zero: True counts no fine-tuning as a candidate, too. Motley's silo code does
+            not.
+        min_size: Number of training samples below which a client keeps x.
+        margin: Number by which a tuned model must beat x on the validation split, in
+            accuracy or minus the loss. None accepts every tuned model.
     """
 
-    # FedProx's pull towards x while x is trained: FedProx + fine-tuning
     mu: NonNegativeFloat = 0.0
-    finetune_lr: NonNegativeFloat | None = None  # step size; default: the run's
-    finetune_epochs: NonNegativeInt = 5  # epochs, or the most that are tried
-    layers: str = "all"  # "all", "last", or a pattern of parameter names such as "fc*"
-    # step size and epochs: fixed, or each client's choice on its validation data
+    finetune_lr: NonNegativeFloat | None = None
+    finetune_epochs: NonNegativeInt = 5
+    layers: str = "all"
     choose: Literal["fixed", "client"] = "fixed"
-    # step sizes to choose from; default: finetune_lr alone
     lr_grid: tuple[float, ...] = ()
-    zero: bool = True  # no fine-tuning is a candidate too (Motley's silo code: not)
-    min_size: NonNegativeInt = 0  # clients with fewer training samples keep x
-    # by how much a tuned model must beat x on the validation split
+    zero: bool = True
+    min_size: NonNegativeInt = 0
     margin: float | None = None
 
     def __post_init__(self) -> None:
@@ -191,11 +205,12 @@ def validation_score(
 ) -> Tensor:
     """Score of each client's model on the split "val", float64 [S].
 
-    It is the accuracy, or minus the loss where there is none. A model whose outputs
-    hold a NaN has minus infinity; a client without samples of the split has NaN.
+    It is the accuracy, or minus the loss where there is no accuracy. A model whose
+    outputs hold a NaN has minus infinity; a client without samples of the split has
+    NaN. Raises ValueError where no client has samples of the split.
 
     Args:
-        rows: the models [S, P], or several tensors [S, ...] that `predict` takes
+        rows: The models [S, P], or several tensors [S, ...] that `predict` takes.
     """
     model = rows if isinstance(rows, dict) else {"w": rows}
     size = torch.zeros(len(clients.ids))
@@ -231,7 +246,9 @@ def accept_tuned(
 ) -> Tensor:
     """Mask [S]: True where a client takes `model`, False where it keeps x [S, P].
 
-    `after` are the clients with the statistics that belong to `model`.
+    Args:
+        alg: The algorithm, whose `min_size` and `margin` decide.
+        after: The clients with the statistics that belong to `model`.
     """
     is_large = to_device(clients.num_samples, x.device) >= alg.min_size
     if alg.margin is None:
@@ -245,7 +262,7 @@ VoteKernel = Literal["exp", "inverse", "gauss_dim"]
 
 @algorithm_options
 class KnnPer(FedOpt):
-    """kNN-Per (Marfoq et al. 2022): a client's nearest samples vote beside the model.
+    """kNN-Per (Marfoq et al. 2022): a client's nearest samples add a vote to the model.
 
     server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x
     [S, P] (1 model) · up: delta [S, P] (1 model).
@@ -253,11 +270,7 @@ class KnnPer(FedOpt):
     Training is that of `FedOpt`. For evaluation each client stores what the head sees
     of its training samples, and mixes probabilities: `p = lam p_knn + (1 - lam) p_x`
     (equations 6 and 7). lam = 0 is FedAvg. p_knn weighs the labels of the k nearest
-    samples, at the Euclidean distance d, by `kernel`:
-
-    - "exp": exp(-d), the paper's
-    - "inverse": 1 / d, where an exact match takes all (Motley's silo code)
-    - "gauss_dim": exp(-d^2 / D), D features (the authors' code)
+    samples by their Euclidean distance d, see `kernel`.
 
     Targets that are no classes have the weighted mean of the neighbours' targets. With
     the hinge loss it is the mean of their signs, mixed with the score; with binary
@@ -269,14 +282,25 @@ class KnnPer(FedOpt):
     stays with p_x if it has less than `min_size` samples, or if p does not beat p_x by
     more than `margin` on its validation split, in accuracy or minus its loss. Without
     validation samples it cannot.
+
+    The other options are those of `FedOpt`.
+
+    Args:
+        k: Number of neighbours that vote.
+        lam: Weight of the neighbours' vote: 0 is the shared model alone, 1 the
+            neighbours alone.
+        kernel: Weight of a neighbour at distance d: "exp" is the paper's exp(-d);
+            "inverse" is 1 / d, where an exact match takes all (Motley's silo code);
+            "gauss_dim" is exp(-d^2 / D) for D features (the authors' code).
+        min_size: Number of training samples below which a client stays with p_x.
+        margin: Number by which p must beat p_x on the validation split. None accepts p.
     """
 
-    k: PositiveInt = 10  # neighbours
-    lam: UnitFloat = 0.5  # 0: the shared model alone, 1: the neighbours alone
-    # a neighbour's vote at distance d: exp(-d), 1 / d, or exp(-d^2 / D)
+    k: PositiveInt = 10
+    lam: UnitFloat = 0.5
     kernel: VoteKernel = "exp"
-    min_size: NonNegativeInt = 0  # clients with fewer training samples keep x
-    margin: float | None = None  # by how much p must beat x on the validation split
+    min_size: NonNegativeInt = 0
+    margin: float | None = None
 
     @property
     def traits(self) -> Traits:
@@ -301,11 +325,11 @@ class KnnPer(FedOpt):
         return model
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
-        """`(1 - lam) p + lam q` [B, ...] of the model's and neighbours' predictions.
+        """Predictions `(1 - lam) p + lam q` [B, ...] of the model and the neighbours.
 
         p are w's probabilities (for numbers its scores). q is the mean of the labels y
         of the k nearest of the first n rows of z [n_max, H] to the features of x (what
-        w's head sees), weighted as the option kernel says.
+        w's head sees), weighted as the option `kernel` says.
         """
         features = net.features(model["w"], x).flatten(1)
         weight, near = nearest_neighbours(
@@ -317,7 +341,8 @@ class KnnPer(FedOpt):
         has_classes = net.scores_classes
         has_classes &= net.loss_fn not in (hinge, binary_cross_entropy)
         if has_classes and not labels.is_floating_point():
-            has_label = (labels != IGNORED_LABEL)[..., None]  # no label, no vote
+            # A sample without a label has no vote.
+            has_label = (labels != IGNORED_LABEL)[..., None]
             labels = F.one_hot(labels.clamp(min=0), scores.shape[1]) * has_label
             scores = scores.softmax(1)
         elif net.loss_fn is hinge:
@@ -331,7 +356,7 @@ class KnnPer(FedOpt):
 
 
 def is_cross_entropy(net: Net) -> bool:
-    """Whether the net's loss is cross entropy, pflcore's or torch's."""
+    """True where the net's loss is cross entropy, pflcore's or torch's."""
     loss_fn = net.loss_fn
     return loss_fn is cross_entropy or isinstance(loss_fn, CrossEntropyLoss)
 
@@ -347,6 +372,12 @@ def nearest_neighbours(
 
     There are k' = min(k, n) of them, and their weights sum to 1. Weights are a softmax
     of -d, since exp(-d) itself is 0 / 0 for far points.
+
+    Args:
+        queries: Features of the samples that are predicted.
+        store: Features of a client's training samples; rows from `n` on are padding.
+        n: The client's number of training samples.
+        kernel: As in `KnnPer`.
     """
     store = store[: int(n)]  # the other rows fill up to clients of more samples
     # [B, n] float64, exact where points coincide
@@ -375,26 +406,35 @@ class PerFedAvg(FedAvg):
     - "fo": `w <- w - beta v`
     - "hf": `w <- w - beta (v - alpha (grad f(w + delta v; D'') - grad f(w - delta v;
       D'')) / (2 delta))`
-    - "exact": `w <- w - beta (v - alpha H(w; D'') v)`, by automatic differentiation; on
-      every engine alike
+    - "exact": `w <- w - beta (v - alpha H(w; D'') v)`, by automatic differentiation, in
+      the same way on every engine
 
     A client is evaluated with x after `steps` such inner steps on its training data,
-    never on test data. alpha and beta are the run's learning rate unless given; its
-    momentum and weight decay have no effect. With batch norm each of the gradients
-    updates the statistics, but for the exact variant's H v.
+    never on test data. The run's momentum and weight decay have no effect. With batch
+    norm each of the gradients updates the statistics, but for the exact variant's H v.
 
     Deviations: `scale_delta` divides delta by |v|, because w + delta v and w - delta v
-    are equal in float32 where v is small (False is the paper's); clients weigh by their
-    samples (the paper: alike; `weighting="uniform"`).
+    are equal in float32 where v is small. Clients weigh by their samples; in the paper
+    they weigh the same, as with `weighting="uniform"`.
+
+    The other options are those of `FedAvg`.
+
+    Args:
+        variant: Form of the second derivative: "fo" leaves it out (first order), "hf"
+            takes finite differences (Hessian-free), "exact" is exact.
+        alpha: Step size of the inner step; None takes the run's `lr`.
+        beta: Step size of the outer step; None takes the run's `lr`.
+        delta: Size of the finite difference, for "hf".
+        scale_delta: True divides delta by |v|; False is the paper's.
+        steps: Inner steps at evaluation. The paper takes one.
     """
 
-    # first-order, Hessian-free (finite differences) or exact
     variant: Literal["fo", "hf", "exact"] = "fo"
-    alpha: NonNegativeFloat | None = None  # the inner step size; None: the run's
-    beta: NonNegativeFloat | None = None  # the outer step size; None: the run's
-    delta: PositiveFloat = 1e-3  # of the finite difference
-    scale_delta: bool = True  # delta / |v| instead of delta
-    steps: NonNegativeInt = 1  # inner steps at evaluation
+    alpha: NonNegativeFloat | None = None
+    beta: NonNegativeFloat | None = None
+    delta: PositiveFloat = 1e-3
+    scale_delta: bool = True
+    steps: NonNegativeInt = 1
 
     @property
     def traits(self) -> Traits:
@@ -426,7 +466,7 @@ class PerFedAvg(FedAvg):
         return client_state, {"delta": fit.w - down["x"]}, fit
 
     def hessian_vector(self, w: Tensor, v: Tensor, grad: GradientFn) -> Tensor:
-        """H v [s, P] on the step's third minibatch, as the variant has it."""
+        """H v [s, P] on the step's third minibatch, in the form of `variant`."""
         if self.variant == "fo":
             return torch.zeros_like(v)
         if self.variant == "exact":

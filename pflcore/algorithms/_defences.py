@@ -19,9 +19,10 @@ from pflcore.algorithms._protocol import (
 )
 
 Defence = Literal["clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust"]
-SORT_BLOCK_COLUMNS = 1 << 14  # columns that are sorted at once
-# Defences that are told how many clients f are bad. A round has at least 2 f clients
-# and so many more.
+# Columns that are sorted together, so that their block stays in a CPU's cache.
+SORT_BLOCK_COLUMNS = 1 << 14
+# The defences that are told the number f of bad clients. A round needs 2 f clients and
+# this many more.
 BYZANTINE_MARGIN = {"krum": 3, "multi_krum": 3, "trimmed_mean": 1}
 
 
@@ -30,10 +31,15 @@ def krum(
     f: int,
     m: int,
 ) -> Tensor:  # [m] int64
-    """The `m` clients of the least Krum score, best first.
+    """The `m` clients [m] of the least Krum score, best first.
 
     A client's score is the sum of its squared distances to its S - f - 2 nearest others
     (Blanchard et al. 2017, section 4). Of equal scores the earlier client comes first.
+
+    Args:
+        sqdist: [S, S] squared distances between the clients' updates.
+        f: The number of bad clients among the S.
+        m: The number of clients to choose.
     """
     to_others = sqdist.double().cpu().clone().fill_diagonal_(torch.inf)
     nearest = to_others.sort(1).values[:, : len(to_others) - f - 2]
@@ -77,13 +83,16 @@ def robust_mean(
     num_byzantine: int,
     trusted_row: int,
 ) -> tuple[Tensor, Tensor]:  # [R, P], [1, R] float64
-    """Rows and weights whose sum replaces the mean of `delta` [S, P].
+    """Rows and weights whose sum replaces the mean of the updates.
 
-    Distances are exact ones, `ops.pairwise_sqdist`.
+    The sum `weights @ rows` is the robust aggregate [1, P]. Distances between updates
+    are exact ones, by `ops.pairwise_sqdist`.
 
     Args:
-        share: the clients' shares in the mean that is replaced
-        trusted_row: the trusted client's row, for "fltrust"
+        defence: One of `Defence`; the class `FedAvg` has their formulas.
+        share: The clients' shares in the mean that is replaced.
+        num_byzantine: The number f of bad clients; see `BYZANTINE_MARGIN`.
+        trusted_row: The row of the trusted client, for "fltrust".
     """
     if defence in ("median", "trimmed_mean"):
         removed = (len(delta) - 1) // 2 if defence == "median" else num_byzantine
@@ -101,7 +110,6 @@ def robust_mean(
 
 def _trimmed_mean(delta: Tensor, removed: int) -> Tensor:
     """Mean [P] of each column without its `removed` least and largest numbers."""
-    # On the CPU, a block of columns stays in the cache while it is sorted.
     on_cpu = delta.device.type == "cpu"
     width = SORT_BLOCK_COLUMNS if on_cpu else max(1, delta.shape[1])
     means = []
@@ -116,11 +124,14 @@ def _trust_weights(
     norm: Tensor,  # [S]
     trusted_row: int,
 ) -> Tensor:  # [1, S]
-    """FLTrust's weights: cosines with the trusted update, each update at its length."""
+    """FLTrust's weights [1, S]: cosines with the trusted update, divided by lengths.
+
+    The division brings each update to the length of the trusted one.
+    """
     trusted_norm = norm[trusted_row]
     trusted = delta[trusted_row : trusted_row + 1]
     sqdist = ops.pairwise_sqdist(delta, trusted)[:, 0]
-    # Of much shorter updates, of zeros above all, the cosine is rounding.
+    # The cosine of a much shorter update, above all of zeros, is only rounding.
     has_direction = norm > 1e-12 * trusted_norm
     product = norm**2 + trusted_norm**2 - sqdist  # twice the inner product
     trust = (has_direction * product / (2 * norm * trusted_norm)).clamp(0, 1)

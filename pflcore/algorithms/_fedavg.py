@@ -46,12 +46,12 @@ class FedAvg(Algorithm):
 
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model).
 
-    `x <- x + server_lr * sum_i share_i delta_i`; `weighting` is "samples" (the paper's
-    n_i / n) or "uniform".
+    `x <- x + server_lr * sum_i share_i delta_i`. The shares follow `weighting`.
 
-    `defence` puts something else in the mean's place. It expects `num_byzantine` = f
-    bad clients in a round of S; d_i are the updates. All but "clip" give every client
-    one vote, since the number of its samples is its own word.
+    `defence` puts a robust aggregate in the place of the mean. It expects
+    `num_byzantine` = f bad clients in a round of S; d_i are the updates. All defences
+    but "clip" give every client one vote, since a client may lie about the number of
+    its samples.
 
     - "clip": `sum_i share_i d_i min(1, M / |d_i|)`, M the median of the norms (Sun et
       al. 2019, with M for their fixed bound, which is `clip` of the run).
@@ -63,19 +63,29 @@ class FedAvg(Algorithm):
       updates of the least scores (Blanchard et al. 2017), by exact distances.
     - "fltrust": `sum_i t_i (|r| / |d_i|) d_i / sum_i t_i` with `t_i = max(0, cos(d_i,
       r))`. r is the update of `trusted_client`, which joins every round (Cao et al.
-      2021, eqs. 2 to 4; there r is trained by the server on data of its own and is not
-      part of the sum).
+      2021, eqs. 2 to 4). Deviation: there the server trains r on data of its own, and r
+      is not part of the sum.
 
-    With a defence, running statistics of batch norm stay each client's own: they would
-    be a way around it.
+    With a defence, running statistics of batch norm stay each client's own. Their mean
+    would be a way around the defence.
+
+    Args:
+        server_lr: Step size of the server. At 1, the paper's value, the server adds the
+            whole mean update.
+        weighting: Shares of the clients in the mean: "samples" is the paper's n_i / n,
+            "uniform" gives every client the same share.
+        defence: Robust aggregate in the place of the mean: one of the names above. None
+            takes the mean.
+        num_byzantine: Number f of bad clients in a round, for the defences
+            "trimmed_mean", "krum" and "multi_krum".
+        trusted_client: Id of the client that "fltrust" trusts. None with every other
+            defence.
     """
 
-    server_lr: NonNegativeFloat = 1.0  # step size of the server
-    weighting: Weighting = "samples"  # or uniform
-    defence: Defence | None = field(default=None, kw_only=True)  # in the mean's place
-    # bad clients a round: krum's, trimmed_mean's
+    server_lr: NonNegativeFloat = 1.0
+    weighting: Weighting = "samples"
+    defence: Defence | None = field(default=None, kw_only=True)
     num_byzantine: NonNegativeInt = field(default=1, kw_only=True)
-    # the client that fltrust trusts
     trusted_client: NonNegativeInt | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -103,11 +113,11 @@ class FedAvg(Algorithm):
     def robust_weights(
         self, delta: Tensor, cohort: Cohort
     ) -> tuple[Tensor, MixingWeights]:
-        """Rows and their weights: the updates [S, P], or what a defence makes of them.
+        """Rows [S, P] and their weights: the updates, or a defence's form of them.
 
-        A defence takes `num_byzantine`, or as many bad clients as a round of this size
-        allows. Raises VoidRound where that is fewer than `num_byzantine` without the
-        clients whose uploads were not finite.
+        A defence expects `num_byzantine` bad clients, or as many as a round of this
+        size allows. Raises VoidRound where that is fewer than `num_byzantine` minus the
+        clients that were left out of the round.
         """
         mean = cohort.mean_weights(self.weighting)
         if self.defence is None:
@@ -125,6 +135,7 @@ class FedAvg(Algorithm):
         return rows, MixingWeights(weight)
 
     def _allowed_byzantine(self, cohort: Cohort) -> int:
+        """The number of bad clients that a round of this size allows."""
         clients = len(cohort.ids)
         margin = BYZANTINE_MARGIN[str(self.defence)]
         allowed = min(self.num_byzantine, (clients - margin) // 2)
@@ -143,8 +154,13 @@ class WithoutDefence:
     """Removes FedAvg's defence from algorithms that do not take the mean's step.
 
     It stands before the base class, `class X(WithoutDefence, FedAvg)`, and takes away
-    the options that go with `defence`. What replaces the mean would do nothing in such
-    an algorithm, so no command line and no grid should offer it.
+    the options that go with `defence`. A robust aggregate would have no effect in those
+    algorithms, so no command line and no grid should offer it.
+
+    Args:
+        defence: Always None: the algorithm takes no robust aggregate.
+        num_byzantine: Always 1, without effect.
+        trusted_client: Always None.
     """
 
     defence: None = field(default=None, kw_only=True)
@@ -163,13 +179,18 @@ class QFedAvg(WithoutDefence, FedAvg):
     (the clients' lr) and p the shares: `x += server_lr * sum p F^q delta / sum p (q
     F^(q-1) L |delta|^2 + F^q)`. These are the paper's sums, with one L cancelled. The
     paper samples clients by their size and sets p = 1: that is `weighting="uniform"`.
-    q = 0 is FedAvg.
 
-    Deviation: F is at least 1e-6; at q < 1, F^(q-1) of a client without a loss would
+    Deviation: F is at least 1e-6. At q < 1, F^(q-1) of a client without a loss would
     stop the server.
+
+    The other options are those of `FedAvg`, without a defence.
+
+    Args:
+        q: Exponent of the losses in the weights. 0 is FedAvg; a larger q makes the
+            clients' losses more equal.
     """
 
-    q: NonNegativeFloat = 0.001  # 0: FedAvg; larger: fairer
+    q: NonNegativeFloat = 0.001
 
     @property
     def traits(self) -> Traits:

@@ -64,7 +64,8 @@ def inner_products(
     return (to_guide[:, None] + to_guide - between) / 2
 
 
-SOLVED_DESCENT = 1e-13  # a descent below it is rounding; the right side is 1
+# A descent below this is only rounding: the right side of the system is 1.
+SOLVED_DESCENT = 1e-13
 
 
 def simplex_qp(gram: Tensor, ridge: float = 1e-10) -> Tensor:
@@ -162,8 +163,7 @@ class FedDWA(Algorithm):
     So a client's next model lies near the model that it was heading to. The client's
     own w_i competes like any other model, and is perhaps not among the k; where g_i is
     very near w_i, it takes almost all the weight. An absent client keeps its x_i, bit
-    for bit. A client is evaluated with x_i, or by `serve="guidance"` with the guidance
-    that it would compute after training x_i.
+    for bit.
 
     `guidance` decides which model is g_i. The first three kinds train ahead from w_i,
     and leave no trace: the client's state stays as it was after its training.
@@ -183,37 +183,43 @@ class FedDWA(Algorithm):
       "full_grad" at the paper's step size of .01 comes close: the weight of w_i is
       above .999.
 
-    `search` decides how the nearest models are found, not which they are. "exact"
-    computes all S * S distances at once. "groups" (`ops.nearest`) gives the same bits
-    from few distances where clients form clusters; where they do not, it computes more
-    than all of them, by a share of about 2 / sqrt(S). "auto" is "exact" for cohorts of
-    fewer than 1000 clients, and "groups" for larger ones; large cohorts of models of
-    fewer than 1024 numbers are searched for all pairs, block by block.
-
     Deviation: with `lookahead` > 1 each epoch, minibatch or step goes on from the one
     before it; the authors' code starts each of them again from w_i.
 
-    Not in the paper: `power` makes the weights proportional to `1 / |g_i - w_j|^(2
-    power)`. `stride` rescales g_i - w_i, so that its length is `stride` times the
-    distance from w_i to the nearest other model, which takes all S * S distances.
-    Without `stride` the look ahead becomes shorter as gradients become smaller, and w_i
-    takes more and more of the weight.
+    Not in the paper: `power`, `stride`, and `serve="guidance"`.
+
+    Args:
+        k: Number of models that are mixed into a client's model, at most the cohort.
+        guidance: Kind of the guidance model: "epoch", "steps" and "full_grad" train
+            ahead; "previous" (the server's copy) and "kept" (the client's own copy)
+            take the client's previous model; "current" takes its trained one.
+        lookahead: Epochs, minibatches or gradient steps of the look ahead. The paper
+            looks one ahead.
+        search: Method that finds the nearest models, without effect on which they are.
+            "exact" computes all S * S distances together. "groups" (`ops.nearest`)
+            gives the same bits from few distances where clients form clusters; where
+            they do not, it computes more than all of them, by a share of about 2 /
+            sqrt(S). "auto" is "exact" for cohorts of fewer than 1000 clients, and
+            "groups" for larger ones; large cohorts of models of fewer than 1024 numbers
+            are searched for all pairs, block by block.
+        power: Exponent of the inverse squared distances: p_ij is proportional to
+            `1 / |g_i - w_j|^(2 power)`. 1 is Eq. 15, 0 an even mix of the k nearest.
+        stride: Length of g_i - w_i, in distances from w_i to the nearest other model.
+            The guidance is rescaled to it, which takes all S * S distances. None leaves
+            the guidance as it is: the look ahead becomes shorter as gradients become
+            smaller, and w_i takes more and more of the weight.
+        serve: Model that a client is evaluated with: "mix" is x_i, "guidance" is the
+            guidance that the client would compute after training x_i.
     """
 
-    k: PositiveInt = 5  # how many models are mixed, at most the cohort
-    # the client's guidance model: trained for epochs or steps, along whole gradients,
-    # or its previous model (the server's copy, or kept by the client) or current one
+    k: PositiveInt = 5
     guidance: Literal["epoch", "steps", "full_grad", "previous", "kept", "current"] = (
         "epoch"
     )
-    lookahead: PositiveInt = 1  # epochs, minibatches or gradient steps of the guidance
-    # how the nearest models are found
+    lookahead: PositiveInt = 1
     search: Literal["auto", "exact", "groups"] = "auto"
-    # of the inverse squared distances: 1 is Eq. 15, 0 an even mix of the k nearest
     power: NonNegativeFloat = 1.0
-    # the guidance's step, in distances to the nearest other model
     stride: PositiveFloat | None = None
-    # evaluated: the mix x_i, or the guidance after training it and looking ahead
     serve: Literal["mix", "guidance"] = "mix"
 
     def __post_init__(self) -> None:
@@ -223,6 +229,7 @@ class FedDWA(Algorithm):
 
     @property
     def _trains_ahead(self) -> bool:
+        """True for the kinds of guidance that look ahead by training."""
         return self.guidance in ("epoch", "steps", "full_grad")
 
     @property
@@ -348,7 +355,7 @@ class FedDWA(Algorithm):
 
 @algorithm_options
 class FedDWAQP(FedDWA):
-    """FedDWA with Eq. 12 solved exactly, instead of by the paper's approximation.
+    """FedDWA-QP (Liu et al. 2023): FedDWA with Eq. 12 solved exactly.
 
     State and messages are FedDWA's. The new x_i is the point nearest to the guidance in
     the convex hull of the k nearest models. With `k` at least the cohort's size no
@@ -356,14 +363,24 @@ class FedDWAQP(FedDWA):
 
     Eq. 12 minimises `p . G p` over the simplex, with G the Gram matrix of Eq. 11. The
     paper keeps only the diagonal of G (Eq. 14), whose optimum is Eq. 15. `theta` leads
-    from there (0) to the whole G (1). Eq. 13, the optimum without p >= 0, is not
-    offered: its weights may be negative.
+    from there to the whole G. Eq. 13, the optimum without p >= 0, is not offered: its
+    weights may be negative.
+
+    The other options are those of `FedDWA`.
+
+    Args:
+        search: Always "exact": the Gram matrix needs all distances.
+        power: Always 1: the weights are solved for.
+        theta: Share of the Gram matrix's off-diagonal that counts, from 0 (Eq. 15) to 1
+            (Eq. 12).
+        ridge: Number that is added to the Gram matrix's diagonal, in units of the mean
+            of that diagonal. It selects the shortest of several optimal p; 0 adds
+            nothing.
     """
 
-    search: Literal["exact"] = "exact"  # it needs all distances
-    power: Literal[1] = 1  # it solves for its weights
-    theta: UnitFloat = 1.0  # how much of the Gram matrix's off-diagonal counts
-    # times the Gram matrix's mean diagonal, added: the shortest of several optimal p
+    search: Literal["exact"] = "exact"
+    power: Literal[1] = 1
+    theta: UnitFloat = 1.0
     ridge: NonNegativeFloat = 1e-10
 
     def mixing_weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

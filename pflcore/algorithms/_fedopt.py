@@ -45,7 +45,7 @@ class FedOpt(FedAvg):
     what the optimizer needs · client: nothing · down: x [S, P] (1 model) · up: delta
     [S, P] (1 model).
 
-    With D the weighted mean of the deltas:
+    With D the weighted mean of the deltas, or a defence's aggregate:
 
     - sgd: `x += server_lr D`
     - heavy_ball: `m = beta1 m + D; x += server_lr m`, the formula of Hsu et al. 2019
@@ -57,18 +57,29 @@ class FedOpt(FedAvg):
     - yogi: adam with `v -= (1 - beta2) D^2 sign(v - D^2)`
     - adagrad: adam with `v += D^2`
 
-    `bias_correction`: "none" is the paper; "keras" scales the step by `sqrt(1 -
-    beta2^t) / (1 - beta1^t)`, as the paper's own code does.
+    The other options are those of `FedAvg`.
+
+    Args:
+        optimizer: Server optimizer, one of "sgd", "heavy_ball", "nesterov", "ema",
+            "adam", "yogi" or "adagrad".
+        beta1: Decay of the momentum m in a round, for all but "sgd". 0.9 is the value
+            of the paper's Adam and Yogi.
+        beta2: Decay of the second moment v in a round, for "adam" and "yogi". 0.99 is
+            the paper's value.
+        tau: The paper's tau, a number above 0 that is added to sqrt(v), for "adam",
+            "yogi" and "adagrad". It bounds the step where updates are small.
+        v0: Start of v, for the same three. None is the paper's tau^2; Motley's code
+            starts at 0.
+        bias_correction: "none", as in the paper, leaves the moments as they are.
+            "keras", as in the paper's own code, multiplies the step by `sqrt(1 -
+            beta2^t) / (1 - beta1^t)`.
     """
 
-    # the server's: sgd, heavy_ball, nesterov, ema, adagrad, adam or yogi
     optimizer: Optimizer = "sgd"
-    beta1: Momentum = 0.9  # momentum
-    beta2: Momentum = 0.99  # second moment (adam, yogi)
-    tau: PositiveFloat = 1e-3  # added to sqrt(v)
-    # where v starts; None: tau^2, as in the paper (Motley's code: 0)
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.99
+    tau: PositiveFloat = 1e-3
     v0: NonNegativeFloat | None = None
-    # of Adam's moments: none, as in the paper, or as Keras does
     bias_correction: Literal["none", "keras"] = "none"
 
     def __post_init__(self) -> None:
@@ -76,13 +87,17 @@ class FedOpt(FedAvg):
         self.require_default("optimizer", *UNUSED_OPTIONS.get(self.optimizer, ()))
 
     def optimizer_state(self, x: Tensor) -> Tensors:
-        """The optimizer's first state for models `x` [..., P], each with its own."""
+        """The optimizer's first state for models `x` [..., P].
+
+        Each model has a state of its own.
+        """
         if self.optimizer == "sgd":
             return {}
         m = torch.zeros_like(x)
         if self.optimizer in ("heavy_ball", "nesterov", "ema"):
             return {"m": m}
-        v = torch.full_like(x, self.tau**2 if self.v0 is None else self.v0)
+        v0 = self.tau**2 if self.v0 is None else self.v0
+        v = torch.full_like(x, v0)
         return {"m": m, "v": v, "t": x.new_zeros(x.shape[:-1], dtype=torch.float64)}
 
     def optimizer_step(self, state: Tensors, d: Tensor) -> Tensors:
@@ -96,7 +111,8 @@ class FedOpt(FedAvg):
         if self.optimizer == "sgd":
             return {"x": x + lr * d}
         adds_whole_update = self.optimizer in ("heavy_ball", "nesterov")
-        m = beta1 * state["m"] + (d if adds_whole_update else (1 - beta1) * d)
+        added = d if adds_whole_update else (1 - beta1) * d
+        m = beta1 * state["m"] + added
         if self.optimizer == "nesterov":
             return {"x": x + lr * (d + beta1 * m), "m": m}
         if "v" not in state:
@@ -113,6 +129,7 @@ class FedOpt(FedAvg):
         return {"x": x + lr * step, "m": m, "v": v, "t": t}
 
     def _second_moment(self, v: Tensor, square: Tensor) -> Tensor:
+        """The second moment [..., P] after a round with the squared update `square`."""
         beta2 = self.beta2
         if self.optimizer == "adagrad":
             return v + square
@@ -132,7 +149,11 @@ class FedOpt(FedAvg):
 class FedAvgM(FedOpt):
     """FedAvgM (Hsu et al. 2019): FedAvg with server momentum. See `FedOpt`.
 
-    `optimizer` is "heavy_ball", "nesterov" or "ema" (Motley).
+    The other options are those of `FedOpt`.
+
+    Args:
+        optimizer: Form of the momentum: "heavy_ball" is the paper's formula;
+            "nesterov" looks one step ahead; "ema" is Motley's running mean.
     """
 
     optimizer: Optimizer = "heavy_ball"
@@ -142,7 +163,13 @@ class FedAvgM(FedOpt):
 class FedAdam(FedOpt):
     """FedAdam (Reddi et al. 2021): FedAvg with Adam at the server. See `FedOpt`.
 
-    Motley's cross-device preset is `bias_correction="keras"`, `v0=0`.
+    Motley's cross-device preset is `bias_correction="keras"`, `v0=0`. The other options
+    are those of `FedOpt`.
+
+    Args:
+        server_lr: Step size of the server. It is smaller than FedAvg's, since Adam
+            divides the step by the size of past updates.
+        optimizer: Server optimizer, "adam" for this algorithm.
     """
 
     server_lr: NonNegativeFloat = 0.1
@@ -151,14 +178,28 @@ class FedAdam(FedOpt):
 
 @algorithm_options
 class FedYogi(FedAdam):
-    """FedYogi (Reddi et al. 2021): FedAvg with Yogi at the server. See `FedOpt`."""
+    """FedYogi (Reddi et al. 2021): FedAvg with Yogi at the server. See `FedOpt`.
+
+    The other options are those of `FedAdam`.
+
+    Args:
+        optimizer: Server optimizer, "yogi" for this algorithm.
+    """
 
     optimizer: Optimizer = "yogi"
 
 
 @algorithm_options
 class FedAdagrad(FedAdam):
-    """FedAdagrad (Reddi et al. 2021): FedAvg with Adagrad, beta1 = 0. See `FedOpt`."""
+    """FedAdagrad (Reddi et al. 2021): FedAvg with Adagrad, beta1 = 0. See `FedOpt`.
+
+    The other options are those of `FedAdam`.
+
+    Args:
+        optimizer: Server optimizer, "adagrad" for this algorithm.
+        beta1: Decay of the momentum m in a round. At 0, the paper's value, m is the
+            mean update of this round.
+    """
 
     optimizer: Optimizer = "adagrad"
     beta1: Momentum = 0.0

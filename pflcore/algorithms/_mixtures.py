@@ -70,16 +70,27 @@ class APFL(FedAvg):
 
     Batch norm's running statistics are those of the mixed model, which is the one that
     is used. Momentum and weight decay apply to w and v.
+
+    The other options are those of `FedAvg`.
+
+    Args:
+        weighting: Shares of the clients in the mean: "uniform" as in the paper, or
+            "samples".
+        alpha: Weight of the personal model at the start: 0 is the global model alone, 1
+            the personal one.
+        adaptive: True learns alpha; False keeps its start.
+        alpha_lr: Step size of alpha; None takes that of the training.
+        alpha_decay: Strength of a pull of alpha towards 0. At 0, as in the paper, there
+            is no pull; the authors' code has 0.02.
+        mix: Mixture of a client: "weights" mixes the two models, as in the paper;
+            "logits" mixes their scores.
     """
 
-    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
-    # share of the personal model at the start: 0 global, 1 local
+    weighting: Weighting = "uniform"
     alpha: UnitFloat = 0.5
-    adaptive: bool = True  # learn alpha
-    # alpha's step size; None: that of training
+    adaptive: bool = True
     alpha_lr: NonNegativeFloat | None = None
-    alpha_decay: NonNegativeFloat = 0.0  # pull of alpha towards 0
-    # the models (the paper), or their scores
+    alpha_decay: NonNegativeFloat = 0.0
     mix: Literal["weights", "logits"] = "weights"
 
     @property
@@ -103,10 +114,11 @@ class APFL(FedAvg):
         lr = clients.lr
         size = clients.net.size
         alpha_lr = lr if self.alpha_lr is None else self.alpha_lr
-        # Two gradients of the model's own loss: kernels may compute them.
+        # Without batch norm two separate gradients of the model's own loss do: kernels
+        # may compute them.
         separate = self.mix == "weights" and not clients.net.buffer_names
 
-        # It works on the rows in place.
+        # A step works on the rows in place: nothing is copied.
         def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
             w = rows["w"]
             v = rows["v"]
@@ -196,15 +208,26 @@ class FedALA(FedAvg):
     Decisions where the paper is silent: a loss is the mean over an epoch's minibatches;
     the first time ends after `max_epochs` epochs at the latest; batch norm's statistics
     stay while W is learned. Until its first round a client is evaluated with x.
+
+    The other options are those of `FedAvg`.
+
+    Args:
+        layers: Number of the last parameter tensors that are mixed by W. 0 mixes all.
+        eta: Step size of W.
+        sample: Fraction of the client's training samples on which W is learned, above
+            0, at most 1.
+        window: Number of the last losses that must agree before the first time ends, at
+            least 2.
+        threshold: Standard deviation of those losses below which the first time ends.
+        max_epochs: Most epochs of the first time.
     """
 
-    layers: NonNegativeInt = 0  # W is for so many of the last parameter tensors; 0: all
-    eta: NonNegativeFloat = 1.0  # step size of W
-    sample: Fraction = 0.8  # part of the client's samples that W is learned on
-    # the first time ends where so many losses ...
+    layers: NonNegativeInt = 0
+    eta: NonNegativeFloat = 1.0
+    sample: Fraction = 0.8
     window: AtLeastTwo = 10
-    threshold: NonNegativeFloat = 0.1  # ... deviate by less
-    max_epochs: PositiveInt = 100  # epochs of the first time at most
+    threshold: NonNegativeFloat = 0.1
+    max_epochs: PositiveInt = 100
 
     @property
     def traits(self) -> Traits:
@@ -227,7 +250,11 @@ class FedALA(FedAvg):
     def start_models(
         self, x: Tensor, client_state: Tensors, clients: Clients
     ) -> tuple[Tensor, Tensors]:
-        """The models [S, P] that clients train from, and their new W and "begun"."""
+        """The models [S, P] that clients train from, and their new mixing state.
+
+        The state is W [S, Q], and "begun" [S, 1]: 1 from the first time on that the
+        client learned W.
+        """
         theta = client_state["theta"]
         W = client_state["W"].clone()
         lower = x.shape[1] - W.shape[1]  # parameters that are x's
@@ -260,7 +287,7 @@ class FedALA(FedAvg):
     def _train_mixture(
         self, W: Tensor, fixed: Tensors, clients: Clients, epoch: int
     ) -> tuple[Tensor, Tensor]:
-        """W [S, Q] after an epoch of Eq. 5, and its mean loss [S]."""
+        """W [S, Q] after an epoch of Eq. 5, and the mean loss [S] of the epoch."""
 
         def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
             moved = rows["W"] - self.eta * grad(rows["W"])
@@ -305,7 +332,7 @@ def _without_single_samples(
     available: Tensor,  # [S]
     context: TrainContext,
 ) -> Tensor:  # [S]
-    """Numbers of samples that leave no batch of a single sample, if there are two.
+    """Numbers of samples that leave no batch of a single sample, where there are two.
 
     Batch norm cannot train on one sample.
     """

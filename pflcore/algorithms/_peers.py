@@ -7,6 +7,7 @@ Symbols:
 
 - S clients are in the cohort, N in the federation; a model has P parameters.
 - M models or updates are sent to a client; `index` [S, M] are their shared rows.
+- U updates are what an L2C server relays; `who` are their senders.
 - `w` [S, P] are models; FedFomo's `old` [S, P] are those before the last training.
 - FedFomo's a [S, M + 1] are gains; L2C's a [S, N] are the logits of clients' weights.
 """
@@ -53,29 +54,36 @@ class FedFomo(Algorithm):
 
     server: the latest models w [N, P], affinities p [N, N], weights [N, N] (what each
     client of this round found for the others' models, before its own model's share) and
-    seen [N] (who has taken part) · client: w, old [P] (its trained model, and the model
-    before that training) · down: w [N, P] (shared rows: m other models, or all there
-    are; m models) · up: w [S, P] (1 model) and a [S, N] (what was found for each). a_j
-    = (L(old) - L(w_j)) / |w_j - old|, L on the split "val"; w <- old + sum_j w_j (w_j -
-    old), w_j = max(a_j, 0) / sum max(a, 0), then local training.
+    seen [N] (the clients that have taken part) · client: w, old [P] (its trained model,
+    and the model before that training) · down: w [N, P] (shared rows: m other models,
+    or all there are; m models) · up: w [S, P] (1 model) and a [S, N] (what was found
+    for each). L is the loss on the split "val".
 
-    A candidate is better where its loss on the client's validation data is lower. The
-    client's own trained model is always a candidate and costs nothing. Where there is
-    no split "val", 20 % of each client's training samples are held out for it; a client
-    of one sample has none, and does not mix.
+    A round of a client: `a_j = (L(old) - L(w_j)) / |w_j - old|`; `w <- old + sum_j b_j
+    (w_j - old)` with `b_j = max(a_j, 0) / sum max(a, 0)`; then local training from w.
 
-    The server picks the m candidates by affinity, the sum of the a so far. A share
-    `epsilon` of them, which falls by `decay` a round, is picked at random. An absent
+    A candidate w_j is better where its loss on the client's validation data is lower.
+    The client's own trained model is always a candidate and costs no traffic. Where
+    there is no split "val", 20 % of each client's training samples are held out for it;
+    a client of one sample has none, and does not mix.
+
+    The server picks the m candidates by affinity, the sum of the a so far. An absent
     client's model can be sent, too. A candidate at distance 0, or whose loss is not
     finite, has weight 0.
 
-    Deviation: where nothing is better, the client goes on from its trained model; the
-    authors' code goes back to `old`.
+    Deviation: where no candidate is better, the client goes on from its trained model;
+    the authors' code goes back to `old`.
+
+    Args:
+        m: Models of other clients that a client downloads in a round, at most.
+        epsilon: Share of the downloaded models that the server picks at random in round
+            1, from 0 to 1.
+        decay: Number by which that share falls in each round, down to 0.
     """
 
-    m: PositiveInt = 5  # models downloaded
-    epsilon: UnitFloat = 0.3  # share of them picked at random in round 1
-    decay: NonNegativeFloat = 0.05  # by how much it falls in a round
+    m: PositiveInt = 5
+    epsilon: UnitFloat = 0.3
+    decay: NonNegativeFloat = 0.05
 
     traits = Traits(
         batch_norm=("local",),
@@ -97,7 +105,7 @@ class FedFomo(Algorithm):
         n = cohort.n
         everyone = torch.arange(n)
         affinity = state["p"][ids]
-        # [S, N]: True where the client may still be sent that client's model
+        # [S, N]: True where the server may still send the row's client that model
         is_free = state["seen"] & (everyone != ids[:, None])
         epsilon = max(0.0, self.epsilon - self.decay * (cohort.round - 1))
         seed = int(torch.randint(1 << 62, (1,), generator=cohort.generator))
@@ -109,7 +117,8 @@ class FedFomo(Algorithm):
             by_affinity = draws[:, -1:] >= epsilon
             affinity = affinity.masked_fill(~is_free, -torch.inf)
             is_best = affinity == affinity.amax(1, keepdim=True)
-            # A best one gets 1 more than its draw, so the draws decide among equals.
+            # The best affinities get 1 more than their draws. So the draws decide among
+            # equal ones.
             score = draws[:, :-1] + (is_best & by_affinity)
             pick = score.masked_fill(~is_free, -1).argmax(1)
             pick = torch.where(is_free.any(1), pick, -1)[:, None]
@@ -128,7 +137,7 @@ class FedFomo(Algorithm):
         a = self._gains(rows, index, old, trained, clients)
         a[:, :-1] *= is_sent
         weights = a.clamp(min=0)
-        # Added one by one: columns of zeros, for other clients, change no digit so.
+        # Added one by one: then columns of zeros, for other clients, change no digit.
         total = reduce(torch.add, weights.unbind(1))[:, None]
         weights = weights / total.clamp(min=torch.finfo(weights.dtype).tiny)
         has_better = (a > 0).any(1, keepdim=True)
@@ -154,7 +163,7 @@ class FedFomo(Algorithm):
         """
         before = clients.loss(old, "val").double()
         gains = []
-        # One candidate at a time: all of them may not fit into memory.
+        # One candidate after the other: all of them may not fit into memory.
         for candidate in chain((rows[i] for i in index.T), [trained]):
             square = (candidate - old).square().sum(1, dtype=torch.float64)
             length = square.sqrt()
@@ -202,12 +211,16 @@ class L2C(Algorithm):
     No official code exists; this is the form that independent re-implementations agree
     on. Deviations: one step a round on all validation data; no pruning of neighbours
     (T0, K0), which Table 4 of the FedDWA paper does not count either.
+
+    Args:
+        alpha_lr: Step size of Adam for the logits a.
+        alpha_decay: Weight decay of the logits. At 0 they decay towards no value.
     """
 
-    alpha_lr: NonNegativeFloat = 0.1  # Adam's
-    alpha_decay: NonNegativeFloat = 0.01  # weight decay of the logits
+    alpha_lr: NonNegativeFloat = 0.1
+    alpha_decay: NonNegativeFloat = 0.01
 
-    # parameters alone are mixed
+    # Only parameters are mixed, no statistics of batch norm.
     traits = Traits(batch_norm=("local",), needs_val=True, reported_state=("weights",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -233,7 +246,8 @@ class L2C(Algorithm):
         order = of_last.byte().sort(dim=1, descending=True, stable=True).indices
         index = order[:, :width]
         who = state["who"][index].masked_fill(~of_last.gather(1, index), -1)
-        index = index.masked_fill(who < 0, -1)  # of another round: not sent
+        # An update of another round is not sent.
+        index = index.masked_fill(who < 0, -1)
         delta = state["delta"]
         return {"delta": SharedRows(delta, to_device(index, delta.device)), "who": who}
 
@@ -242,8 +256,8 @@ class L2C(Algorithm):
     ) -> TrainResult:
         rows, index = down["delta"]
         x, weights, who = self.mixed_models(down, client_state)
-        # [S, U] g . delta_j, client by client: the last digits of a product with all
-        # gradients would depend on all clients.
+        # Products [S, U] g . delta_j, client by client: the last digits of a product
+        # with all gradients would depend on all clients.
         products = [rows @ align_memory(g) for g in clients.grad(x, "val")]
         slope = torch.stack(products).double().gather(1, index.clamp(min=0))
         slope = weights * (slope - (weights * slope).sum(1, keepdim=True))
@@ -287,9 +301,10 @@ class L2C(Algorithm):
     def mixed_models(
         self, down: Payload, client_state: Tensors
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Each client's model, the weights that made it, and whose updates they weigh.
+        """The clients' models [S, P], and the weights and senders that made them.
 
-        [S, P], [S, M] and [S, M]; -1 stands for no client.
+        The senders [S, M] are the clients whose updates the weights [S, M] are for; -1
+        stands for no client.
         """
         rows, index = down["delta"]
         a = client_state["a"]
@@ -319,9 +334,9 @@ class L2C(Algorithm):
 
 
 def scatter_to_clients(who: Tensor, values: Tensor, n: int) -> Tensor:
-    """Values [S, M] of the clients `who` [S, M] in their columns of [S, n].
+    """Values [S, M] of the clients `who` [S, M] in their columns of a table [S, n].
 
-    A value of -1, of no client, goes to a last column that is left out.
+    A value of the client -1, which stands for no client, is left out.
     """
     table = values.new_zeros(len(who), n + 1)
     return table.scatter(1, torch.where(who < 0, n, who), values)[:, :n]

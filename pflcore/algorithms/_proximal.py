@@ -42,15 +42,20 @@ class FedProx(FedAvg):
 
     Algorithm 2: clients minimise `F_i(w) + mu / 2 * |w - x|^2`, x being the model they
     received. The server is FedAvg's. The explicit step is stable only while
-    `lr_of_training * mu < 2`. mu = 1 is what the FedDWA and WAFFLe papers found best
-    for FedProx.
+    `lr_of_training * mu < 2`.
 
-    Deviation: the paper samples clients with probability
-    n_i / n and averages uniformly; here sampling is uniform and the average is weighted
-    by n_i, as in the authors' code.
+    Deviation: the paper samples clients with probability n_i / n and averages
+    uniformly. Here sampling is uniform and the average is weighted by n_i, as in the
+    authors' code.
+
+    The other options are those of `FedAvg`.
+
+    Args:
+        mu: Strength of the pull towards x; 0 is FedAvg. 1 is what the papers of FedDWA
+            and WAFFLe (Hao et al. 2020) found best for FedProx.
     """
 
-    mu: NonNegativeFloat = 1.0  # strength of the pull towards x; 0 is FedAvg
+    mu: NonNegativeFloat = 1.0
 
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
@@ -73,9 +78,15 @@ class MRMTL(FedOpt):
     in every round and the plain server step, x is the mean of the v, and lam = 0 is
     Local. v starts at the x of the client's first round; until then the client is
     evaluated with x.
+
+    The other options are those of `FedOpt`.
+
+    Args:
+        lam: Strength of the pull of a personal model towards the common one; 0 pulls
+            nothing.
     """
 
-    lam: NonNegativeFloat = 0.1  # pull towards the common model
+    lam: NonNegativeFloat = 0.1
 
     @property
     def traits(self) -> Traits:
@@ -105,12 +116,20 @@ class Ditto(MRMTL):
     and v by `v -= personal_lr (grad(v) + lam (v - x))`, x as received. With every
     client in every round lam = 0 is Local. v starts at the x of the client's first
     round; until then the client is evaluated with x (Motley: a new client's v is x).
-    The two passes shuffle separately (Motley; the original shares the batches). Batch
-    norm's statistics are those of v.
+    Batch norm's statistics are those of v.
+
+    Deviation: the two passes shuffle separately, as Motley's do. In the original they
+    share the batches.
+
+    The other options are those of `MRMTL`.
+
+    Args:
+        personal_lr: Step size of v; None takes the run's `lr`.
+        personal_epochs: Epochs of v in a round; None takes the run's `epochs`.
     """
 
-    personal_lr: NonNegativeFloat | None = None  # step size of v; None: the run's
-    personal_epochs: PositiveInt | None = None  # epochs of v; None: the run's
+    personal_lr: NonNegativeFloat | None = None
+    personal_epochs: PositiveInt | None = None
 
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
@@ -140,14 +159,24 @@ class PFedMe(FedAvg):
     is evaluated with theta, or with w while it has none. The run's momentum and weight
     decay have no effect.
 
-    Deviations: `weighting` is by samples, as in the authors' code (the paper: uniform);
-    absent clients do not train, where their code trains everyone and averages the
-    chosen; no extra decay of theta (their optimizer's mu = 0.001).
+    Deviations:
+
+    - `weighting` is by samples, as in the authors' code (the paper: uniform).
+    - Absent clients do not train. The authors' code trains all clients and averages the
+      chosen ones.
+    - theta has no further decay (the authors' optimizer has one, mu = 0.001).
+
+    The other options are those of `FedAvg`.
+
+    Args:
+        lam: Strength of the pull between theta and w, the paper's lambda.
+        inner_steps: Steps of theta for each minibatch, the paper's K.
+        personal_lr: Step size of theta.
     """
 
-    lam: NonNegativeFloat = 1.0  # strength of the pull between theta and w
-    inner_steps: PositiveInt = 5  # the paper's K, steps towards the proximal point
-    personal_lr: NonNegativeFloat = 0.01  # step size of theta
+    lam: NonNegativeFloat = 1.0
+    inner_steps: PositiveInt = 5
+    personal_lr: NonNegativeFloat = 0.01
 
     @property
     def traits(self) -> Traits:
@@ -183,11 +212,12 @@ class PFedMe(FedAvg):
 
 @algorithm_options
 class LocalOnly(Algorithm):
-    """Each client trains a model of its own and shares nothing.
+    """Local: each client trains a model of its own and shares nothing.
 
     server: nothing · client: w [P] · down: nothing · up: nothing (0 models).
 
-    All start from one common model. It is the baseline of every paper.
+    `w_i <- w_i - lr grad F_i(w_i)`; all clients start from one common model. Personal
+    models of every other algorithm are compared with it. It has no options.
     """
 
     traits = Traits(batch_norm=("local",))  # nothing is shared

@@ -61,7 +61,8 @@ class LatestModels(Algorithm):
     server: w [N, P], and of them sqdist [N, N], norm2 [N], last [N] (the round of the
     upload, 0: none) and weights [N, N], row i what client i's model mixes.
 
-    A subclass computes the mixing weights by `mixing_matrix`.
+    sqdist are squared distances, norm2 squared norms. A subclass computes the mixing
+    weights by `mixing_matrix`.
     """
 
     traits = Traits(model_uploads={"w": "server.w"}, reported_state=("weights",))
@@ -105,7 +106,11 @@ class LatestModels(Algorithm):
         norm2: Tensor,  # [N]
         has_model: Tensor,  # bool [N]: the client has uploaded a model
     ) -> Tensor:  # [N, N] float64
-        """Mixing weights [N, N] from squared distances and squared norms."""
+        """Mixing weights [N, N] from squared distances and squared norms.
+
+        Row i are the weights of all latest models in client i's model; they sum to 1.
+        `update` calls it in every round.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no mixing.")
 
 
@@ -143,8 +148,8 @@ class FedAMP(LatestModels):
     Client i is drawn to `u_i = sum_j xi_ij w_j`. Another client's model weighs `xi_ij =
     (alpha / sigma) exp(-|w_i - w_j|^2 / sigma)`; the client's own weight xi_ii is the
     rest of 1. By local training the client minimises `F_i(w) + lam / (2 alpha) |w -
-    u_i|^2`. It starts from its own model, or from u_i with `start="u"`; it is evaluated
-    with the model that it trained. The latest model of an absent client still attracts.
+    u_i|^2`. It is evaluated with the model that it trained, never with u_i. The latest
+    model of an absent client still attracts.
 
     Where the others' weights sum to more than 1, xi_ii would be negative: u_i would lie
     beyond the other models, and the models would swap places. The others' weights are
@@ -154,15 +159,20 @@ class FedAMP(LatestModels):
     are close, so at least in the first rounds. `alpha = sigma / (N - 1)` never warns.
 
     Deviation: clients may be absent; the paper has every client in every round.
+
+    Args:
+        sigma: Scale of the squared distances between models. The larger it is, the less
+            the weights differ.
+        alpha: Step size of the attraction. Another model weighs at most alpha / sigma,
+            and the pull is lam / alpha.
+        lam: Strength of the pull towards u_i, the paper's lambda; 0 pulls nothing.
+        start: Model from which local training starts: "own" is the client's own latest
+            one, "u" is u_i.
     """
 
-    # scale of the squared distances; a large one attracts all clients alike
     sigma: PositiveFloat = 1.0
-    # step size of the attraction: others weigh alpha / sigma, the pull is lam / alpha
     alpha: PositiveFloat = 1.0
-    # strength of the pull towards u_i
     lam: NonNegativeFloat = 0.1
-    # where local training starts: the client's own model, or u
     start: Literal["own", "u"] = "own"
 
     # Also with start="u", a client is evaluated with the model that it trained, never
@@ -225,11 +235,17 @@ class HeurFedAMP(FedAMP):
     State and messages are FedAMP's. The own weight xi_ii is fixed. The others share the
     rest by a softmax of `sigma cos(w_i, w_j)`. The cosine with a model of norm 0 counts
     as 0. A client without others mixes only its own model.
+
+    The other options are those of `FedAMP`; `alpha` acts in the pull alone.
+
+    Args:
+        sigma: Factor of the cosines in the softmax. The larger it is, the more the
+            closest models weigh.
+        xi_self: Weight xi_ii of a client's own model, from 0 to 1. 0 takes 1 / N.
     """
 
-    # sharpness of the softmax of cosines
     sigma: PositiveFloat = 5.0
-    xi_self: UnitFloat = 0.0  # xi_ii; 0: 1 / N
+    xi_self: UnitFloat = 0.0
 
     def mixing_matrix(self, sqdist: Tensor, norm2: Tensor, has_model: Tensor) -> Tensor:
         no_pair = ~mixing_mask(has_model)
@@ -263,17 +279,22 @@ class SFL(LatestModels):
     they are neither squared nor connected to the parameters, so they have no effect.
     Neighbours are the nearest clients; the released code's learned graph keeps the
     farthest.
+
+    Args:
+        adjacency: Graph [N, N] on the CPU, of numbers at least 0; row i are the
+            neighbours of client i. None joins the nearest models.
+        k: Neighbours of a client without `adjacency`, not counting the client itself.
+        layers: L, the number of times that models are smoothed over the graph.
+        s: Share of the graph's means in X', from 0 to 1. At 0 no model is smoothed.
+        lam1: Strength of the pull towards the smoothed model u_i.
+        lam2: Strength of the pull towards the readout x.
     """
 
-    # a given graph [N, N] on the CPU; None: the nearest models
     adjacency: Tensor | None = field(default=None, compare=False)
-    k: PositiveInt = 5  # neighbours beside the client itself
-    layers: PositiveInt = 3  # L
-    # share of the graph's means in X'; 0: nothing is smoothed
+    k: PositiveInt = 5
+    layers: PositiveInt = 3
     s: UnitFloat = 1.0
-    # strength of the pull towards the smoothed model u_i
     lam1: NonNegativeFloat = 0.3
-    # strength of the pull towards the readout x
     lam2: NonNegativeFloat = 0.3
 
     def __eq__(self, other: object) -> bool:
@@ -310,6 +331,7 @@ class SFL(LatestModels):
         return graph.double() + lacks_loop.diag()
 
     def _nearest_graph(self, sqdist: Tensor, has_model: Tensor) -> Tensor:
+        """The graph [N, N] that joins each client to the nearest models."""
         distance = sqdist.masked_fill(~has_model, torch.inf)
         distance.fill_diagonal_(-1)  # a client is its own nearest neighbour
         order = distance.sort(dim=1, stable=True).indices
@@ -317,7 +339,7 @@ class SFL(LatestModels):
         return torch.zeros_like(sqdist).scatter_(1, neighbours, 1.0)
 
     def mixing_matrix(self, sqdist: Tensor, norm2: Tensor, has_model: Tensor) -> Tensor:
-        # Nobody mixes a client without a model, be the graph given or learned.
+        # A client without a model is never mixed, be the graph given or learned.
         graph = self.adjacency_matrix(sqdist, has_model) * has_model
         graph = normalize_rows(graph)
         identity = torch.eye(len(graph), dtype=graph.dtype)
@@ -372,11 +394,11 @@ def _same_graph(graph: Tensor | None, other: Tensor | None) -> bool:
 class Mocha(Algorithm):
     """MOCHA (Smith et al. 2017) in primal form: learns models and their relation.
 
-    server: w [N, P], omega [N, N], seen [N] (who has taken part) · client: w [P] (its
-    row) · down: pull [S, P] (`sum_{j != t} Omega_tj w_j`, 1 model), o [S, 1]
-    (Omega_tt), and in a round with a client that joins late start [S, P] (the mean of
-    the models so far) · up: w [S, P] (1 model), and lr_sum and lr [S, 1] (the sum of
-    the step sizes, and one of them).
+    server: w [N, P], omega [N, N], seen [N] (the clients that have taken part) ·
+    client: w [P] (its row) · down: pull [S, P] (`sum_{j != t} Omega_tj w_j`, 1 model),
+    o [S, 1] (Omega_tt), and in a round with a client that joins late start [S, P] (the
+    mean of the models so far) · up: w [S, P] (1 model), and lr_sum and lr [S, 1] (the
+    sum of the step sizes, and one of them).
 
     A client is a task t, and the rows of W [N, P] are the clients' models. MOCHA
     minimises `sum_t F_t(w_t) + (lam / 2) tr(W^T Omega W)` over W and the relation Omega
@@ -390,21 +412,28 @@ class Mocha(Algorithm):
 
     The pull is an explicit block-Jacobi step. It is stable only while the largest
     eigenvalue of `e^(1/2) Omega e^(1/2)` is below 2, with `e_t = (1 - (1 - lr lam
-    Omega_tt)^steps) / Omega_tt`. That is checked after every update of Omega. In every
-    round, `lr lam Omega_tt` has to be below 2. Otherwise the run stops with a sentence;
-    but a client whose step size is larger than the others' is left out instead.
+    Omega_tt)^steps) / Omega_tt`. That is checked after every update of Omega; the
+    server learns the steps of a client as lr_sum / lr. In every round, `lr lam
+    Omega_tt` has to be below 2. Otherwise the run stops with a sentence; but a client
+    whose step size is larger than the others' is left out instead.
 
-    `relation="sigma"` uses Sigma instead of Omega, as Motley's code does; its table can
-    be had only so. Decision where the paper is silent: a client that joins late starts
-    from the mean of the models so far, and is evaluated with it until then. lam is not
-    comparable with papers that sum losses over samples.
+    Decision where the paper is silent: a client that joins late starts from the mean of
+    the models so far, and is evaluated with it until then.
+
+    Args:
+        lam: Strength of the regulariser. It is not comparable with papers that sum
+            losses over samples.
+        delta: Share of I / N in the relation, above 0, at most 1. Omega's condition
+            number is at most N / delta.
+        outer: Rounds between two updates of Omega.
+        relation: Matrix that relates the tasks: "omega" is the paper's; "sigma" takes
+            Sigma in its place, as Motley's code does. Motley's table can be had only
+            with "sigma".
     """
 
-    lam: NonNegativeFloat = 0.01  # strength of the regulariser
-    # how much of I / N is mixed into Sigma: Omega's condition is <= N / delta
+    lam: NonNegativeFloat = 0.01
     delta: Fraction = 0.01
-    outer: PositiveInt = 2  # rounds between two updates of Omega
-    # what relates the tasks: omega, or sigma in its stead, as in Motley's code
+    outer: PositiveInt = 2
     relation: Literal["omega", "sigma"] = "omega"
 
     traits = Traits(
@@ -454,7 +483,8 @@ class Mocha(Algorithm):
         mu = (self.lam * down["o"]).to(w)[:, 0]
         pull = Objective(shift=self.lam * down["pull"], prox=(mu, torch.zeros_like(w)))
         fit = clients.fit(w, pull)
-        # The server divides one by the other, see `local_steps`.
+        # The server needs the number of steps, and has it from these two by division:
+        # see `local_steps`.
         lr_sum = (fit.steps * lr)[:, None].to(fit.w)
         upload = {"w": fit.w, "lr_sum": lr_sum, "lr": torch.full_like(lr_sum, lr)}
         return {"w": fit.w}, upload, fit
@@ -532,9 +562,10 @@ class Mocha(Algorithm):
 def local_steps(lr_sum: Tensor, lr: Tensor) -> Tensor:
     """Number of steps [S] of each client, from step size times steps and step size.
 
-    A client uploads both in its model's dtype, so the quotient is rounded: it is exact
-    for some millions of steps in float32. A client with a step size of 0 has moved
-    nothing, and counts as one without steps.
+    A client uploads both numbers in its model's dtype, so each of them is rounded. The
+    quotient is rounded to a whole number, which is exact for some millions of steps in
+    float32. A client with a step size of 0 has moved nothing, and counts as one without
+    steps.
     """
     return (lr_sum / lr.clamp(min=1e-300)).round()  # never 0 / 0
 

@@ -57,14 +57,15 @@ PrivateColumns = Annotated[
 class SplitModel(FedAvg):
     """Shared columns x are averaged, private columns h stay with their client.
 
-    Client i's model is (x, h_i). The classes below are its presets.
+    Client i's model is (x, h_i). FedPer, LG-FedAvg, FedRep, FedBABU and FedBN are its
+    presets.
 
     server: x [K] · client: h [P - K] (with order="body" nothing) · down: x [S, K] · up:
     delta [S, K] (the shared columns alone).
 
     A round trains by `order`, and then `x <- x + server_lr sum_i share_i (x_i - x)`:
 
-    - "joint": (x_i, h_i) by SGD on f_i from (x, h_i), both at once
+    - "joint": (x_i, h_i) by SGD on f_i from (x, h_i), both together
     - "alternate": first h_i by SGD on f_i(x, .) for `private_epochs`, then x_i by SGD
       on f_i(., h_i) for the run's epochs
     - "body": x_i by SGD on f_i(., h), with h the initial columns of all clients
@@ -73,15 +74,25 @@ class SplitModel(FedAvg):
     thrown away. A client that never took part has the initial h; `adapt` gives a
     newcomer one. While only h is trained, batch norm's running statistics stay.
     `clip_grad` measures the whole gradient, frozen columns too.
+
+    The other options are those of `FedAvg`.
+
+    Args:
+        private: Columns that stay with their client: "head", "body" (all but the head),
+            "batch_norm" (parameters of batch norm), or patterns of parameter names.
+        order: Order of training: "joint" trains both parts together, "alternate" the
+            private part first, "body" the shared part alone.
+        private_epochs: Epochs of the private part with "alternate"; None takes the
+            run's `epochs`.
+        finetune_epochs: Epochs of all columns at every evaluation.
+        finetune_lr: Step size of these epochs; None takes the run's `lr`.
     """
 
-    private: PrivateColumns = "head"  # or "body", "batch_norm", or patterns of names
-    # both; private first; shared alone
+    private: PrivateColumns = "head"
     order: Literal["joint", "alternate", "body"] = "joint"
-    # with "alternate": of the private columns; None: the run's
     private_epochs: PositiveInt | None = None
-    finetune_epochs: NonNegativeInt = 0  # epochs of all columns at every evaluation
-    finetune_lr: NonNegativeFloat | None = None  # their step size; None: the run's
+    finetune_epochs: NonNegativeInt = 0
+    finetune_lr: NonNegativeFloat | None = None
 
     @property
     def traits(self) -> Traits:
@@ -97,7 +108,7 @@ class SplitModel(FedAvg):
     def private_mask(self, net: Net) -> Tensor:
         """Mask [P] on the CPU: True for private columns.
 
-        With "batch_norm" it has none where the model has no batch norm.
+        With "batch_norm" it is False everywhere where the model has no batch norm.
         """
         if self.private == "batch_norm":
             return _batch_norm_mask(net)
@@ -168,7 +179,11 @@ class FedPer(SplitModel):
     """FedPer (Arivazhagan et al. 2019): the head stays with its client.
 
     Algorithms 1 and 2: the head W_P stays, `W_B <- sum_i n_i / n W_B,i`, and both are
-    trained together. See `SplitModel`.
+    trained together. See `SplitModel`, whose options are the others.
+
+    Args:
+        order: Always "joint": both parts are trained together.
+        private_epochs: Always None.
     """
 
     order: Literal["joint"] = "joint"
@@ -180,10 +195,14 @@ class LGFedAvg(FedPer):
     """LG-FedAvg (Liang et al. 2020): the lower layers stay with their client.
 
     Algorithm 1: the head `theta_g <- sum_i n_i / n theta_g,i` is shared, and both are
-    trained together. `private` says how many layers stay. See `SplitModel`.
+    trained together. See `SplitModel`, whose options are the others.
+
+    Args:
+        private: Columns that stay with their client: "body" is all but the head;
+            patterns of parameter names say how many layers stay; also "head" or
+            "batch_norm".
     """
 
-    # all but the head; or "head", "batch_norm", or names
     private: PrivateColumns = "body"
 
 
@@ -192,10 +211,15 @@ class FedRep(SplitModel):
     """FedRep (Collins et al. 2021): trains a private head, then the shared body.
 
     Algorithm 1: the head on the frozen body, then the body on the frozen head; `phi <-
-    1 / (r n) sum_i phi_i`. See `SplitModel`.
+    1 / (r n) sum_i phi_i`. See `SplitModel`, whose options are the others.
+
+    Args:
+        weighting: Shares of the clients in the mean: "uniform" as in the paper, or
+            "samples".
+        order: Always "alternate": the private part is trained first.
     """
 
-    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
+    weighting: Weighting = "uniform"
     order: Literal["alternate"] = "alternate"
 
 
@@ -204,12 +228,18 @@ class FedBABU(SplitModel):
     """FedBABU (Oh et al. 2022, Algorithm 1): trains only the body, on the initial head.
 
     Every evaluation fine-tunes all layers. A client keeps nothing between rounds, and a
-    newcomer is fine-tuned like every client. See `SplitModel`.
+    newcomer is fine-tuned like every client. See `SplitModel`, whose options are the
+    others.
+
+    Args:
+        order: Always "body": only the shared part is trained.
+        private_epochs: Always None.
+        finetune_epochs: Epochs of all columns at every evaluation.
     """
 
     order: Literal["body"] = "body"
     private_epochs: None = None
-    finetune_epochs: NonNegativeInt = 5  # epochs of all columns at every evaluation
+    finetune_epochs: NonNegativeInt = 5
 
 
 @algorithm_options
@@ -217,11 +247,16 @@ class FedBN(FedPer):
     """FedBN (Li et al. 2021): batch norm stays with its client.
 
     Algorithm 1: batch norm's parameters and statistics stay, other layers `w <- 1 / K
-    sum_i w_i`. On a model without batch norm it is FedAvg, and says so. See
-    `SplitModel`.
+    sum_i w_i`. On a model without batch norm it is FedAvg, and warns. See `SplitModel`,
+    whose options are the others.
+
+    Args:
+        weighting: Shares of the clients in the mean: "uniform" as in the paper, or
+            "samples".
+        private: Columns that stay with their client: "batch_norm" for this algorithm.
     """
 
-    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
+    weighting: Weighting = "uniform"
     private: PrivateColumns = "batch_norm"
 
 
@@ -235,15 +270,21 @@ class FedRoD(FedAvg):
     With the features z = f(x), scores are g(z) + h(z). The generic model minimises
     balanced softmax, CE(g(z) + gamma log n_c), n_c the client's samples of class c. The
     head minimises CE(g(z) + h(z)) with g(z) and z detached, so that it moves only h.
-    Both are trained at once, by the run's SGD. A client without class c gives it no
+    Both are trained together, by the run's SGD. A client without class c gives it no
     generic score while it trains. CE is the run's loss; another loss of class scores
     serves as well.
 
     Decision where the paper is silent: h starts at zero, so that a new client's model
     is the generic one.
+
+    The other options are those of `FedAvg`.
+
+    Args:
+        gamma: Strength of the balancing. 1 is balanced softmax, as in the paper; 0 is
+            cross entropy.
     """
 
-    gamma: NonNegativeFloat = 1.0  # strength of the balancing; 0 is cross-entropy
+    gamma: NonNegativeFloat = 1.0
 
     def server_init_args(self, net: Net) -> Tensors:
         if net.loss_fn in (*REGRESSION_LOSSES, hinge, binary_cross_entropy):
@@ -291,8 +332,8 @@ class FedRoD(FedAvg):
         padding = generic.shape[1] - len(counts)
         prior = (F.pad(counts, (0, padding)) ** self.gamma).log()
         if net.loss_fn is not cross_entropy:
-            # Clamped, so that a loss that looks at every class, as with label
-            # smoothing, is finite; a probability of exp(-100) is as good as none.
+            # Label smoothing has a loss of every class. Clamped, it is finite; a
+            # probability of exp(-100) has no effect.
             prior = prior.clamp(min=-100)
         # Scores may be those of T steps, [B, C, T].
         prior = prior.view(-1, *[1] * (generic.dim() - 2))
@@ -311,8 +352,8 @@ class FedRoD(FedAvg):
 def check_additive_head(clients: Clients) -> None:
     """Raises ValueError where the model is not its head on its features.
 
-    It is tried on two samples at two points: a ReLU behind the head may not show at
-    scores of one sign.
+    Two samples are scored by two models: a ReLU behind the head may not show at scores
+    of one sign.
     """
     net = clients.net
     x = clients.context.data.x[:2]
