@@ -144,7 +144,8 @@ class Ensemble(WithoutDefence, FedOpt):
 
     def encode_choice(self, pick: Tensor) -> Tensor:
         """The picks [S] as they travel: one byte for up to 256 models."""
-        return pick.to(torch.uint8 if self.k <= 256 else torch.int32)
+        dtype = torch.uint8 if self.k <= 256 else torch.int32
+        return pick.to(dtype)
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         rows, b, pick = self.choose_models(down, clients)
@@ -400,42 +401,67 @@ class ClusteredFL(WithoutDefence, FedAvg):
         return {"x": state["x"][state["cluster"][cohort.ids]]}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        x = state["x"]
         ids = cohort.ids
         delta = up["delta"]
-        nodes = len(x)
-        child = state["child"]
-        cluster = state["cluster"].clone()
-        node = cluster[ids]  # the node whose model each client was sent
+        node = state["cluster"][ids]  # the node whose model each client was sent
         # [S]: True where the node has split since the client last took part
-        has_split = child[node] >= 0
-        for i in has_split.nonzero()[:, 0].tolist():
-            first_half = int(child[node[i]])
-            ways = state["way"][first_half : first_half + 2]
-            half = int(F.cosine_similarity(delta[i], ways).argmax())
-            cluster[ids[i]] = first_half + half
+        has_split = state["child"][node] >= 0
+        tree = {key: state[key] for key in ("x", "child", "cluster")}
+        tree["cluster"] = self._descend(state, ids[has_split], delta[has_split])
         if cohort.round > self.first:
-            for leaf in (child < 0).nonzero()[:, 0].tolist():
+            for leaf in (state["child"] < 0).nonzero()[:, 0].tolist():
                 members = (node == leaf).nonzero()[:, 0]  # rows of the cohort
-                second = None
-                if len(members) > 2:
-                    second = self.bipartition(delta[members])
-                if second is not None:
-                    cluster[ids[members]] = len(x) + second.long()
-                    child = child.clone()
-                    child[leaf] = len(x)
-                    child = torch.cat([child, torch.tensor([-1, -1])])
-                    x = torch.cat([x, x[[leaf, leaf]]])
+                tree = self._split_leaf(tree, leaf, ids[members], delta[members])
+        x = tree["x"]
+        cluster = tree["cluster"]
         share = cohort.mean_weights(self.weighting).weight
         weight = F.one_hot(cluster[ids], len(x)).T * share
         # The update of a client whose node has split is from another model.
         mean = MixingWeights(normalize_rows(weight * ~has_split))
-        new_ways = MixingWeights(mean.weight[nodes:]).aggregate(delta)
-        way = torch.cat([state["way"], new_ways])
-        x = mean.aggregate(delta, x, self.server_lr)
+        num_old_nodes = len(state["x"])
+        new_ways = MixingWeights(mean.weight[num_old_nodes:]).aggregate(delta)
+        tree["way"] = torch.cat([state["way"], new_ways])
+        tree["x"] = mean.aggregate(delta, x, self.server_lr)
         same_cluster = (cluster[:, None] == cluster[ids]) * share
         mixing = MixingWeights(same_cluster, receivers=torch.arange(cohort.n))
-        return {"x": x, "way": way, "child": child, "cluster": cluster}, mixing
+        changes: Changes = {**tree}
+        return changes, mixing
+
+    def _descend(self, state: Tensors, ids: Tensor, delta: Tensor) -> Tensor:
+        """The clusters [N] after clients have moved to a half of their split node.
+
+        Client `ids[i]` moves to the half whose way is nearer to its update `delta[i]`.
+        """
+        cluster = state["cluster"].clone()
+        for i, client in enumerate(ids.tolist()):
+            first_half = int(state["child"][cluster[client]])
+            ways = state["way"][first_half : first_half + 2]
+            half = int(F.cosine_similarity(delta[i], ways).argmax())
+            cluster[client] = first_half + half
+        return cluster
+
+    def _split_leaf(
+        self,
+        tree: Tensors,  # x [nodes, P], child [nodes], cluster [N]
+        leaf: int,
+        ids: Tensor,  # [m] the leaf's clients in this round
+        delta: Tensor,  # [m, P]
+    ) -> Tensors:
+        """The tree, with two more nodes where the updates split the leaf."""
+        second = self.bipartition(delta) if len(ids) > 2 else None
+        if second is None:
+            return tree
+        x = tree["x"]
+        first_half = len(x)
+        child = torch.cat([tree["child"], torch.tensor([-1, -1])])
+        child[leaf] = first_half
+        cluster = tree["cluster"].clone()
+        cluster[ids] = first_half + second.long()
+        return {
+            "x": torch.cat([x, x[[leaf, leaf]]]),
+            "child": child,
+            "cluster": cluster,
+        }
 
     def assign_new_client(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
         # The client goes down one level of the tree in a round.
@@ -452,7 +478,8 @@ class ClusteredFL(WithoutDefence, FedAvg):
         norm2 = squared_norms(torch.cat([delta, mean])).cpu()
         *norms, norm_of_mean = norm2.sqrt().tolist()
         longest = max(norms)
-        if norm_of_mean >= self.eps1 * (longest if self.relative else 1):
+        bound = self.eps1 * longest if self.relative else self.eps1
+        if norm_of_mean >= bound:
             return None
         if not self.relative and longest <= self.eps2:
             return None

@@ -246,7 +246,7 @@ class FactorizedWaffle(FedAvg):
         """The prior's alpha of each layer's factors, float64 [F of the layer] each."""
         alphas = []
         for factors in factor_counts(net):
-            alpha = self.alpha or float(factors)
+            alpha = float(factors) if self.alpha is None else self.alpha
             alphas.append(torch.full((factors,), alpha, dtype=torch.float64))
         return alphas
 
@@ -338,7 +338,8 @@ class FactorizedWaffle(FedAvg):
         u = u.to(clients.net.w0).view(len(u), steps, 2, factors)
         # A client's last digits may depend on the other clients in a tensor. So each
         # client's logits are computed alone, as in `sample_choices`.
-        u[:, :, 0] = torch.stack([of_client.logit() for of_client in u[:, :, 0]])
+        noise_b = u[:, :, 0]
+        u[:, :, 0] = torch.stack([of_client.logit() for of_client in noise_b])
         return u
 
     def sample_beliefs(
@@ -390,7 +391,8 @@ class FactorizedWaffle(FedAvg):
         # The bias corrections: the steps t differ from client to client.
         decay_m = map_rows(partial(torch.pow, 0.9), rows["t"])
         decay_v = map_rows(partial(torch.pow, 0.999), rows["t"])
-        rows["q"] -= lr / (1 - decay_m) * m / ((v / (1 - decay_v)).sqrt_() + 1e-8)
+        root = (v / (1 - decay_v)).sqrt_() + 1e-8
+        rows["q"] -= lr / (1 - decay_m) * m / root
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         x = down["x"]
@@ -439,9 +441,11 @@ class FactorizedWaffle(FedAvg):
         """
         columns = strength_columns(net)
         w = model["w"]
-        scores = torch.stack(
-            [net(w.index_copy(0, columns, w[columns] * b), x) for b in model["b"]]
-        )
+        predictions = []
+        for b in model["b"]:
+            row = w.index_copy(0, columns, w[columns] * b)
+            predictions.append(net(row, x))
+        scores = torch.stack(predictions)
         if net.loss_fn is binary_cross_entropy:
             return scores.sigmoid().mean(0).logit()
         are_numbers = net.loss_fn in (*REGRESSION_LOSSES, hinge)

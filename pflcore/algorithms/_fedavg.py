@@ -74,8 +74,8 @@ class FedAvg(Algorithm):
             whole mean update.
         weighting: Shares of the clients in the mean: "samples" is the paper's n_i / n,
             "uniform" gives every client the same share.
-        defence: Robust aggregate in the place of the mean: one of the names above. None
-            takes the mean.
+        defence: Robust aggregate in the place of the mean: "clip", "median",
+            "trimmed_mean", "krum", "multi_krum" or "fltrust". None takes the mean.
         num_byzantine: Number f of bad clients in a round, for the defences
             "trimmed_mean", "krum" and "multi_krum".
         trusted_client: Id of the client that "fltrust" trusts. None with every other

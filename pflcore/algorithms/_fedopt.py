@@ -98,7 +98,8 @@ class FedOpt(FedAvg):
             return {"m": m}
         v0 = self.tau**2 if self.v0 is None else self.v0
         v = torch.full_like(x, v0)
-        return {"m": m, "v": v, "t": x.new_zeros(x.shape[:-1], dtype=torch.float64)}
+        t = x.new_zeros(x.shape[:-1], dtype=torch.float64)
+        return {"m": m, "v": v, "t": t}
 
     def optimizer_step(self, state: Tensors, d: Tensor) -> Tensors:
         """Models and optimizer state after a step along the mean update `d` [..., P].

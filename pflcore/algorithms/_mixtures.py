@@ -127,7 +127,9 @@ class APFL(FedAvg):
             if separate:
                 by_w = grad(w)
                 by_mixed = grad(torch.lerp(w, v, alpha))
-                slope = ((v - w) * by_mixed).sum(1, keepdim=True) if learns else alpha
+                slope = alpha  # not used, unless alpha learns
+                if learns:
+                    slope = ((v - w) * by_mixed).sum(1, keepdim=True)
                 by_v = by_mixed.mul_(alpha)
             else:
                 joint = grad(torch.cat([w, v, alpha], 1))
@@ -148,7 +150,8 @@ class APFL(FedAvg):
         rows = {"w": x, **client_state}
         if training.momentum:
             rows |= {"old w": torch.zeros_like(x), "old v": torch.zeros_like(x)}
-        objective = Objective(loss=None if separate else self.joint_loss)
+        loss = None if separate else self.joint_loss
+        objective = Objective(loss=loss)
         fit = clients.each_batch(rows, update, objective)
         new_state = {key: fit.rows[key] for key in client_state}
         return new_state, {"delta": fit.w - x}, fit
@@ -234,7 +237,8 @@ class FedALA(FedAvg):
         return super().traits._replace(batch_norm=super().traits.batch_norm[::-1])
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
-        ones = net.w0.new_ones(1, sum(net.sizes[-self.layers :]))
+        mixed_sizes = net.sizes[-self.layers :]  # all of them for 0 layers
+        ones = net.w0.new_ones(1, sum(mixed_sizes))
         return {"theta": down["x"], "W": ones, "begun": ones.new_zeros(1, 1)}
 
     def train(
@@ -261,7 +265,7 @@ class FedALA(FedAvg):
         gap = (x - theta)[:, lower:]
         fixed = {"lower": x[:, :lower], "theta": theta[:, lower:], "gap": gap}
         begun = client_state["begun"]
-        learns = gap.ne(0).any(1)  # elsewhere W has no effect
+        learns = gap.ne(0).any(1)  # without a gap W has no effect
         is_first_time = learns & (begun[:, 0] == 0)
         begun = torch.where(learns[:, None], 1, begun)
         context = subsample_training(clients, self.sample)
@@ -270,11 +274,9 @@ class FedALA(FedAvg):
         for epoch in range(self.max_epochs):
             if not learns.any():
                 break
+            fixed_rows = {key: rows[learns] for key, rows in fixed.items()}
             W[learns], loss = self._train_mixture(
-                W[learns],
-                {key: rows[learns] for key, rows in fixed.items()},
-                clients.take(learns),
-                epoch,
+                W[learns], fixed_rows, clients.take(learns), epoch
             )
             losses = torch.cat([losses, losses.new_zeros(len(W), 1)], 1)
             losses[learns, -1] = loss

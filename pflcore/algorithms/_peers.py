@@ -110,7 +110,8 @@ class FedFomo(Algorithm):
         epsilon = max(0.0, self.epsilon - self.decay * (cohort.round - 1))
         seed = int(torch.randint(1 << 62, (1,), generator=cohort.generator))
         index = torch.empty(len(ids), 0, dtype=torch.long)
-        for i in range(min(self.m, int(is_free.sum(1).max()))):
+        most_candidates = int(is_free.sum(1).max())
+        for i in range(min(self.m, most_candidates)):
             # A client's draws do not depend on the others of the cohort. The last one
             # decides whether the pick is random.
             draws = client_uniforms(client_seeds(ids.tolist(), seed, i), n + 1)
@@ -288,7 +289,8 @@ class L2C(Algorithm):
         decay_m = map_rows(partial(torch.pow, 0.9), steps)
         decay_v = map_rows(partial(torch.pow, 0.999), steps)
         root = (v / (1 - decay_v)).sqrt() + 1e-8
-        moved = {"a": a - self.alpha_lr * (m / (1 - decay_m)) / root, "m": m, "v": v}
+        step = self.alpha_lr * (m / (1 - decay_m)) / root
+        moved = {"a": a - step, "m": m, "v": v}
         new_state = {
             key: torch.where(moves, value, client_state[key])
             for key, value in moved.items()

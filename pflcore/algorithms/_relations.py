@@ -365,7 +365,8 @@ class SFL(LatestModels):
         readout = weights.mean(0, keepdim=True)
         mixing = MixingWeights(torch.cat([weights[cohort.ids], readout]))
         models = mixing.aggregate(state["w"])
-        return {"x": models[-1].expand(len(cohort.ids), -1), "u": models[:-1]}
+        x = models[-1].expand(len(cohort.ids), -1)
+        return {"x": x, "u": models[:-1]}
 
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients

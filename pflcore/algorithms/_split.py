@@ -308,7 +308,8 @@ class FedRoD(FedAvg):
             rows, Objective(loss=self.loss, extra={"class_counts": class_counts})
         )
         size = x.shape[1]
-        return {"h": fit.w[:, size:]}, {"delta": fit.w[:, :size] - x}, fit
+        delta = fit.w[:, :size] - x
+        return {"h": fit.w[:, size:]}, {"delta": delta}, fit
 
     def loss(
         self,

@@ -80,12 +80,16 @@ class Scaffold(FedAvg):
 
     @property
     def traits(self) -> Traits:
-        sums = "with option 'II' divides by the sum of SGD's step sizes"
-        whole = "with option 'I' takes whole gradients"
+        sgd_only_reason = ""
+        no_clip_grad_reason = ""
+        if self.option == "II":
+            sgd_only_reason = "with option 'II' divides by the sum of SGD's step sizes"
+        elif self.option == "I":
+            no_clip_grad_reason = "with option 'I' takes whole gradients"
         return super().traits._replace(
             clipped_with_update=("control", "c"),
-            sgd_only_reason=sums if self.option == "II" else "",
-            no_clip_grad_reason=whole if self.option == "I" else "",
+            sgd_only_reason=sgd_only_reason,
+            no_clip_grad_reason=no_clip_grad_reason,
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -230,11 +234,9 @@ class Waffle(WithoutDefence, Scaffold):
         weight, history = self.smoothed_weights(state["history"], up["delta"], cohort)
         mix = MixingWeights(weight[None])
         before = None if self.control_agg == "recompute" else state["c"]
-        return {
-            "x": mix.aggregate(up["delta"], state["x"], self.server_lr)[0],
-            "c": mix.aggregate(up["control"], before)[0],
-            "history": RowUpdate(cohort.ids, history),
-        }, mix
+        x = mix.aggregate(up["delta"], state["x"], self.server_lr)[0]
+        c = mix.aggregate(up["control"], before)[0]
+        return {"x": x, "c": c, "history": RowUpdate(cohort.ids, history)}, mix
 
     def smoothed_weights(
         self, history: Tensor, delta: Tensor, cohort: Cohort
@@ -247,11 +249,12 @@ class Waffle(WithoutDefence, Scaffold):
         weight = ops.waffle_weights(distance, row, omega, psi, self.tie)
         if _is_late(cohort.round, cohort.rounds):
             weight = is_target.double()
-        weight = weight * (len(weight) / cohort.n)  # as large as in a round of all
+        # On the scale of a round with all clients, where an even weight is 1 / N.
+        weight = weight * (len(weight) / cohort.n)
         before = history[cohort.ids]
         new_history = torch.stack([weight, before[:, 0]], 1)
         if _is_late(cohort.round - 2, cohort.rounds):
-            # In the last two rounds, also those that it missed, the target was alone.
+            # In the last two rounds the target was alone, also where it missed them.
             before = weight[:, None].expand(-1, 2)
         smooth = (before.sum(1) + weight) / 3
         return smooth / smooth.sum(), new_history
@@ -262,8 +265,10 @@ class Waffle(WithoutDefence, Scaffold):
         Raises ValueError where a given function returns a negative number or NaN.
         """
         z = self.do * ((round_number + self.r0) / (rounds / 2) - 1)
-        e = math.exp(-abs(z))  # it never overflows
-        curve = (e if z > 0 else 1.0) / (1 + e)
+        # 1 / (1 + exp(z)), in a form that never overflows.
+        e = math.exp(-abs(z))
+        numerator = e if z > 0 else 1.0
+        curve = numerator / (1 + e)
         omega = curve if self.omega is None else float(self.omega(round_number, rounds))
         psi = omega if self.psi is None else float(self.psi(round_number, rounds))
         if not (omega >= 0 and psi >= 0):
