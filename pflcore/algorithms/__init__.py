@@ -183,8 +183,8 @@ BASE_CLASS_TEXT = "a class derived from pflcore.Algorithm"
 def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
     """The class of a name, in any case, or of "package.module:Class".
 
-    Raises ValueError for an unknown name, and TypeError for a thing that is no class of
-    an algorithm.
+    Raises ValueError for an unknown name, and TypeError for what is no class of an
+    algorithm.
 
     >>> class_of("ditto").__name__
     'Ditto'
@@ -219,7 +219,7 @@ def algorithm_of(
     `ALGORITHMS["feddwa"](k=3)`. Here they are checked when the program runs.
 
     Raises ValueError for an unknown name or option, for a value that does not fit, and
-    for options with an instance. Raises TypeError for a thing that is no algorithm.
+    for options with an instance. Raises TypeError for what is no algorithm.
 
     Args:
         algorithm: A name in `ALGORITHMS`, in any case; a class; "package.module:Class"

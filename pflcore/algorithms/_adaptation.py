@@ -72,9 +72,9 @@ class FineTune(FedProx, FedOpt):
       others of the federation together (mean over clients), whichever clients are
       evaluated with it: the evaluation of one client fine-tunes all of them.
 
-    Acceptance (the remark of section 4.1): a client keeps x if it has less than
-    `min_size` samples, or if its tuned model does not beat x by more than `margin` on
-    its validation split. Without validation samples it cannot.
+    Acceptance (the remark of section 4.1): a client with less than `min_size` samples
+    keeps x. So does a client whose tuned model does not beat x by more than `margin` on
+    its validation split; without validation samples it cannot.
 
     The other options are those of `FedOpt`.
 
@@ -165,7 +165,7 @@ class FineTune(FedProx, FedOpt):
         return w, batch_norm
 
     def candidate_fits(self, x: Tensor, clients: Clients) -> Iterator[Fit]:
-        """The fits of x [S, P] after every epoch, one step size after the other.
+        """The fits of x [S, P] after every epoch, by one step size after the other.
 
         With frozen layers batch norm's statistics stay frozen as well.
         """
@@ -189,7 +189,7 @@ class FineTune(FedProx, FedOpt):
 
 
 def fill_missing(values: Tensor) -> Tensor:
-    """Values [S, 1] of `values` [S]; the mean of the others in place of NaN."""
+    """Values [S, 1] of `values` [S]; NaN becomes the mean of the others."""
     return torch.where(values.isnan(), values.nanmean(), values)[:, None]
 
 
@@ -244,10 +244,12 @@ def accept_tuned(
     after: Clients,
     predict: Predict = predict_row,
 ) -> Tensor:
-    """Mask [S]: True where a client takes `model`, False where it keeps x [S, P].
+    """Mask [S]: True where a client takes `model`, False where it keeps x.
 
     Args:
         alg: The algorithm, whose `min_size` and `margin` decide.
+        x: [S, P] the shared model.
+        model: The tuned models [S, P], or tensors [S, ...] that `predict` takes.
         after: The clients with the statistics that belong to `model`.
     """
     is_large = to_device(clients.num_samples, x.device) >= alg.min_size
@@ -279,9 +281,9 @@ class KnnPer(FedOpt):
     k samples uses all of them.
 
     Acceptance (Motley, section 4.3, observation 1, and the remark of 4.1): a client
-    stays with p_x if it has less than `min_size` samples, or if p does not beat p_x by
-    more than `margin` on its validation split, in accuracy or minus its loss. Without
-    validation samples it cannot.
+    with less than `min_size` samples stays with p_x. So does a client for which p does
+    not beat p_x by more than `margin` on its validation split, in accuracy or minus its
+    loss; without validation samples it cannot.
 
     The other options are those of `FedOpt`.
 
@@ -289,9 +291,9 @@ class KnnPer(FedOpt):
         k: Number of neighbours that vote.
         lam: Weight of the neighbours' vote: 0 is the shared model alone, 1 the
             neighbours alone.
-        kernel: Weight of a neighbour at distance d: "exp" is the paper's exp(-d);
-            "inverse" is 1 / d, where an exact match takes all (Motley's silo code);
-            "gauss_dim" is exp(-d^2 / D) for D features (the authors' code).
+        kernel: Weight of a neighbour at distance d: "exp" is the paper's
+            exp(-d); "inverse" is 1 / d, where an exact match takes all (Motley's silo
+            code); "gauss_dim" is exp(-d^2 / D) for D features (the authors' code).
         min_size: Number of training samples below which a client stays with p_x.
         margin: Number by which p must beat p_x on the validation split. None accepts p.
     """
@@ -325,11 +327,12 @@ class KnnPer(FedOpt):
         return model
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
-        """Predictions `(1 - lam) p + lam q` [B, ...] of the model and the neighbours.
+        """Predictions `(1 - lam) p + lam q` [B, ...] of model and neighbours.
 
-        p are w's probabilities (for numbers its scores). q is the mean of the labels y
-        of the k nearest of the first n rows of z [n_max, H] to the features of x (what
-        w's head sees), weighted as the option `kernel` says.
+        p are w's probabilities (for numbers its scores). q is the weighted mean of the
+        labels y of the k nearest neighbours, with the weights of the option `kernel`.
+        The neighbours are among the first n rows of z [n_max, H], and near to the
+        features of x (what w's head sees).
         """
         features = net.features(model["w"], x).flatten(1)
         weight, near = nearest_neighbours(
@@ -409,8 +412,8 @@ class PerFedAvg(FedAvg):
     - "exact": `w <- w - beta (v - alpha H(w; D'') v)`, by automatic differentiation, in
       the same way on every engine
 
-    A client is evaluated with x after `steps` such inner steps on its training data,
-    never on test data. The run's momentum and weight decay have no effect. With batch
+    A client is evaluated with x after `steps` inner steps on its training data, never
+    on test data. The run's momentum and weight decay have no effect. With batch
     norm each of the gradients updates the statistics, but for the exact variant's H v.
 
     Deviations: `scale_delta` divides delta by |v|, because w + delta v and w - delta v
@@ -466,7 +469,7 @@ class PerFedAvg(FedAvg):
         return client_state, {"delta": fit.w - down["x"]}, fit
 
     def hessian_vector(self, w: Tensor, v: Tensor, grad: GradientFn) -> Tensor:
-        """H v [s, P] on the step's third minibatch, in the form of `variant`."""
+        """H v [s, P] on the step's third minibatch, by the option `variant`."""
         if self.variant == "fo":
             return torch.zeros_like(v)
         if self.variant == "exact":
@@ -491,7 +494,7 @@ class PerFedAvg(FedAvg):
 
 
 def curvature_loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
-    """The loss at w [P]; for a row w | v [2 P] a number with the gradient H(w) v in w.
+    """The loss at w [P]; for a row w | v [2 P] a number with gradient H(w) v.
 
     H v is made inside, gradient of gradient: differentiating a gradient from outside
     `vmap` is wrong for batch norm (torch 2.13).

@@ -51,7 +51,7 @@ def loss_per_model(
     b: Tensor,  # [k, b]
     clients: Clients,
 ) -> Tensor:  # [S, k]
-    """Mean training losses [S, k] of the clients under each of the models `rows`.
+    """Mean training losses [S, k] of the clients under each of the models.
 
     A loss of NaN counts as infinite.
     """
@@ -91,7 +91,10 @@ class Ensemble(WithoutDefence, FedOpt):
     traits = Traits(batch_norm=("rule",))
 
     def initial_models(self, net: Net) -> Tensor:
-        """The models [k, P] before the first round; the net's `w0` for k = 1."""
+        """The models [k, P] before the first round.
+
+        Each is a draw of the net's weights; for k = 1 it is the net's `w0`.
+        """
         if self.k == 1:
             return net.w0[None].clone()
         draws = [net.init(net.seed * self.k + j + 1) for j in range(self.k)]
@@ -114,7 +117,7 @@ class Ensemble(WithoutDefence, FedOpt):
     def choose_models(
         self, down: Payload, clients: Clients
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The models that were sent [k, P], their statistics [k, b], and the picks [S].
+        """The downloaded models [k, P], their statistics [k, b], and the picks [S].
 
         A pick is the number of the client's best model.
         """
@@ -210,10 +213,10 @@ class HypCluster(Ensemble):
     Args:
         warmup_rounds: Rounds of k independent FedAvg runs before the clustering, in
             which k models go up. Their optimizer state is dropped at the end (Motley).
-        shared: Pattern of the names of parameters that all models share, such as
-            "conv*"; they are the mean of every client's (weight sharing: IFCA, section
-            5; Motley, section 4.2, observation 2). They travel once, and the k models
-            differ in the other layers. "" shares none.
+        shared: Pattern of the names of parameters that all models share, such
+            as "conv*"; they are the mean of every client's (weight sharing: IFCA,
+            section 5; Motley, section 4.2, observation 2). They travel once, and the k
+            models differ in the other layers. "" shares no parameter.
     """
 
     warmup_rounds: NonNegativeInt = 0
@@ -232,10 +235,10 @@ class HypCluster(Ensemble):
         """k *different* models [k, P].
 
         Equal models would tie for every client and stay equal for ever. Where the net
-        draws its weights, the models are k draws. Where it always starts at the same
-        point (a linear model at zero), the matrices of all k models are drawn with
-        standard deviation 1 / sqrt(fan in), and the rest stays. No model stays at zero,
-        since it would be better for every client than the drawn ones.
+        draws its weights, the models are k draws. A net may also start at one point (a
+        linear model at zero). Then the matrices of all k models are drawn with standard
+        deviation 1 / sqrt(fan in), and the rest stays. No model stays at zero, since it
+        would be better for every client than the drawn ones.
 
         Raises ValueError where the models cannot differ.
         """
@@ -362,8 +365,8 @@ class ClusteredFL(WithoutDefence, FedAvg):
 
     Args:
         weighting: Shares of the clients in a cluster's mean: "uniform" or "samples".
-        eps1: Bound on the norm of a cluster's mean update: above it no cluster splits.
-            0.4 is the authors' value for one model and learning rate.
+        eps1: Bound on the norm of a cluster's mean update: above it no cluster
+            splits. 0.4 is the authors' value for one model and learning rate.
         eps2: Bound on the norm of a cluster's longest update: below it no cluster
             splits. 1.6 is the authors' value for the same model. Where updates are
             smaller, clusters never split and this is FedAvg.
@@ -428,7 +431,7 @@ class ClusteredFL(WithoutDefence, FedAvg):
         return changes, mixing
 
     def _descend(self, state: Tensors, ids: Tensor, delta: Tensor) -> Tensor:
-        """The clusters [N] after clients have moved to a half of their split node.
+        """The clusters [N] after clients of split nodes have moved to a half.
 
         Client `ids[i]` moves to the half whose way is nearer to its update `delta[i]`.
         """
@@ -468,9 +471,10 @@ class ClusteredFL(WithoutDefence, FedAvg):
         return {"cluster": self.update(state, up, cohort)[0]["cluster"]}
 
     def bipartition(self, delta: Tensor) -> Tensor | None:
-        """Mask [m] of a cluster's clients that leave for a new one, by updates [m, P].
+        """Mask [m] of a cluster's clients that leave for a new one.
 
-        None means that the cluster stays whole.
+        `delta` [m, P] are their updates. The result is None where the cluster stays
+        whole.
         """
         m = len(delta)
         even = torch.full((1, m), 1 / m, dtype=torch.float64)

@@ -64,9 +64,10 @@ def prior_mean(alpha: float, factors: int) -> Tensor:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) [...] for x < 0, exact to rounding at both ends.
+    """log(1 - exp(x)) [...] for x < 0, exact to rounding.
 
-    Its gradient is exact, too: the clamp keeps the branch that is not taken finite.
+    It is exact at both ends. Its gradient is exact, too: the clamp keeps the branch
+    that is not taken finite.
     """
     middle = -math.log(2)
     far_from_zero = torch.log1p(-torch.exp(x.clamp(max=middle)))
@@ -155,26 +156,28 @@ class FactorizedWaffle(FedAvg):
       then hardly move from the prior, and the method stays near FedAvg.
     - "recommended" gives the beliefs an Adam of their own and a weak KL.
 
-    Decisions where the paper is silent: alpha is F, tau is 2/3, biases and the output
-    layer are plain and shared, averaging is uniform, r starts at 1, evaluation is
-    `thr_soft`, logits of beliefs stay within 7 (pi) and 9 (c, d), noise stays within
-    [1e-4, 1 - 1e-4], and a run's momentum is only the dictionary's.
+    Decisions where the paper is silent:
+
+    - alpha is F, tau is 2/3, r starts at 1, and evaluation is `thr_soft`.
+    - Biases and the output layer are plain and shared. Averaging is uniform.
+    - Logits of beliefs stay within 7 (pi) and 9 (c, d), noise within [1e-4, 1 - 1e-4].
+    - A run's momentum is only the dictionary's.
 
     The other options are those of `FedAvg`.
 
     Args:
-        weighting: Shares of the clients in the mean: "uniform" as in the paper, or
-            "samples".
-        preset: Defaults of `optimizer` and `kl_weight`: "recommended" or
-            "paper_literal".
-        optimizer: Optimizer of the beliefs: "adam" or "sgd". None takes the preset's:
-            "adam" with "recommended", "sgd" with "paper_literal".
+        weighting: Shares of the clients in the mean: "uniform" as in the paper,
+            or "samples".
+        preset: Defaults of `optimizer` and `kl_weight`: "recommended"
+            or "paper_literal".
+        optimizer: Optimizer of the beliefs: "adam" or "sgd". None takes the
+            preset's: "adam" with "recommended", "sgd" with "paper_literal".
         lr_var: Step size of the beliefs. None takes .05 with "adam", or the run's `lr`
             with "sgd".
         kl_weight: Weight of the divergence from the prior; 1 is the variational bound.
             None takes the preset's: .01 with "recommended", 1 with "paper_literal".
-        ranks: Numbers of factors of the layers, or one number for all of them. () takes
-            3 factors for 5 outputs.
+        ranks: Numbers of factors of the layers, or one number for all of them. ()
+            takes 3 factors for 5 outputs.
         alpha: The prior's alpha: the larger it is, the more factors it expects. None
             takes a layer's number of factors.
         start: Start of the strengths: "match" sets them to 1 and scales the factors to
@@ -187,8 +190,8 @@ class FactorizedWaffle(FedAvg):
         dictionary: Dictionary at evaluation: "current" is the server's newest; "cached"
             is the one that the client downloaded in its last round (section 2.3, for
             clients without a connection).
-        untrained_factors: Factors of a client that never trained: "all", or as the
-            "prior" has them.
+        untrained_factors: Factors of a client that never trained: "all", or as
+            the "prior" has them.
     """
 
     weighting: Weighting = "uniform"
@@ -329,7 +332,7 @@ class FactorizedWaffle(FedAvg):
         return clients.each_batch(rows, update, together=True)
 
     def draw_noise(self, clients: Clients, factors: int) -> Tensor:
-        """A draw for b (a logit) and one for v of each step: [S, steps, 2, F]."""
+        """Noise of each step, [S, steps, 2, F]: a logit for b and a draw for v."""
         training = clients.context.training
         largest = int(clients.num_samples.max())
         steps = training.epochs * math.ceil(largest / training.batch_size)
@@ -384,7 +387,7 @@ class FactorizedWaffle(FedAvg):
             part.clamp_(-bound, bound)
 
     def _adam_step(self, rows: Tensors, slope: Tensor) -> None:
-        """Moves the beliefs by a step of Adam along `slope` [s, 3 F], in place."""
+        """Moves the beliefs by Adam along `slope` [s, 3 F], in place."""
         lr = 0.05 if self.lr_var is None else self.lr_var
         m = rows["m"].mul_(0.9).add_(slope, alpha=0.1)
         v = rows["v"].mul_(0.999).addcmul_(slope, slope, value=0.001)
@@ -436,8 +439,8 @@ class FactorizedWaffle(FedAvg):
         """Scores: the mean of the model's predictions over the choices b [samples, F].
 
         With each row of b, the strengths of the layers of w [P] are multiplied by it.
-        Probabilities are averaged as such, and the scores are their logarithms, but for
-        a constant; for single labels the logit of their mean. Numbers are averaged.
+        Probabilities are averaged, and the scores are their logarithms, but for a
+        constant; for single labels the logit of their mean. Numbers are averaged.
         """
         columns = strength_columns(net)
         w = model["w"]
@@ -486,7 +489,7 @@ def factor_counts(net: Net) -> list[int]:
 
 
 def is_old_factor(old: Net, new: Net) -> Tensor:
-    """Mask [F of `new`]: True for the factors that the layers of `old` have."""
+    """Mask [F of `new`]: True for factors that the layers of `old` have."""
     masks = []
     for count, new_count in zip(factor_counts(old), factor_counts(new), strict=True):
         masks.append(torch.arange(new_count) < count)

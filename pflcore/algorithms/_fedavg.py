@@ -72,12 +72,13 @@ class FedAvg(Algorithm):
     Args:
         server_lr: Step size of the server. At 1, the paper's value, the server adds the
             whole mean update.
-        weighting: Shares of the clients in the mean: "samples" is the paper's n_i / n,
-            "uniform" gives every client the same share.
-        defence: Robust aggregate in the place of the mean: "clip", "median",
-            "trimmed_mean", "krum", "multi_krum" or "fltrust". None takes the mean.
-        num_byzantine: Number f of bad clients in a round, for the defences
-            "trimmed_mean", "krum" and "multi_krum".
+        weighting: Shares of the clients in the mean: "samples" is the paper's n_i /
+            n, "uniform" gives every client the same share.
+        defence: Robust aggregate in the place of the
+            mean: "clip", "median", "trimmed_mean", "krum", "multi_krum" or "fltrust".
+            None takes the mean.
+        num_byzantine: Number f of bad clients in a round, for the
+            defences "trimmed_mean", "krum" and "multi_krum".
         trusted_client: Id of the client that "fltrust" trusts. None with every other
             defence.
     """
@@ -113,11 +114,11 @@ class FedAvg(Algorithm):
     def robust_weights(
         self, delta: Tensor, cohort: Cohort
     ) -> tuple[Tensor, MixingWeights]:
-        """Rows [S, P] and their weights: the updates, or a defence's form of them.
+        """Rows [S, P] and their weights: the updates, or a robust form of them.
 
-        A defence expects `num_byzantine` bad clients, or as many as a round of this
-        size allows. Raises VoidRound where that is fewer than `num_byzantine` minus the
-        clients that were left out of the round.
+        A defence expects `num_byzantine` bad clients, or fewer in a small round. Raises
+        VoidRound where a round of this size allows fewer than `num_byzantine` minus the
+        clients that were left out of it.
         """
         mean = cohort.mean_weights(self.weighting)
         if self.defence is None:

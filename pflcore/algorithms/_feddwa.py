@@ -49,14 +49,16 @@ def inner_products(
     to_guide: Tensor,  # [K] |g - w_j|^2, exact
     between: Tensor,  # [K, K] |w_j - w_k|^2, exact
 ) -> Tensor:  # [K, K] float64
-    """FedDWA's Gram matrix (Eq. 11): the inner products `(g - w_j) . (g - w_k)`.
+    """FedDWA's Gram matrix (Eq. 11): inner products `(g - w_j) . (g - w_k)`.
 
     They come from squared distances alone: `(|g - w_j|^2 + |g - w_k|^2 - |w_j -
     w_k|^2) / 2`. Over the simplex, the first two terms are linear in p, and the
-    curvature is that of `between`. Where the models are much closer to each other than
-    to the guide, a small number is subtracted from a large sum, and float64 rounds off
-    what is below 1e-16 of the sum. So models are told apart that differ by a millionth
-    of their distance to the guide (1e-12 of its square), and not much closer ones.
+    curvature is that of `between`.
+
+    Where the models are much closer to each other than to the guide, a small number is
+    subtracted from a large sum. float64 then rounds off what is below 1e-16 of the sum.
+    So models are told apart that differ by a millionth of their distance to the guide
+    (1e-12 of its square), and not much closer ones.
 
     The default `ridge` of `simplex_qp` is coarser: it makes an even mix of models that
     are closer than some hundred-thousandth of that distance. ridge=0 does not.
@@ -71,10 +73,6 @@ SOLVED_DESCENT = 1e-13
 def simplex_qp(gram: Tensor, ridge: float = 1e-10) -> Tensor:
     """The p [K] >= 0 with sum 1 that minimises `p . gram p`, float64.
 
-    `gram` [K, K] is positive semidefinite. `ridge` times the mean of the diagonal is
-    added to the diagonal, which selects the shortest p where several are optimal; 0
-    adds nothing.
-
     The sum of 1 is not a constraint of the search. The q >= 0 that minimises `q . gram
     q + (sum(q) - 1)^2` has the direction of p, and dividing by its sum gives p. The
     term `sum(q)^2` adds 1 to every entry of the matrix, and the right side is 1. The
@@ -82,6 +80,11 @@ def simplex_qp(gram: Tensor, ridge: float = 1e-10) -> Tensor:
     problems, algorithm NNLS): the coordinate with the steepest descent is freed, the
     free ones move towards their optimum, and those that would become negative are fixed
     at 0 again.
+
+    Args:
+        gram: [K, K] positive semidefinite.
+        ridge: Number that is added to the diagonal, in units of its mean. It selects
+            the shortest p where several are optimal; 0 adds nothing.
     """
     k = len(gram)
     gram = gram.double().cpu()
@@ -193,17 +196,17 @@ class FedDWA(Algorithm):
         guidance: Kind of the guidance model: "epoch", "steps" and "full_grad" train
             ahead; "previous" (the server's copy) and "kept" (the client's own copy)
             take the client's previous model; "current" takes its trained one.
-        lookahead: Epochs, minibatches or gradient steps of the look ahead. The paper
-            looks one ahead.
-        search: Method that finds the nearest models, without effect on which they are.
-            "exact" computes all S * S distances together. "groups" (`ops.nearest`)
+        lookahead: Epochs, minibatches or gradient steps of the look ahead,
+            by `guidance`. With "full_grad", 1 is the paper's Eq. 16.
+        search: Method that finds the nearest models, without effect on which they
+            are. "exact" computes all S * S distances together. "groups" (`ops.nearest`)
             gives the same bits from few distances where clients form clusters; where
             they do not, it computes more than all of them, by a share of about 2 /
-            sqrt(S). "auto" is "exact" for cohorts of fewer than 1000 clients, and
-            "groups" for larger ones; large cohorts of models of fewer than 1024 numbers
-            are searched for all pairs, block by block.
-        power: Exponent of the inverse squared distances: p_ij is proportional to
-            `1 / |g_i - w_j|^(2 power)`. 1 is Eq. 15, 0 an even mix of the k nearest.
+            sqrt(S). "auto" is "exact" for cohorts of fewer than 1000 clients,
+            and "groups" for larger ones; large cohorts of models of fewer than 1024
+            numbers are searched for all pairs, block by block.
+        power: Exponent of the inverse squared distances: p_ij is proportional
+            to `1 / |g_i - w_j|^(2 power)`. 1 is Eq. 15, 0 an even mix of the k nearest.
         stride: Length of g_i - w_i, in distances from w_i to the nearest other model.
             The guidance is rescaled to it, which takes all S * S distances. None leaves
             the guidance as it is: the look ahead becomes shorter as gradients become
@@ -339,7 +342,10 @@ class FedDWA(Algorithm):
         guide: Tensor,  # [S, P]
         w: Tensor,  # [S, P]
     ) -> tuple[Tensor, Tensor]:  # weights [S, K], neighbours [S, K]
-        """Weights [S, K] of the models nearest to each guide, and their rows in `w`."""
+        """Weights [S, K] of the models nearest to each guide, and their rows.
+
+        The rows [S, K] are positions in `w`, nearest first.
+        """
         is_large = len(w) >= GROUP_SEARCH_MIN_CLIENTS
         if self.search == "exact" or (self.search == "auto" and not is_large):
             return ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)
@@ -371,8 +377,8 @@ class FedDWAQP(FedDWA):
     Args:
         search: Always "exact": the Gram matrix needs all distances.
         power: Always 1: the weights are solved for.
-        theta: Share of the Gram matrix's off-diagonal that counts, from 0 (Eq. 15) to 1
-            (Eq. 12).
+        theta: Share of the Gram matrix's off-diagonal that counts, from 0 (Eq. 15)
+            to 1 (Eq. 12).
         ridge: Number that is added to the Gram matrix's diagonal, in units of the mean
             of that diagonal. It selects the shortest of several optimal p; 0 adds
             nothing.

@@ -60,18 +60,19 @@ class FedOpt(FedAvg):
     The other options are those of `FedAvg`.
 
     Args:
-        optimizer: Server optimizer, one of "sgd", "heavy_ball", "nesterov", "ema",
-            "adam", "yogi" or "adagrad".
+        optimizer: Server optimizer, one
+            of "sgd", "heavy_ball", "nesterov", "ema", "adam", "yogi" or "adagrad".
         beta1: Decay of the momentum m in a round, for all but "sgd". 0.9 is the value
             of the paper's Adam and Yogi.
         beta2: Decay of the second moment v in a round, for "adam" and "yogi". 0.99 is
             the paper's value.
-        tau: The paper's tau, a number above 0 that is added to sqrt(v), for "adam",
-            "yogi" and "adagrad". It bounds the step where updates are small.
-        v0: Start of v, for the same three. None is the paper's tau^2; Motley's code
-            starts at 0.
-        bias_correction: "none", as in the paper, leaves the moments as they are.
-            "keras", as in the paper's own code, multiplies the step by `sqrt(1 -
+        tau: The paper's tau, a number above 0 that is added to sqrt(v),
+            for "adam", "yogi" and "adagrad". It bounds the step where updates are
+            small.
+        v0: Start of v, for "adam", "yogi" and "adagrad". None is the paper's tau^2;
+            Motley's code starts at 0.
+        bias_correction: "none", as in the paper, leaves the moments as they
+            are. "keras", as in the paper's own code, multiplies the step by `sqrt(1 -
             beta2^t) / (1 - beta1^t)`.
     """
 
@@ -102,9 +103,10 @@ class FedOpt(FedAvg):
         return {"m": m, "v": v, "t": t}
 
     def optimizer_step(self, state: Tensors, d: Tensor) -> Tensors:
-        """Models and optimizer state after a step along the mean update `d` [..., P].
+        """Models and optimizer state after a step along the mean update.
 
-        `state` has the models "x" [..., P] and their optimizer state.
+        `state` has the models "x" [..., P] and their optimizer state; `d` [..., P] is
+        the mean update of each model.
         """
         x = state["x"]
         lr = self.server_lr
@@ -153,8 +155,8 @@ class FedAvgM(FedOpt):
     The other options are those of `FedOpt`.
 
     Args:
-        optimizer: Form of the momentum: "heavy_ball" is the paper's formula;
-            "nesterov" looks one step ahead; "ema" is Motley's running mean.
+        optimizer: Form of the momentum: "heavy_ball" is the paper's formula; "nesterov"
+            looks one step ahead; "ema" is Motley's running mean.
     """
 
     optimizer: Optimizer = "heavy_ball"

@@ -74,16 +74,16 @@ class APFL(FedAvg):
     The other options are those of `FedAvg`.
 
     Args:
-        weighting: Shares of the clients in the mean: "uniform" as in the paper, or
-            "samples".
+        weighting: Shares of the clients in the mean: "uniform" as in the paper,
+            or "samples".
         alpha: Weight of the personal model at the start: 0 is the global model alone, 1
             the personal one.
         adaptive: True learns alpha; False keeps its start.
         alpha_lr: Step size of alpha; None takes that of the training.
         alpha_decay: Strength of a pull of alpha towards 0. At 0, as in the paper, there
             is no pull; the authors' code has 0.02.
-        mix: Mixture of a client: "weights" mixes the two models, as in the paper;
-            "logits" mixes their scores.
+        mix: Mixture of a client: "weights" mixes the two models, as in the
+            paper; "logits" mixes their scores.
     """
 
     weighting: Weighting = "uniform"
@@ -159,9 +159,10 @@ class APFL(FedAvg):
     def joint_loss(
         self, net: Net, row: Tensor, x: Tensor, y: Tensor, extra: Tensors
     ) -> Tensor:
-        """Sum of the loss of w and the mixture's; `row` [2 P + 1] is w | v | alpha.
+        """Sum of the losses of w and of the mixture.
 
-        Its gradient in w is that of w's loss, and in v and alpha that of the mixture's.
+        `row` [2 P + 1] is w | v | alpha. The gradient in w is that of w's loss, and in
+        v and alpha that of the mixture's.
         """
         w, v, alpha = row.split([net.size, net.size, 1])
         before = forward_state.buffers
@@ -217,12 +218,13 @@ class FedALA(FedAvg):
     Args:
         layers: Number of the last parameter tensors that are mixed by W. 0 mixes all.
         eta: Step size of W.
-        sample: Fraction of the client's training samples on which W is learned, above
-            0, at most 1.
-        window: Number of the last losses that must agree before the first time ends, at
-            least 2.
-        threshold: Standard deviation of those losses below which the first time ends.
-        max_epochs: Most epochs of the first time.
+        sample: Fraction of the client's training samples on which W is learned,
+            above 0, at most 1.
+        window: Number of the last losses that decide when the first learning of W ends,
+            at least 2.
+        threshold: Standard deviation of these losses below which the first learning of
+            W ends.
+        max_epochs: Most epochs of the first learning of W.
     """
 
     layers: NonNegativeInt = 0
@@ -289,7 +291,7 @@ class FedALA(FedAvg):
     def _train_mixture(
         self, W: Tensor, fixed: Tensors, clients: Clients, epoch: int
     ) -> tuple[Tensor, Tensor]:
-        """W [S, Q] after an epoch of Eq. 5, and the mean loss [S] of the epoch."""
+        """W [S, Q] after an epoch of Eq. 5, and the mean losses [S]."""
 
         def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
             moved = rows["W"] - self.eta * grad(rows["W"])
@@ -302,7 +304,10 @@ class FedALA(FedAvg):
         return fit.rows["W"], fit.loss
 
     def loss(self, net: Net, W: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
-        """f_i at the start that W [Q] makes; its gradient in W is that of Eq. 5."""
+        """f_i at the start that W [Q] makes.
+
+        Its gradient in W is that of Eq. 5.
+        """
         upper = extra["theta"] + extra["gap"] * W
         return net.loss(torch.cat([extra["lower"], upper]), x, y)
 
@@ -334,9 +339,9 @@ def _without_single_samples(
     available: Tensor,  # [S]
     context: TrainContext,
 ) -> Tensor:  # [S]
-    """Numbers of samples that leave no batch of a single sample, where there are two.
+    """Numbers of samples [S] that leave no batch of a single sample.
 
-    Batch norm cannot train on one sample.
+    A client with one sample keeps it. Batch norm cannot train on one sample.
     """
     training = context.training
     single_left = (count % training.batch_size == 1) & (not training.drop_last)

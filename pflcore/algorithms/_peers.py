@@ -65,7 +65,7 @@ class FedFomo(Algorithm):
     A candidate w_j is better where its loss on the client's validation data is lower.
     The client's own trained model is always a candidate and costs no traffic. Where
     there is no split "val", 20 % of each client's training samples are held out for it;
-    a client of one sample has none, and does not mix.
+    a client of one sample has no held-out sample, and does not mix.
 
     The server picks the m candidates by affinity, the sum of the a so far. An absent
     client's model can be sent, too. A candidate at distance 0, or whose loss is not
@@ -76,9 +76,9 @@ class FedFomo(Algorithm):
 
     Args:
         m: Models of other clients that a client downloads in a round, at most.
-        epsilon: Share of the downloaded models that the server picks at random in round
-            1, from 0 to 1.
-        decay: Number by which that share falls in each round, down to 0.
+        epsilon: Share of the downloaded models that the server picks at random in
+            round 1, from 0 to 1.
+        decay: Number by which the random share falls in each round, down to 0.
     """
 
     m: PositiveInt = 5
@@ -205,9 +205,9 @@ class L2C(Algorithm):
     from that round are masked out of the softmax. Then its logits a_i take one step of
     Adam along their exact gradient `w_j (g . delta_j - sum_m w_m g . delta_m)`. There
     w_j are the softmax's weights, and g is the gradient on the split "val" at the mixed
-    model; its sign follows delta = after - before. Where there is no such split, 20 %
-    of each client's training samples are held out for it; a client of one sample has
-    none and keeps its logits.
+    model; its sign follows delta = after - before. In a federation without that split,
+    20 % of each client's training samples are held out for it; a client of one sample
+    has no held-out sample and keeps its logits.
 
     No official code exists; this is the form that independent re-implementations agree
     on. Deviations: one step a round on all validation data; no pruning of neighbours
@@ -242,7 +242,7 @@ class L2C(Algorithm):
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         # [S, U]: True for the updates of the client's last round
         of_last = state["round"] == state["last"][cohort.ids][:, None]
-        # Each client gets as many columns as the largest round has updates.
+        # Each client gets a column for every update of the largest round.
         width = int(state["round"].bincount().max()) if of_last.numel() else 0
         order = of_last.byte().sort(dim=1, descending=True, stable=True).indices
         index = order[:, :width]
@@ -277,7 +277,10 @@ class L2C(Algorithm):
         who: Tensor,  # [S, M]
         slope: Tensor,  # [S, M]
     ) -> Tensors:
-        """Logits a, and Adam's m, v and t, after a step; only those of `who` move."""
+        """Logits a, and Adam's m, v and t, after a step.
+
+        Only the logits of the clients `who` move.
+        """
         a = client_state["a"]
         n = a.shape[1]
         moves = scatter_to_clients(who, torch.ones_like(slope), n) > 0
@@ -336,9 +339,10 @@ class L2C(Algorithm):
 
 
 def scatter_to_clients(who: Tensor, values: Tensor, n: int) -> Tensor:
-    """Values [S, M] of the clients `who` [S, M] in their columns of a table [S, n].
+    """Values [S, M] of clients in the clients' columns of a table [S, n].
 
-    A value of the client -1, which stands for no client, is left out.
+    `who` [S, M] are the clients. A value of the client -1, which stands for no client,
+    is left out.
     """
     table = values.new_zeros(len(who), n + 1)
     return table.scatter(1, torch.where(who < 0, n, who), values)[:, :n]

@@ -299,7 +299,7 @@ VECTOR_NUMBERS = 64
 
 
 def map_rows(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """f(x) [S, k] of an elementwise function, with bits that other rows do not change.
+    """f(x) [S, k] of an elementwise function; other rows change no bit of a row.
 
     Numbers after the last whole vector of a tensor go through other instructions, whose
     last digits may differ. So each row of `x` [S, k] is padded to whole vectors.
@@ -325,8 +325,8 @@ class Traits(NamedTuple):
         returns: The meaning of the scores that `predict` returns: "logits",
             "probabilities" or "values". The loss and the labels are computed by it.
         needs_val: True for an algorithm that trains on a split "val". Where the
-            federation has no such split, 20 % of each client's training samples become
-            its split "val".
+            federation lacks it, 20 % of each client's training samples become its split
+            "val".
         sgd_only_reason: Why the formula holds for steps of SGD only, as a clause after
             the algorithm's name: "takes steps of SGD along ...". A run with another
             local optimizer is refused with it; "" allows every optimizer.
@@ -402,9 +402,8 @@ class Algorithm:
     def init(self, x0: Tensor, n: int) -> Tensors:
         """The server's state before the first round.
 
-        A run calls it once. The keywords beside `n` are what `server_init_args`
-        returns. The result may be any tensors [...] by name; by default it is the
-        common model "x" [P].
+        A run calls it once, with `n` and what `server_init_args` returns. The result
+        may be any tensors [...] by name; by default it is the common model "x" [P].
 
         Args:
             x0: [P] the common initial model, or the part of it that clients share.
@@ -449,7 +448,7 @@ class Algorithm:
 
     # a client -----------------------------------------------------------------
     def server_init_args(self, net: Net) -> Tensors:
-        """The arguments of `init` beside n: the initial model "x0" [P], and others.
+        """The arguments of `init` but n: the initial model "x0" [P], and others.
 
         A run calls it once, before `init`. It is the only part of the server that sees
         the model. An algorithm that shares a part of the model returns that part.

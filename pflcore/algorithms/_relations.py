@@ -471,7 +471,7 @@ class Mocha(Algorithm):
         return down
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
-        # "start" is the mean of the models so far; there is none in the first round.
+        # "start" is the mean of the models so far. The first round has no "start".
         return {"w": down.get("start", net.w0[None])}
 
     def train(
@@ -561,12 +561,12 @@ class Mocha(Algorithm):
 
 
 def local_steps(lr_sum: Tensor, lr: Tensor) -> Tensor:
-    """Number of steps [S] of each client, from step size times steps and step size.
+    """Number of steps [S] of each client, from two of its uploads.
 
-    A client uploads both numbers in its model's dtype, so each of them is rounded. The
-    quotient is rounded to a whole number, which is exact for some millions of steps in
-    float32. A client with a step size of 0 has moved nothing, and counts as one without
-    steps.
+    `lr_sum` is the step size times the steps, `lr` the step size. A client uploads both
+    numbers in its model's dtype, so each of them is rounded. The quotient is rounded to
+    a whole number, which is exact for some millions of steps in float32. A client with
+    a step size of 0 has moved nothing, and counts as one without steps.
     """
     return (lr_sum / lr.clamp(min=1e-300)).round()  # never 0 / 0
 

@@ -78,8 +78,9 @@ class SplitModel(FedAvg):
     The other options are those of `FedAvg`.
 
     Args:
-        private: Columns that stay with their client: "head", "body" (all but the head),
-            "batch_norm" (parameters of batch norm), or patterns of parameter names.
+        private: Columns that stay with their client: "head", "body" (all but the
+            head), "batch_norm" (parameters of batch norm), or patterns of parameter
+            names.
         order: Order of training: "joint" trains both parts together, "alternate" the
             private part first, "body" the shared part alone.
         private_epochs: Epochs of the private part with "alternate"; None takes the
@@ -199,8 +200,8 @@ class LGFedAvg(FedPer):
 
     Args:
         private: Columns that stay with their client: "body" is all but the head;
-            patterns of parameter names say how many layers stay; also "head" or
-            "batch_norm".
+            patterns of parameter names say how many layers stay; also "head"
+            or "batch_norm".
     """
 
     private: PrivateColumns = "body"
@@ -214,8 +215,8 @@ class FedRep(SplitModel):
     1 / (r n) sum_i phi_i`. See `SplitModel`, whose options are the others.
 
     Args:
-        weighting: Shares of the clients in the mean: "uniform" as in the paper, or
-            "samples".
+        weighting: Shares of the clients in the mean: "uniform" as in the paper,
+            or "samples".
         order: Always "alternate": the private part is trained first.
     """
 
@@ -251,8 +252,8 @@ class FedBN(FedPer):
     whose options are the others.
 
     Args:
-        weighting: Shares of the clients in the mean: "uniform" as in the paper, or
-            "samples".
+        weighting: Shares of the clients in the mean: "uniform" as in the paper,
+            or "samples".
         private: Columns that stay with their client: "batch_norm" for this algorithm.
     """
 
@@ -369,7 +370,7 @@ def check_additive_head(clients: Clients) -> None:
                 by_head = net.head(w, net.features(w, x))
                 fits &= torch.allclose(by_head, net(w, x), rtol=1e-3, atol=1e-4)
     except (RuntimeError, TypeError, IndexError, ValueError):
-        fits = False  # such a model may fail in any of these ways
+        fits = False  # a model that does not fit may fail in any of these ways
     if not fits:
         raise ValueError(
             "model: FedRoD adds a second head's scores, so a head must be the last "

@@ -68,11 +68,11 @@ class Scaffold(FedAvg):
     The other options are those of `FedAvg`.
 
     Args:
-        weighting: Shares of the clients in both means: "uniform" as in the paper, or
-            "samples". With "samples" c is the n-weighted mean of the c_i under full
+        weighting: Shares of the clients in both means: "uniform" as in the paper,
+            or "samples". With "samples" c is the n-weighted mean of the c_i under full
             participation only.
-        option: Rule by which a client renews its control variate: "mean_grad", "II" or
-            "I". The paper's are "I" and "II".
+        option: Rule by which a client renews its control variate: "mean_grad", "II"
+            or "I". The paper's are "I" and "II".
     """
 
     weighting: Weighting = "uniform"
@@ -167,7 +167,7 @@ class Waffle(WithoutDefence, Scaffold):
     A client without weight still trains against a c that is no longer its own, and may
     run away. The farthest client sets the scale of Algorithm 1's distances, so the next
     one then counts as near: a CNN with ReLU loses its target on plain MNIST. The run's
-    `clip` holds such updates.
+    `clip` holds its updates.
 
     Deviations, each with the paper's own reading as an option:
 
@@ -189,14 +189,15 @@ class Waffle(WithoutDefence, Scaffold):
         target: Id of the client for which the model is made.
         do: Slope of Omega = Psi = `1 / (1 + exp(do * (2 (round + r0) / rounds - 1)))`.
             The larger it is, the more sudden is the turn from global to local.
-        r0: Shift of that curve, in rounds. A positive one turns local earlier.
+        r0: Shift of Omega's curve, in rounds. A positive one turns local earlier.
         control_agg: Rule for c: "recompute" or "literal", see above. "literal" is
             Algorithm 2 as printed.
         tie: Weights where all other clients are equally far from the target: "closed"
             counts them as the nearest ones, "uniform" gives every client 1 / N.
         omega: Function of (round, rounds) that takes the place of the paper's curve for
             Omega, from 1 (global) to 0 (local). None takes the curve.
-        psi: The same for Psi. None takes Omega.
+        psi: Function of (round, rounds) for Psi, as `omega` is for Omega. None takes
+            Omega.
     """
 
     weighting: Literal["uniform"] = "uniform"
@@ -277,7 +278,7 @@ class Waffle(WithoutDefence, Scaffold):
 
 
 def _is_late(round_number: int, rounds: int) -> bool:
-    """True in the last twentieth of a run: from round 0.95 R on, in whole numbers."""
+    """True in the last twentieth of a run, from round 0.95 R on."""
     return 20 * round_number >= 19 * rounds
 
 
@@ -307,11 +308,11 @@ class WeightErosion(Algorithm):
         p_d: Distance penalty: loss of weight at a relative distance of 1. None
             calibrates it in every round (the paper: .006 to .0088 on MNIST, 100
             rounds).
-        p_s: Size penalty: extra erosion of clients whose data were seen often. 0 has
-            no extra erosion.
-        size_unit: Unit of `passes`, with b the batch size and n_i the samples:
-            "samples" is `floor((round - 1) * b / n_i)`, as printed; "batches" takes
-            n_i / b instead of n_i, as the authors' code does; "epochs" counts the
+        p_s: Size penalty: extra erosion of clients whose data were seen often. 0 has no
+            extra erosion.
+        size_unit: Unit of `passes`, with b the batch size and n_i the
+            samples: "samples" is `floor((round - 1) * b / n_i)`, as printed; "batches"
+            takes n_i / b instead of n_i, as the authors' code does; "epochs" counts the
             epochs trained so far.
     """
 
@@ -379,7 +380,7 @@ class WeightErosion(Algorithm):
 
 
 def _calibrated_penalty(distance: Tensor, rounds: int) -> float:
-    """The p_d at which the median client's weight runs out after 80 % of the rounds."""
+    """The p_d at which the median weight runs out after 80 % of the rounds."""
     if not len(distance):
         return 0.0
     return 1 / (0.8 * rounds * float(distance.median()))
