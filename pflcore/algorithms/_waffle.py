@@ -255,7 +255,8 @@ class Waffle(WithoutDefence, Scaffold):
         before = history[cohort.ids]
         new_history = torch.stack([weight, before[:, 0]], 1)
         if _is_late(cohort.round - 2, cohort.rounds):
-            # In the last two rounds the target was alone, also where it missed them.
+            # Both rounds before were late, too. The target was alone in them, whichever
+            # rounds a client attended.
             before = weight[:, None].expand(-1, 2)
         smooth = (before.sum(1) + weight) / 3
         return smooth / smooth.sum(), new_history
