@@ -40,7 +40,7 @@ from pflcore import (
     Simulation,
     Training,
 )
-from pflcore.algorithms._fedavg import BYZANTINE_MARGIN, Defence
+from pflcore.algorithms._defences import BYZANTINE_MARGIN, Defence
 from pflcore.check import PositiveInt
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for

@@ -16,7 +16,7 @@ from torch import Tensor
 from bench.problem import Facts, gram, parsed
 from bench.table import Table
 from pflcore import Simulation, Training, metrics, ops
-from pflcore.algorithms._relations import FedDWA
+from pflcore.algorithms._feddwa import FedDWA
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pflcore import Algorithm, Clients, Federation, Net, Training, step
 from pflcore.algorithms._factorized_waffle import FactorizedWaffle, strength_columns
-from pflcore.algorithms._fedavg import MRMTL
+from pflcore.algorithms._proximal import MRMTL
 from pflcore.check import NonNegativeInt, PositiveInt, check_fields, require
 from pflcore.simulation.round import RunConfig, initial_state, sample_cohort
 from pflcore.train._random import IsolatedDraws

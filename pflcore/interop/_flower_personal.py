@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAvg, MultiKrum
 from flwr.supercore import log
 
 from pflcore import ops
-from pflcore.algorithms._relations import FedDWA
+from pflcore.algorithms._feddwa import FedDWA
 from pflcore.interop._flower_messages import (
     matching_positions,
     model_layout,

@@ -20,14 +20,15 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms import ALGORITHMS, algorithm_of, check_options, name_of
 from pflcore.algorithms._clusters import agglomerate, cosine_matrix
-from pflcore.algorithms._fedavg import krum
+from pflcore.algorithms._defences import krum
+from pflcore.algorithms._feddwa import FedDWA
 from pflcore.algorithms._protocol import (
     Algorithm,
     MixingWeights,
     normalize_rows,
     squared_norms,
 )
-from pflcore.algorithms._relations import FedAMP, FedDWA, HeurFedAMP, LatestModels
+from pflcore.algorithms._relations import FedAMP, HeurFedAMP, LatestModels
 from pflcore.check import (
     BatchNormPolicy,
     Names,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms import name_of
-from pflcore.algorithms._adaptation import SplitModel
+from pflcore.algorithms._split import SplitModel
 from pflcore.check import summarize
 from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged

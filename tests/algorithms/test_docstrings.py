@@ -1,6 +1,7 @@
 """What a docstring says of an algorithm's tensors is what they are: the server's and
 the client's state, what goes down and what comes up, by name and shape."""
 
+import inspect
 import re
 import warnings
 from collections import defaultdict
@@ -193,3 +194,21 @@ def test_a_docstring_speaks_of_options_that_are_there(name):
     own = " ".join((cls.__doc__ or "").split())
     for option in ("server_lr", "weighting"):
         assert f"`{option}`" not in own or option in {f.name for f in fields(cls)}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_docstring_describes_each_option_of_its_class(name):
+    cls = ALGORITHMS[name]
+    bases = [c for c in cls.__mro__ if c.__module__.startswith("pflcore.")]
+    for base in bases:
+        entries = inspect.cleandoc(base.__doc__).partition("\nArgs:\n")[2]
+
+        got = re.findall(r"^    (\w+): ", entries, re.MULTILINE)
+        want = [name for name in inspect.get_annotations(base) if name != "traits"]
+
+        assert got == want, base
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_signature_names_its_types(name):
+    assert "Annotated[" not in str(inspect.signature(ALGORITHMS[name]))

@@ -111,8 +111,8 @@ def test_a_search_by_groups_changes_no_bit(k, long, monkeypatch):
     assert all(
         map(torch.equal, FedDWA(k=k, search="groups").mixing_weights(guide, w), want)
     )
-    monkeypatch.setattr("pflcore.algorithms._relations.GROUP_SEARCH_MIN_CLIENTS", 40)
-    monkeypatch.setattr("pflcore.algorithms._relations.GROUP_SEARCH_MIN_COLUMNS", long)
+    monkeypatch.setattr("pflcore.algorithms._feddwa.GROUP_SEARCH_MIN_CLIENTS", 40)
+    monkeypatch.setattr("pflcore.algorithms._feddwa.GROUP_SEARCH_MIN_COLUMNS", long)
     monkeypatch.setattr(ops, "pairwise_sqdist", None)  # not all pairs
     assert all(map(torch.equal, FedDWA(k=k).mixing_weights(guide, w), want))
 
