@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
+from pflcore._device import to_device
 from pflcore.check import (
     Expectation,
     Fraction,
@@ -43,9 +44,8 @@ from pflcore.data._meaning import (
     interpret_targets,
     merge_inputs,
 )
-from pflcore.data._partition import Partition
+from pflcore.data._pools import Partition
 from pflcore.data._ragged import Ragged
-from pflcore._device import to_device
 from pflcore.data._samples import SPLITS, ClientSamples, Scaling
 
 PerClientData = Annotated[

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
+from pflcore._device import to_device
 from pflcore.check import PositiveInt, check_fields, reject, require
 from pflcore.data._inputs import (
     DENSE_TEXT,
@@ -23,7 +24,6 @@ from pflcore.data._inputs import (
     to_inputs,
 )
 from pflcore.data._ragged import Ragged
-from pflcore._device import to_device
 
 SPLITS = ("train", "val", "test")
 

@@ -23,12 +23,8 @@ import torch
 from torch import Tensor
 
 from pflcore.check import PositiveInt, Seed32, checked, import_optional, require
-from pflcore.data._ragged import (
-    Ints,
-    class_positions,
-    interleave_classes,
-    seeded_stream,
-)
+from pflcore.data._deal import class_positions, interleave_classes, seeded_stream
+from pflcore.data._ragged import Ints
 
 DATA_FOLDER_HINT = ", or set PFLCORE_DATA to a folder that holds the files"
 IDX_FILES = (
