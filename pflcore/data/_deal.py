@@ -4,7 +4,8 @@ A partition says how many samples of each class every client gets, and `deal` gi
 client its samples. Random choices come from numpy's RandomState, whose streams are
 frozen: a partition with its seed is the same on every machine and in every release.
 
-Symbols: N clients (`n` in code), C classes; m samples; client i has n_i samples.
+Symbols: N clients (`n` in code); client i has n_i samples; C classes; m samples in a
+pool; class c has n_c of them; k shards of a client.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ Random = np.random.RandomState
 
 
 def seeded_stream(seed: int, name: str) -> Random:
-    """A random stream for a rule's name.
+    """The random stream of a seed and a name.
 
-    Two rules with one seed do not share their draws.
+    Two rules of different names do not share their draws, even with the same seed.
     """
     return Random([seed, *name.encode()])
 
 
 def class_positions(y: Ints, classes: int, rng: Random | None) -> list[Ints]:
-    """The positions in `y` of each class, shuffled by `rng`, or in their order."""
+    """The positions in `y` [m] of each class, shuffled by `rng`.
+
+    With None for `rng` they are in ascending order.
+    """
     rows = [np.flatnonzero(y == label) for label in range(classes)]
     if rng is None:
         return rows
@@ -37,9 +41,9 @@ def class_positions(y: Ints, classes: int, rng: Random | None) -> list[Ints]:
 
 
 def even_parts(total: int, parts: int) -> Ints:
-    """Sizes [parts] of equal parts of `total`.
+    """Sizes [parts] of the equal parts of `total`.
 
-    Where it does not divide, the first parts have one more.
+    Where `total` is no multiple of `parts`, the first parts have one more.
     """
     size: Ints = total // parts + (np.arange(parts) < total % parts)
     return size
@@ -51,8 +55,9 @@ def proportional_counts(
 ) -> Ints:  # [C, N]
     """Counts in exact proportion to weights, which are whole numbers or fractions.
 
-    A class is cut at total * cumsum // sum, so every sample has a client, but for a
-    class whose weights are all 0. The numbers are Python's own: they do not overflow.
+    A class is cut at total * cumsum(weights) // sum(weights), so every sample has a
+    client, but for a class whose weights are all 0. The numbers are Python's own, so
+    they do not overflow.
     """
     cumulative = np.cumsum(weights, axis=1)
     sums = cumulative[:, -1:]
@@ -66,7 +71,7 @@ def deal(
     rows: Sequence[Ints],  # C arrays of samples
     counts: Ints,  # [C, N]
 ) -> Ragged:
-    """Gives each client its counts of the samples of each class.
+    """The samples of each client, by its counts of the samples of each class.
 
     The first counts[c, 0] samples of class c go to client 0, the next counts[c, 1] to
     client 1, and so on. Samples beyond the counts stay unused. A client's samples are
@@ -80,10 +85,10 @@ def deal(
 
 def deal_shards(
     rows: Ints,  # [m]
-    sizes: Ints,  # a shard's number of samples
+    sizes: Ints,  # [shards] the number of samples of each shard
     table: Ints,  # [N, k] the shards of each client
 ) -> Ragged:
-    """Cuts samples into shards of these sizes, and gives each client k of them."""
+    """The samples of each client, of rows cut into shards of which a client has k."""
     shards = Ragged(torch.from_numpy(rows), torch.from_numpy(sizes))
     shards_by_client = shards.take(torch.from_numpy(table.ravel()))
     shard_sizes = shards_by_client.size.view(table.shape)
@@ -93,9 +98,9 @@ def deal_shards(
 def split_lists(
     lists: Ragged, first_size: Callable[[int], int], rng: Random
 ) -> list[Ragged]:
-    """Each client's samples, shuffled and cut in two.
+    """First and second parts of each client's samples, which are shuffled before.
 
-    Client i's first part has `first_size(n_i)` samples.
+    The first part of client i has `first_size(n_i)` samples.
     """
     first_parts = []
     other_parts = []
@@ -110,7 +115,7 @@ def split_lists(
 def interleave_classes(rows: Sequence[Ints]) -> Ints:
     """All samples in an order of which every prefix has the classes' proportions.
 
-    Sample k of a class with m samples has the rank (k + 0.5) / m.
+    Sample k of a class with n_c samples has the rank (k + 0.5) / n_c.
     """
     ranks = [(np.arange(len(r)) + 0.5) / max(len(r), 1) for r in rows]
     order = np.argsort(np.concatenate(ranks), kind="stable")

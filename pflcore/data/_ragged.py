@@ -1,11 +1,7 @@
-"""Index lists of many clients as one flat tensor with offsets, and ways to make them.
+"""Index lists of many clients as one flat tensor with offsets.
 
-A partition says how many samples of each class every client gets, and `deal` gives each
-client its samples. Random choices come from numpy's RandomState, whose streams are
-frozen: a partition with its seed is the same on every machine and in every release.
-
-Symbols: N clients (`n` in code), S of them in a selection, C classes; client i has a
-list of n_i indices.
+Symbols: N clients (`n` in code), S of them in a selection; client i has a list of n_i
+indices; m indices are in all lists together.
 """
 
 from __future__ import annotations
@@ -26,9 +22,11 @@ Ints = NDArray[np.int64]
 class Ragged(Sequence[Tensor]):
     """N lists of int64: list i is ``flat[begin[i] : begin[i + 1]]``, a view.
 
-    - flat: all lists, one after the other, on the pool's device
-    - size: [N] lengths of the lists, on the CPU
-    - begin: [N + 1] where each list begins in `flat`, on the CPU
+    Attributes:
+        flat: [m] all lists, one after the other, on the pool's device
+        size: [N] lengths of the lists, on the CPU
+        begin: [N + 1] positions in `flat` where the lists begin, on the CPU; the last
+            entry is the end of the last list
     """
 
     def __init__(self, flat: Tensor, size: Tensor) -> None:
@@ -38,13 +36,13 @@ class Ragged(Sequence[Tensor]):
 
     @classmethod
     def from_lists(cls, lists: Sequence[Tensor]) -> Ragged:
-        """Makes it of at least one tensor [n_i]."""
+        """Lists with the indices of the tensors [n_i]; at least one is given."""
         sizes = [rows.numel() for rows in lists]  # `len` of a tensor is slow
         return cls(torch.cat(list(lists)), torch.tensor(sizes))
 
     @classmethod
     def from_owners(cls, rows: Tensor | Ints, owner: Tensor | Ints, n: int) -> Ragged:
-        """Gives the samples `rows` [m] to their owners [m] in 0..n-1.
+        """The samples `rows` [m] in the lists of their owners [m], from 0 to n - 1.
 
         A client's samples keep their order.
         """
@@ -54,12 +52,10 @@ class Ragged(Sequence[Tensor]):
 
     @classmethod
     def from_single_list(cls, rows: Tensor, i: int, n: int) -> Ragged:
-        """List i of n lists, of which the others are empty.
-
-        numpy's zeros take no memory before they are written, so the empty lists cost
-        none.
-        """
+        """N lists: list i has the samples `rows` [m], and the others are empty."""
         lists = cls(rows, torch.tensor([len(rows)]))
+        # numpy's zeros take no memory before they are written, so the empty lists take
+        # almost none.
         lists.size = torch.from_numpy(np.zeros(n, np.int64))
         lists.begin = torch.from_numpy(np.zeros(n + 1, np.int64))
         lists.size[i] = len(rows)
@@ -72,7 +68,7 @@ class Ragged(Sequence[Tensor]):
         return len(self.size)
 
     def __getitem__(self, i: Any) -> Any:
-        """List i, a view; for a slice its lists as a `Ragged`."""
+        """List i, which is a view of `flat`; for a slice, its lists as a `Ragged`."""
         if isinstance(i, slice):
             return self.take(torch.arange(len(self))[i])
         i = range(len(self))[i]
@@ -97,5 +93,5 @@ class Ragged(Sequence[Tensor]):
         return to_device(owners, self.flat.device)
 
     def to(self, device: str | torch.device) -> Ragged:
-        """The same lists on ``device``."""
+        """The same lists on `device`."""
         return Ragged(self.flat.to(device), self.size)

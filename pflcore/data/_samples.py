@@ -1,8 +1,10 @@
 """The samples of a federation: the data, their checks, and questions about them.
 
-Symbols: N clients, S of them in a selection, C classes; client i has n_i samples in a
-split; B samples are in a batch.
+Symbols: N clients (`n` in code), S of them in a selection, C classes; client i has n_i
+samples in a split; B samples are in a batch; D numbers are in a row of fields.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,13 +31,17 @@ SPLITS = ("train", "val", "test")
 
 
 class Scaling(NamedTuple):
-    """Statistics by which features were standardized: x = (raw - mean) / deviation."""
+    """Statistics by which features were standardized: x = (raw - mean) / deviation.
 
-    # [N, ...] float64, of each client's training samples; of one client [...]
+    Attributes:
+        mean: [N, ...] float64, of each client's training samples; of one client [...]
+        deviation: of the same shape and samples; 1 where a feature is constant
+    """
+
     mean: Tensor
-    deviation: Tensor  # the same; 1 where a feature is constant
+    deviation: Tensor
 
-    def for_client(self, client: int) -> "Scaling":
+    def for_client(self, client: int) -> Scaling:
         """The statistics [...] of one client."""
         return Scaling(self.mean[client], self.deviation[client])
 
@@ -48,7 +54,7 @@ class Scaling(NamedTuple):
         deviation = self.deviation.to(raw.device).double()
         return ((raw.double() - mean) / deviation).to(raw.dtype)
 
-    def combine_after(self, first: "Scaling") -> "Scaling":
+    def combine_after(self, first: Scaling) -> Scaling:
         """Statistics of features that were standardized by `first`, then by these."""
         mean = self.mean.to(first.mean.device)
         deviation = self.deviation.to(first.mean.device)
@@ -59,7 +65,8 @@ class Scaling(NamedTuple):
 class ClientSamples:
     """The data of N clients as index lists into one pool.
 
-    `Federation` describes the fields, and adds constructors and what is derived.
+    `Federation` describes the fields. It adds constructors, and federations that are
+    made from it.
     """
 
     x: Tensor  # `__init__` also accepts a dict of tensors
@@ -80,20 +87,23 @@ class ClientSamples:
         if isinstance(x, Mapping):
             float_dtypes = (v.dtype for v in x.values() if v.is_floating_point())
             x, fields = to_inputs(x, "x", next(float_dtypes, None))
-            # A frozen dataclass refuses assignments, but not through its `__dict__`.
+            # A frozen dataclass refuses assignments to its fields, but not to its
+            # `__dict__`.
             self.__dict__.update(x=x, fields=fields)
         check_fields(self)
-        index = {
-            split: _to_ragged(f"index[{split!r}]", lists, x.device)
-            for split, lists in self.index.items()
-        }
+        index = {}
+        for split, lists in self.index.items():
+            index[split] = _to_ragged(f"index[{split!r}]", lists, x.device)
         self.__dict__.update(y=mask_labels(self.y, x, fields), index=index)
         self._check_index()
         self._check_pool()
         self._check_clients()
 
     def _copy_with(self, **changes: Any) -> Self:
-        """A copy with other fields, unchecked: for those right by construction."""
+        """A copy with other values of some fields, which are not checked.
+
+        It is for values that are right by construction.
+        """
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__ | changes)
         return new
@@ -121,20 +131,23 @@ class ClientSamples:
         return tuple(self.x.shape[1:])
 
     def lists(self, split: str) -> Ragged:
-        """All clients' index lists of a split."""
+        """All clients' index lists of a split, int64 [n_i] each.
+
+        Raises ValueError for a split that does not exist.
+        """
         require(split in self.index, "split", f"one of {', '.join(self.splits)}", split)
         lists: Ragged = self.index[split]
         return lists
 
     def size(self, split: str = "train") -> Tensor:
-        """Samples per client: int64 [N], on the CPU."""
+        """The number of samples of each client: int64 [N], on the CPU."""
         return self.lists(split).size
 
     def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
-        """Samples per client and class: int64 [N, C], on the CPU.
+        """The number of samples of each client and class: int64 [N, C], on the CPU.
 
         Labels are the client's own (after `relabel`). With `clients` [S] the counts are
-        theirs, [S, C].
+        theirs, [S, C]. Raises ValueError where the targets are numbers.
         """
         if self.classes is None:
             expected = "labels (the targets are numbers: classes is None)"
@@ -155,7 +168,10 @@ class ClientSamples:
         return counts.view(-1, self.classes).cpu()
 
     def labels(self, i: int, split: str = "train") -> Tensor:
-        """Client i's own labels (after `relabel`) or targets: [n_i] or [n_i, ...]."""
+        """Client i's own labels (after `relabel`) or targets: [n_i] or [n_i, ...].
+
+        Raises ValueError where there is no such client or split.
+        """
         require(0 <= i < self.n, "client", f"a number from 0 to {self.n - 1}", i)
         y = self.y[self.lists(split)[i]]
         return y if self.relabel is None else self.relabel[i][y]
@@ -169,7 +185,7 @@ class ClientSamples:
         return self.x[self.lists(split)[i]], y
 
     def summary(self) -> str:
-        """A few lines of text: numbers of clients and samples, shapes, and facts."""
+        """A text of some lines: numbers of clients and samples, shapes, and facts."""
         classes_per_client = None
         if self.classes:
             classes_per_client = _describe_range((self.counts() > 0).sum(1))
@@ -241,10 +257,10 @@ class ClientSamples:
     def _check_repeats(self, split: str, in_split: Tensor) -> None:
         """Raises ValueError where a sample is twice in a split.
 
-        Clients may share test samples, each of them once.
+        Clients may share test samples, but each client has a sample once.
 
         Args:
-            in_split: bool, as long as the pool: samples that a list of the split has
+            in_split: bool, as long as the pool: True for samples of the split
         """
         lists = self.index[split]
         flat = lists.flat
@@ -267,7 +283,10 @@ class ClientSamples:
         require(not empty, "clients", expected, [names[i] for i in empty[:5]])
 
     def _check_pool(self) -> None:
-        """Raises ValueError unless x and y are dense and finite, and labels known."""
+        """Raises ValueError for values in the pool that no federation may have.
+
+        x and y must be dense and finite, and the labels must be of known classes.
+        """
         x = self.x
         y = self.y
         same_rows = x.dim() and y.dim() and len(x) == len(y)
@@ -319,7 +338,7 @@ class ClientSamples:
         require(low >= 0 and high < classes, "y", expected, [low, high])
 
     def _describe_holder(self, sample: int) -> str:
-        """Text that says which client has a sample; "" where none has it."""
+        """Text that says which client has a sample; "" where no client has it."""
         for split, lists in self.index.items():
             positions = (lists.flat == sample).nonzero()[:1, 0].tolist()
             if positions:
@@ -371,5 +390,6 @@ def _to_ragged(name: str, lists: Any, device: torch.device) -> Ragged:
 
 
 def _describe_range(sizes: Tensor) -> str:
+    """The smallest and the largest of the sizes [N], and their median, in words."""
     low, high = sizes.aminmax()
     return f"{low} to {high}, median {sizes.median()}"
