@@ -71,7 +71,7 @@ def deal(
     rows: Sequence[Ints],  # C arrays of samples
     counts: Ints,  # [C, N]
 ) -> Ragged:
-    """The samples of each client, by its counts of the samples of each class.
+    """The samples of each client, by its counts of each class.
 
     The first counts[c, 0] samples of class c go to client 0, the next counts[c, 1] to
     client 1, and so on. Samples beyond the counts stay unused. A client's samples are
@@ -88,7 +88,7 @@ def deal_shards(
     sizes: Ints,  # [shards] the number of samples of each shard
     table: Ints,  # [N, k] the shards of each client
 ) -> Ragged:
-    """The samples of each client, of rows cut into shards of which a client has k."""
+    """The samples of each client, which has k shards of `rows`."""
     shards = Ragged(torch.from_numpy(rows), torch.from_numpy(sizes))
     shards_by_client = shards.take(torch.from_numpy(table.ravel()))
     shard_sizes = shards_by_client.size.view(table.shape)
@@ -113,7 +113,7 @@ def split_lists(
 
 
 def interleave_classes(rows: Sequence[Ints]) -> Ints:
-    """All samples in an order of which every prefix has the classes' proportions.
+    """All samples, where every prefix has the proportions of the classes.
 
     Sample k of a class with n_c samples has the rank (k + 0.5) / n_c.
     """

@@ -97,10 +97,11 @@ def dirichlet(
 
 
 def _minimum_size(labels: Labels, min_size: int | None, pooled: bool) -> int:
-    """The fewest samples of a client, at least 1, or 2 where the pools are joined.
+    """The fewest samples that a client must have, at least one.
 
-    Raises ValueError where the training pool has fewer for all clients, or where the
-    test pool has fewer samples than there are clients.
+    They are at least two where the pools are joined. Raises ValueError where the
+    training pool has fewer for all clients, or where the test pool has fewer samples
+    than there are clients.
     """
     n = labels.n
     samples = len(labels.train)

@@ -25,7 +25,7 @@ def practical1(
     dominant: PositiveInt | None = None,
     share: UnitFloat = 0.8,
 ) -> Partition:
-    """Groups of clients with dominant classes each, and a common part of all classes.
+    """Groups of clients, each with dominant classes and samples of all classes.
 
     FedDWA's practical setting 1. Every client takes floor(total / N) samples: `share`
     of them from its group's dominant classes, as equally as the supply allows, the rest
@@ -107,8 +107,8 @@ def _take_in_turns(
     """Up to `count` samples of its classes for each client.
 
     Each client takes one sample in its turn, so that clients share a scarce class
-    fairly. It takes the class of which it has taken the fewest samples so far; of
-    several such classes, the one with the largest supply.
+    fairly. It takes the class of which it has taken the fewest samples so far. Of
+    several of these classes, it takes the one with the largest supply.
     """
     lists: list[list[int]] = [[] for _ in owned]
     counts_taken = [[0] * len(supply) for _ in owned]

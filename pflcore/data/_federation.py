@@ -78,7 +78,7 @@ class ClientGroups(NamedTuple):
 
 
 class Federation(ClientSamples):
-    """The data of N clients, without copies: lists of indices into one pool.
+    """The data of N clients: lists of indices into one pool.
 
     A training sample belongs to one client, and no sample belongs to two splits. Two
     clients may share test samples (a common test set). Raises ValueError or TypeError
@@ -391,7 +391,7 @@ class Federation(ClientSamples):
         of: Sequence[Split] | None = None,
         scored: Literal["val", "test"] = "test",
     ) -> Self:
-        """A federation where a half of clients' samples is held out for evaluation.
+        """A federation with a half of clients' samples held out for evaluation.
 
         The n samples of a client are dealt by one permutation from `seed`: the first
         floor(n / 2) to "train", to personalize on, and the others to `scored`. A client

@@ -48,10 +48,10 @@ Sizes = Literal["A", "B", "C"] | Sequence[PositiveFloat] | None
 
 @checked
 def iid(labels: Labels, rng: Random, *, sizes: Sizes = None) -> Partition:
-    """The shuffled pool in N parts, equal (to one sample) or in proportions.
+    """The shuffled pool in N parts, of equal sizes or in proportions.
 
-    Every pool is divided in this way: the training pool, and the test pool where there
-    is one.
+    Equal sizes differ by one sample at most. The training pool is divided in this way,
+    and so is the test pool, where there is one.
 
     Example: 10 samples among 4 clients are 2, 3, 2 and 3 samples.
 

@@ -42,9 +42,9 @@ class Ragged(Sequence[Tensor]):
 
     @classmethod
     def from_owners(cls, rows: Tensor | Ints, owner: Tensor | Ints, n: int) -> Ragged:
-        """The samples `rows` [m] in the lists of their owners [m], from 0 to n - 1.
+        """The samples `rows` [m] in the lists of their owners [m].
 
-        A client's samples keep their order.
+        Owners are numbers from 0 to n - 1. A client's samples keep their order.
         """
         order = torch.from_numpy(np.argsort(np.asarray(owner), kind="stable"))
         sizes = torch.as_tensor(owner).bincount(minlength=n)
@@ -52,7 +52,7 @@ class Ragged(Sequence[Tensor]):
 
     @classmethod
     def from_single_list(cls, rows: Tensor, i: int, n: int) -> Ragged:
-        """N lists: list i has the samples `rows` [m], and the others are empty."""
+        """N lists, all empty but list i, which has the samples `rows` [m]."""
         lists = cls(rows, torch.tensor([len(rows)]))
         # numpy's zeros take no memory before they are written, so the empty lists take
         # almost none.
@@ -68,7 +68,7 @@ class Ragged(Sequence[Tensor]):
         return len(self.size)
 
     def __getitem__(self, i: Any) -> Any:
-        """List i, which is a view of `flat`; for a slice, its lists as a `Ragged`."""
+        """List i, a view of `flat`; for a slice, a `Ragged`."""
         if isinstance(i, slice):
             return self.take(torch.arange(len(self))[i])
         i = range(len(self))[i]
@@ -88,7 +88,7 @@ class Ragged(Sequence[Tensor]):
         return Ragged(self.flat[to_device(index, self.flat.device)], size)
 
     def owners(self) -> Tensor:
-        """The client of each flat index: int64, as long as `flat` and on its device."""
+        """The client of each index in `flat`: int64 [m], on its device."""
         owners = torch.arange(len(self)).repeat_interleave(self.size)
         return to_device(owners, self.flat.device)
 

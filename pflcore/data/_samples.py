@@ -31,7 +31,9 @@ SPLITS = ("train", "val", "test")
 
 
 class Scaling(NamedTuple):
-    """Statistics by which features were standardized: x = (raw - mean) / deviation.
+    """Statistics by which features were standardized.
+
+    A standardized feature is x = (raw - mean) / deviation.
 
     Attributes:
         mean: [N, ...] float64, of each client's training samples; of one client [...]
@@ -144,7 +146,7 @@ class ClientSamples:
         return self.lists(split).size
 
     def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
-        """The number of samples of each client and class: int64 [N, C], on the CPU.
+        """The number of samples by client and class: int64 [N, C], on the CPU.
 
         Labels are the client's own (after `relabel`). With `clients` [S] the counts are
         theirs, [S, C]. Raises ValueError where the targets are numbers.
@@ -185,7 +187,7 @@ class ClientSamples:
         return self.x[self.lists(split)[i]], y
 
     def summary(self) -> str:
-        """A text of some lines: numbers of clients and samples, shapes, and facts."""
+        """Lines of text: numbers of clients and samples, shapes, and facts."""
         classes_per_client = None
         if self.classes:
             classes_per_client = _describe_range((self.counts() > 0).sum(1))
@@ -223,7 +225,7 @@ class ClientSamples:
     # checks -------------------------------------------------------------------
 
     def _check_index(self) -> None:
-        """Raises ValueError for index lists that do not fit the pool or each other."""
+        """Raises ValueError for index lists that do not fit the pool."""
         known = "train" in self.index and set(self.index) <= set(SPLITS)
         expected = "the split 'train', and perhaps 'val' and 'test'"
         require(known, "index", expected, list(self.index))
@@ -241,7 +243,7 @@ class ClientSamples:
         self._check_training_samples()
 
     def _check_positions(self, split: str, pool_size: int) -> None:
-        """Raises ValueError unless each client has a list of positions in the pool."""
+        """Raises ValueError unless clients have lists of positions in the pool."""
         lists = self.index[split]
         name = f"index[{split!r}]"
         expected = f"a list for each of {self.n} clients"
@@ -338,7 +340,7 @@ class ClientSamples:
         require(low >= 0 and high < classes, "y", expected, [low, high])
 
     def _describe_holder(self, sample: int) -> str:
-        """Text that says which client has a sample; "" where no client has it."""
+        """Text that names the client that has a sample, or ""."""
         for split, lists in self.index.items():
             positions = (lists.flat == sample).nonzero()[:1, 0].tolist()
             if positions:
@@ -390,6 +392,6 @@ def _to_ragged(name: str, lists: Any, device: torch.device) -> Ragged:
 
 
 def _describe_range(sizes: Tensor) -> str:
-    """The smallest and the largest of the sizes [N], and their median, in words."""
+    """The smallest and the largest size [N], and the median, in words."""
     low, high = sizes.aminmax()
     return f"{low} to {high}, median {sizes.median()}"

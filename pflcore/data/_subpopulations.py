@@ -71,7 +71,8 @@ def unimodal(
     Args:
         z: shards of a client
         test: share of a client's samples that is held out
-        train: use so many of a client's other samples only; the test sets stay
+        train: samples of a client to train on, at most; all if not said. The test sets
+            stay the same.
     """
     everyone = ClientGroup(range(labels.classes), labels.n)
     return _deal_groups(labels, [everyone], z, test, train, rng)
@@ -89,10 +90,11 @@ def multimodal(
     test: OpenUnitFloat = 0.2,
     train: PositiveInt | None = None,
 ) -> Partition:
-    """Two groups of clients that have no class in common, each dealt as by `unimodal`.
+    """Two groups of clients that have no class in common.
 
-    WAFFLe (Hao et al. 2020). All shards are of one size, the largest that every class
-    can give. The partition has a `group` [N]: 1 for the minority.
+    WAFFLe (Hao et al. 2020). Each group is dealt shards as by `unimodal`. All shards
+    are of one size, the largest that every class can give. The partition has a `group`
+    [N]: 1 for the minority.
 
     Example: on MNIST with 120 clients and z = 2, the 100 clients of the majority share
     200 shards of the odd digits, and the 20 of the minority 40 shards of the even ones.
@@ -102,7 +104,8 @@ def multimodal(
         minority: classes of the minority, or the paper's for a data set by its name
         minority_clients: clients of the minority, the last ones
         test: share of a client's samples that is held out
-        train: use so many of a client's other samples only; the test sets stay
+        train: samples of a client to train on, at most; all if not said. The test sets
+            stay the same.
     """
     n = labels.n
     chosen = MINORITY_CLASSES[minority] if isinstance(minority, str) else minority
@@ -129,11 +132,11 @@ def _deal_groups(
     train: int | None,
     rng: Random,
 ) -> Partition:
-    """The partition of the training pool in which each client has z shards.
+    """A partition of the training pool: z shards for each client.
 
-    The shards of a client are of its group's classes. A group of n clients has n z
-    shards; the numbers of shards of its classes differ by 1 at most. A single group
-    uses every sample. Several groups get shards of one size.
+    A client's shards are of its group's classes. A group of n clients has n z shards;
+    the numbers of shards of its classes differ by 1 at most. In a single group, the
+    shards of a class hold all of its samples. Several groups get shards of one size.
     """
     totals = labels.class_totals(labels.train)
     shards = np.zeros(labels.classes, dtype=np.int64)
