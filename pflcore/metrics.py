@@ -125,7 +125,9 @@ def weighted_mean(values: Vector, weight: Vector) -> float:
     w = vector(weight, "weight", len(v))
     require(not (w < 0).any(), "weight", "numbers of samples, at least 0", weight)
     counts = ~v.isnan() & (w > 0)
-    return ((v[counts] * w[counts]).sum() / w[counts].sum()).item()
+    v = v[counts]
+    w = w[counts]
+    return ((v * w).sum() / w.sum()).item()
 
 
 @checked

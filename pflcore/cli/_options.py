@@ -42,12 +42,11 @@ def parse(
     taken = set[str]()  # options that are written without the name of their group
     types = dict[str, Any]()
     for title, cls in groups.items():
-        is_prefixed = title in prefixed
-        group = _group_type(title, cls, set() if is_prefixed else taken)
-        if not is_prefixed:
-            taken |= {f.name for f in option_fields(cls)}
-            group = tyro.conf.OmitArgPrefixes[group]
-        types[title] = group
+        if title in prefixed:
+            types[title] = _group_type(title, cls, taken=())
+            continue
+        types[title] = tyro.conf.OmitArgPrefixes[_group_type(title, cls, taken)]
+        taken |= {f.name for f in option_fields(cls)}
     parsed = tyro.cli(
         make_dataclass("Options", types.items()),
         prog=prog,

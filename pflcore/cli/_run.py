@@ -184,7 +184,8 @@ def _run_command(
     differ = len(classes) == len(algorithms)
     require(differ, "algorithms", "different names", ", ".join(names))
     about = _about(command, [class_of(name) for name in names])
-    values = parse(prog, about, groups, argv, () if is_run else algorithms)
+    prefixed = () if is_run else algorithms
+    values = parse(prog, about, groups, argv, prefixed)
     return _run_values(values, algorithms, functions["data"])
 
 
@@ -217,12 +218,10 @@ def _run_values(
         algorithms: The name of each algorithm, by the group of its options.
         reader: The reader of the user's files, or None for data by name.
     """
-    jobs = experiment.make_jobs(
-        [*algorithms.values()],
-        Options(**values["run"]),
-        Training(**values["training"]),
-        {name: values[title] for title, name in algorithms.items()},
-    )
+    options = Options(**values["run"])
+    training = Training(**values["training"])
+    hyper = {name: values[title] for title, name in algorithms.items()}
+    jobs = experiment.make_jobs([*algorithms.values()], options, training, hyper)
     cut = values.get("partition", {})
     if reader:  # the record names a reader's options only where they are chosen
         cut = {k: v for k, v in values["data"].items() if v != reader.defaults[k]}

@@ -117,7 +117,10 @@ def interleave_classes(rows: Sequence[Ints]) -> Ints:
 
     Sample k of a class with n_c samples has the rank (k + 0.5) / n_c.
     """
-    ranks = [(np.arange(len(r)) + 0.5) / max(len(r), 1) for r in rows]
+    ranks = []
+    for positions in rows:
+        size = len(positions)
+        ranks.append((np.arange(size) + 0.5) / max(size, 1))
     order = np.argsort(np.concatenate(ranks), kind="stable")
     samples: Ints = np.concatenate(rows)[order]
     return samples

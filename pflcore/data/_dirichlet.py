@@ -108,7 +108,8 @@ def _minimum_size(labels: Labels, min_size: int | None, pooled: bool) -> int:
     if min_size is None:
         min_size = min(20, samples // (2 * n))
     # Of a client's pooled samples, one is for training and one for testing.
-    minimum = max(min_size, 2 if pooled else 1)
+    least = 2 if pooled else 1
+    minimum = max(min_size, least)
     expected = f"enough for {n} of {samples} samples"
     require(minimum * n <= samples, "min_size", expected, minimum)
     if "test" in labels.pools:
@@ -167,9 +168,12 @@ def sample_counts(
     totals: Ints,  # [C]
 ) -> Ints:  # [C, N]
     """Numbers of samples; every row sums to its class's total."""
-    ends = np.floor(np.cumsum(p, axis=1)[:, :-1] * totals[:, None]).astype(np.int64)
-    ends = ends.clip(0, totals[:, None])
-    return np.diff(ends, prepend=0, append=totals[:, None])
+    row_totals = totals[:, None]  # [C, 1]
+    cumulative = np.cumsum(p, axis=1)
+    # Sums of floats can miss 1, so the last end is the total itself.
+    ends = np.floor(cumulative[:, :-1] * row_totals).astype(np.int64)
+    ends = ends.clip(0, row_totals)
+    return np.diff(ends, prepend=0, append=row_totals)
 
 
 def _draw_proportions(

@@ -86,12 +86,12 @@ class Federation(ClientSamples):
     training samples.
 
     `from_clients`, `from_table` and `from_partition` make a federation of other forms
-    of data. A federation does not change: its methods return new ones, which share the
-    pool.
+    of data. A federation does not change: its methods return new ones. These share the
+    pool, but for those of `standardize` and of `to` another device.
 
     Attributes:
-        x: [n, ...] inputs of the pool, floats or int64 (tokens). A dict of such tensors
-            may be given; it becomes one tensor [n, D], and `fields` describes it.
+        x: [n, ...] inputs of the pool, floats or int64 (tokens). A dict of tensors may
+            be given; it becomes one tensor [n, D], and `fields` describes it.
         y: [n] or [n, ...] int64 labels in 0..classes-1, or floating targets, for which
             `classes` is None. Labels that count in nothing are -100.
         index: for each split the N lists of positions in the pool, int64 [n_i]. "train"
@@ -102,7 +102,7 @@ class Federation(ClientSamples):
         name: name of the data, for summaries and records
         facts: numbers that a partition or a reader counted, by name, for the summary
             and the record
-        truth: facts of the clients beside their samples, by name, such as "group" and
+        truth: facts that are known of the clients, by name, for instance "group" and
             "optimum"; each is a tensor [N, ...]
         fields: names, shapes and dtypes of the parts of an input that was a dict; None
             where x was a tensor
@@ -535,8 +535,10 @@ class Federation(ClientSamples):
         shares = (val, test, train)
         counts = []
         for share in shares:
-            is_fraction = isinstance(share, float)
-            counts.append(math.floor(share * self.n + 0.5) if is_fraction else share)
+            count = share
+            if isinstance(share, float):
+                count = math.floor(share * self.n + 0.5)
+            counts.append(count)
         if isinstance(train, float) and abs(sum(shares) - 1) < 1e-9:
             counts[2] = self.n - counts[0] - counts[1]
         left = self.n - sum(counts)
@@ -660,10 +662,12 @@ def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
 
     Raises ValueError unless there is an id, a whole number or a string, per sample.
     """
-    ids: Any = np.asarray(client.cpu() if isinstance(client, Tensor) else client)
+    if isinstance(client, Tensor):
+        client = client.cpu()
+    ids: Any = np.asarray(client)
     if ids.dtype == object and all(isinstance(i, str) for i in ids):
         ids = ids.astype(str)
-    # In a list with strings numpy turns everything into strings, also None.
+    # Of a list with strings numpy makes an array of strings alone: None becomes "None".
     is_list = isinstance(client, list | tuple)
     mixed = is_list and len({isinstance(i, str) for i in client}) > 1
     fits = ids.shape == (count,) and ids.dtype.kind in "iuU" and not mixed

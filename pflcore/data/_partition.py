@@ -41,7 +41,8 @@ class PartitionRule(NamedTuple):
     """A rule under a name, with defaults of its own.
 
     Attributes:
-        stream: seeds the rule's draws: another string gives another partition
+        stream: name of the random stream; it seeds the rule's draws together with the
+            seed, so another name gives another partition
         rule: the function that makes the partition
         defaults: values of options in place of the rule's own defaults
     """
@@ -51,6 +52,8 @@ class PartitionRule(NamedTuple):
     defaults: Mapping[str, Any] = {}
 
 
+# A* and B* have the stream of A and B: they give the same samples to the same clients.
+# practical2 is FedDWA's practical setting 2, by its released code.
 PARTITIONS: dict[str, PartitionRule] = {
     **{name: PartitionRule("waffle", waffle, {"base": name}) for name in "ABC"},
     "A*": PartitionRule("waffle", waffle, {"base": "A", "shift_seed": 0}),
@@ -92,7 +95,8 @@ def partition(
         labels: labels of the training pool, whole numbers [m] or [m, 1]
         n: number of clients
         test_labels: labels [m_test] of the test pool, or None for no test pool
-        seed: seeds every random choice of the rule
+        seed: seeds every random choice of the rule but the label permutations of A*
+            and B*, which have their own `shift_seed`
         classes: number of classes; the largest label plus one if not said
         options: options of the rule; `options_of(name)` lists them with their defaults
     """
@@ -102,7 +106,8 @@ def partition(
     require(n <= samples, "n", f"at most as many as the {samples} training samples", n)
     rule = PARTITIONS[name]
     rng = seeded_stream(seed, rule.stream)
-    made = rule.rule(Labels(pools, n, classes), rng, **{**rule.defaults, **options})
+    arguments = {**rule.defaults, **options}
+    made = rule.rule(Labels(pools, n, classes), rng, **arguments)
     index = {split: list(lists) for split, lists in made.index.items()}
     _check_training_samples(index["train"])
     pool_sizes = {split: len(y) for split, y in pools.items()}
@@ -128,10 +133,11 @@ def _read_pools(
     pools = {"train": _to_labels(labels, "labels")}
     if test_labels is not None:
         pools["test"] = _to_labels(test_labels, "test_labels")
-    reader = ReaderOptions("infer" if classes is None else classes)
-    y, known_classes = interpret_targets(
-        torch.cat(list(pools.values())), reader, torch.float32, name="labels"
-    )
+    reader = ReaderOptions()
+    if classes is not None:
+        reader = ReaderOptions(classes)
+    joined = torch.cat(list(pools.values()))
+    y, known_classes = interpret_targets(joined, reader, torch.float32, name="labels")
     low = int(y.min())
     top = int(y.max())
     count = known_classes or 1

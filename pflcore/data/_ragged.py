@@ -79,7 +79,8 @@ class Ragged(Sequence[Tensor]):
 
     def take(self, ids: Tensor) -> Ragged:
         """The lists of the clients `ids` [S], in their order."""
-        if len(ids) == len(self) and bool((ids == torch.arange(len(ids))).all()):
+        has_all = len(ids) == len(self)
+        if has_all and bool((ids == torch.arange(len(self))).all()):
             return self
         size = self.size[ids]
         new_begin = size.cumsum(0) - size

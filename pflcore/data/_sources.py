@@ -144,24 +144,24 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
     require(name in SOURCES, "data", f"one of {', '.join(SOURCES)}", name, SOURCES)
     images = SOURCES[name]
     folder = os.environ.get("PFLCORE_DATA") if root is None else root
+    path = Path(folder) if folder else None
     place = f"{folder or 'a folder (set PFLCORE_DATA)'}"
     if images.files_text:
         place += f", which would hold {images.files_text},"
     text = f"data: {name!r} can be neither read from {place} nor downloaded"
     with explain_read_errors(text):
-        found = images.read(Path(folder) if folder else None)
-        arrays = [np.ascontiguousarray(array) for array in found]
+        arrays = [np.ascontiguousarray(array) for array in images.read(path)]
     check_published(name, digest_of(*arrays), images.digest)
     x, y, x_test, y_test = arrays
     return Source(
-        name,
-        _normalized(x, images),
-        torch.from_numpy(y.astype(np.int64)),
-        _normalized(x_test, images),
-        torch.from_numpy(y_test.astype(np.int64)),
-        images.classes,
-        images.mean,
-        images.std,
+        name=name,
+        x_train=_normalized(x, images),
+        y_train=torch.from_numpy(y.astype(np.int64)),
+        x_test=_normalized(x_test, images),
+        y_test=torch.from_numpy(y_test.astype(np.int64)),
+        classes=images.classes,
+        mean=images.mean,
+        std=images.std,
     )
 
 
@@ -224,8 +224,9 @@ def _mnist5k(root: Path | None) -> list[Any]:
     # The package's own reader takes two seconds for this table.
     path = Path(module.__file__).parent / "data" / "mnist_5k.csv.gz"
     table = np.loadtxt(path, delimiter=",", dtype=np.float32)
-    x, y = np.split(table, [784], axis=1)
-    return _split_pool(x.reshape(-1, 1, 28, 28), y.ravel().astype(np.int64), 5000)
+    x, y = np.split(table, [784], axis=1)  # pixels, and the label in the last column
+    labels = y.ravel().astype(np.int64)
+    return _split_pool(x.reshape(-1, 1, 28, 28), labels, seed=5000)
 
 
 def _digits(root: Path | None) -> list[Any]:
@@ -233,7 +234,7 @@ def _digits(root: Path | None) -> list[Any]:
     module = import_optional("sklearn.datasets", "data: it", DATA_FOLDER_HINT)
     x, y = module.load_digits(return_X_y=True)
     pixels = x.reshape(-1, 1, 8, 8) * (255 / 16)
-    return _split_pool(pixels.astype(np.float32), y, 1797)
+    return _split_pool(pixels.astype(np.float32), y, seed=1797)
 
 
 def _split_pool(x: Any, y: Ints, seed: int) -> list[Any]:
@@ -288,9 +289,12 @@ def _idx_pools(folder: Path) -> Iterable[Any] | None:
     paths = []
     has_any = False
     for name in IDX_FILES:
-        found = [path for path in folder.glob(f"{name}*") if path.is_file()]
-        has_any = has_any or bool(found)
-        paths.append(found[0] if found else folder / name)
+        path = folder / name
+        found = [file for file in folder.glob(f"{name}*") if file.is_file()]
+        if found:
+            has_any = True
+            path = found[0]
+        paths.append(path)
     if not has_any:
         return None
     x, y, x_test, y_test = map(read_idx, paths)

@@ -150,10 +150,8 @@ def _deal_groups(
         has_shards = shards > 0
         shard_size = int((totals[has_shards] // shards[has_shards]).min())
     parts = [_deal_group(labels, group, shards, shard_size, rng) for group in groups]
-    lists = Ragged(
-        torch.cat([part.flat for part in parts]),
-        torch.cat([part.size for part in parts]),
-    )
+    samples = torch.cat([part.flat for part in parts])
+    lists = Ragged(samples, torch.cat([part.size for part in parts]))
 
     def test_size(samples: int) -> int:
         return max(1, int(test * samples + 0.5))
