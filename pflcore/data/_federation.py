@@ -163,42 +163,31 @@ class Federation(ClientSamples):
         """A federation of the samples that a reader has read, by client.
 
         Args:
-            names: names of the clients, of which there is one for each
+            clients: for each client an entry, as `from_clients` takes them
+            reader: options that say what targets and inputs become
+            name: name of the data
+            names: a name for each client, or None
         """
-        count = 0
-        parts = []
-        for i, entry in enumerate(clients):
-            count = i + 1
-            holder = f"client {i if names is None else names[i]}"
-            for split, pair in _by_split(holder, entry).items():
-                x, y, of_x = to_pair(pair, f"{holder} ({split})", reader.dtype)
-                if len(y):
-                    parts.append((i, holder, split, x, y, of_x))
+        pieces, count = _read_pieces(clients, reader, names)
         require(count, "clients", "the data of at least one client", [])
         expected = f"a sample to train on for each; leave out the {count} without"
-        require(parts, "clients", expected, "no samples at all")
-        owners, holders, splits, xs, ys, fields = zip(*parts, strict=True)
+        require(pieces, "clients", expected, "no samples at all")
         typed = not reader.from_files and reader.classes == "infer"
-        _check_same_form(holders, xs, ys, fields, typed=typed)
-        sizes = [len(y) for y in ys]
-        owner_of_sample = np.repeat(owners, sizes)
-        split_of_sample = np.repeat(splits, sizes)
-        index = {}
-        for split in SPLITS:
-            if split in splits or split == "train":
-                is_in = split_of_sample == split
-                index[split] = Ragged.from_owners(
-                    np.flatnonzero(is_in), owner_of_sample[is_in], count
-                )
+        _check_same_form(pieces, typed=typed)
+        xs = [piece.x for piece in pieces]
         float_dtypes = (x.dtype for x in xs if x.is_floating_point())
         float_dtype = next(float_dtypes, torch.float32)
-        single_step = has_single_step(xs[0], fields[0])
+        fields = pieces[0].fields
         y, classes = interpret_targets(
-            torch.cat(ys), reader, float_dtype, single_step=single_step
+            torch.cat([piece.y for piece in pieces]),
+            reader,
+            float_dtype,
+            single_step=has_single_step(xs[0], fields),
         )
-        x = merge_inputs(xs, holders, float_dtype)
+        x = merge_inputs(xs, [piece.holder for piece in pieces], float_dtype)
+        index = _index_pieces(pieces, count)
         names = None if names is None else tuple(names)
-        return cls(x, y, index, classes, name=name, fields=fields[0], names=names)
+        return cls(x, y, index, classes, name=name, fields=fields, names=names)
 
     @classmethod
     @checked
@@ -634,27 +623,79 @@ def _by_split(holder: str, entry: Any) -> dict[str, Any]:
     return parts
 
 
-def _check_same_form(
-    holders: Sequence[str],
-    xs: Sequence[Tensor],
-    ys: Sequence[Tensor],
-    fields: Sequence[Fields | None],
-    *,
-    typed: bool,
-) -> None:
+class _Piece(NamedTuple):
+    """One client's samples of one split, of which there is at least one.
+
+    Attributes:
+        owner: number of the client
+        holder: name of the client in errors
+        split: split of the samples
+        x: inputs [m, ...]
+        y: targets [m, ...]
+        fields: fields of the inputs, if they were given as a dict
+    """
+
+    owner: int
+    holder: str
+    split: str
+    x: Tensor
+    y: Tensor
+    fields: Fields | None
+
+
+def _read_pieces(
+    clients: Any, reader: ReaderOptions, names: Sequence[str | int] | None
+) -> tuple[list[_Piece], int]:
+    """The samples of all clients in pieces, and the number of clients."""
+    count = 0
+    pieces = []
+    for i, entry in enumerate(clients):
+        count = i + 1
+        name = i if names is None else names[i]
+        holder = f"client {name}"
+        for split, pair in _by_split(holder, entry).items():
+            x, y, fields = to_pair(pair, f"{holder} ({split})", reader.dtype)
+            if len(y):
+                pieces.append(_Piece(i, holder, split, x, y, fields))
+    return pieces, count
+
+
+def _index_pieces(pieces: Sequence[_Piece], count: int) -> dict[str, Ragged]:
+    """Lists of `count` clients, by split, of samples in the order of the pieces."""
+    sizes = [len(piece.y) for piece in pieces]
+    owner_of_sample = np.repeat([piece.owner for piece in pieces], sizes)
+    splits = [piece.split for piece in pieces]
+    split_of_sample = np.repeat(splits, sizes)
+    index = {}
+    for split in SPLITS:
+        if split in splits or split == "train":
+            is_in = split_of_sample == split
+            rows = np.flatnonzero(is_in)
+            index[split] = Ragged.from_owners(rows, owner_of_sample[is_in], count)
+    return index
+
+
+def _check_same_form(pieces: Sequence[_Piece], *, typed: bool) -> None:
     """Raises ValueError where clients' samples differ in form.
 
     Args:
         typed: True: also where one client has labels and another has numbers
     """
-    first = ""
-    for holder, x, y, parts in zip(holders, xs, ys, fields, strict=True):
-        form = f"{parts or list(x.shape[1:])} and {list(y.shape[1:])}"
-        if typed:
-            form += " (floats)" if y.is_floating_point() else " (int64)"
-        first = first or form
-        expected = f"inputs and targets {first}, as {holders[0]} has"
-        require(form == first, holder, expected, form)
+    first_form = _describe_form(pieces[0], typed=typed)
+    expected = f"inputs and targets {first_form}, as {pieces[0].holder} has"
+    for piece in pieces:
+        form = _describe_form(piece, typed=typed)
+        require(form == first_form, piece.holder, expected, form)
+
+
+def _describe_form(piece: _Piece, *, typed: bool) -> str:
+    """The shapes of a sample in words, with the kind of its target if `typed`."""
+    inputs = piece.fields or list(piece.x.shape[1:])
+    form = f"{inputs} and {list(piece.y.shape[1:])}"
+    if not typed:
+        return form
+    kind = "floats" if piece.y.is_floating_point() else "int64"
+    return f"{form} ({kind})"
 
 
 def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
