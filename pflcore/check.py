@@ -65,28 +65,60 @@ class Expectation(NamedTuple):
     names: tuple[str, ...] = ()  # its values, where they are names that can be misspelt
 
 
-def reject(name: str, expected: str, got: Any, names: Iterable[str] = ()) -> NoReturn:
-    """Raises ValueError in the one form of sentence.
+class Words(str):
+    """Text that an error shows as it is, whole and without quotation marks.
+
+    It takes the place of a value that the words say better, such as "a part of w's
+    memory".
+    """
+
+
+def reject(
+    name: str,
+    expected: str,
+    got: Any,
+    names: Iterable[str] = (),
+    *,
+    remedy: str = "",
+    error: type[Exception] = ValueError,
+) -> NoReturn:
+    """Raises the error of an argument: "NAME: expected X, got Y; remedy.".
 
     Args:
-        name: The argument's name.
+        name: The argument's name. An op's argument is written as the call, such as
+            "aggregate(out)".
+        expected: The words for the values that the argument may have.
+        got: The wrong value, which `summarize` puts into words, or `Words`.
         names: The values that the argument may have. Where one of them is nearly what
             was given, the sentence suggests it.
+        remedy: What the caller can do, without the full stop.
+        error: The class of the error.
     """
+    end = f"; {remedy}." if remedy else "."
     near = closest_name(got, names)
     if near is not None:
-        raise ValueError(
-            f"{name}: got {summarize(got)}, did you mean {near!r}? Expected {expected}."
-        )
-    raise ValueError(f"{name}: expected {expected}, got {summarize(got)}.")
+        question = f"{name}: got {summarize(got)}, did you mean {near!r}?"
+        raise error(f"{question} Expected {expected}{end}")
+    raise error(f"{name}: expected {expected}, got {summarize(got)}{end}")
 
 
 def require(
-    fits: Any, name: str, expected: str, got: Any, names: Iterable[str] = ()
+    fits: Any,
+    name: str,
+    expected: str,
+    got: Any,
+    names: Iterable[str] = (),
+    *,
+    remedy: str = "",
+    error: type[Exception] = ValueError,
 ) -> None:
-    """Raises ValueError, as `reject` does, unless the argument fits."""
+    """Raises an error, as `reject` does, unless the argument fits.
+
+    Where the words are built from values and the call is frequent, test first and then
+    call `reject`: building them takes time.
+    """
     if not fits:
-        reject(name, expected, got, names)
+        reject(name, expected, got, names, remedy=remedy, error=error)
 
 
 def closest_name(value: Any, names: Iterable[str]) -> str | None:
@@ -129,12 +161,26 @@ def checked(thing: F) -> F:
     Of a class the arguments of `__init__` are checked. A default is not. The call
     raises ValueError where an argument is not what its annotation says.
     """
+    return _with_checks(thing, "{}")
+
+
+def checked_op(thing: F) -> F:
+    """The op with the checks of `checked`; an error has the call in its name.
+
+    That is the form of all ops: "nearest(k): expected a whole number, ...".
+    """
+    return _with_checks(thing, f"{thing.__name__}({{}})")
+
+
+def _with_checks(thing: F, name_format: str) -> F:
+    """The function or class with checks, whose errors have names of this form."""
     call: Any = thing.__init__ if inspect.isclass(thing) else thing  # type: ignore[misc]
     signature = inspect.signature(call)
 
     @functools.cache
     def expectations() -> dict[str, Expectation]:
-        # It is called with the first call, when the module has all names of its hints.
+        # This is left to the first call: then the module has all names that the
+        # annotations use.
         hints = typing.get_type_hints(call, include_extras=True)
         return {
             name: expectation_of(hint)
@@ -149,7 +195,8 @@ def checked(thing: F) -> F:
         for name, value in bound.arguments.items():
             is_default = value is signature.parameters[name].default
             if name in expected and not is_default:
-                bound.arguments[name] = validated(name, expected[name], value)
+                shown = name_format.format(name)
+                bound.arguments[name] = validated(shown, expected[name], value)
         return call(*bound.args, **bound.kwargs)
 
     if not inspect.isclass(thing):
@@ -296,12 +343,26 @@ def _expect_each(expectation: Expectation, words: str) -> Expectation:
 
 
 def summarize(value: Any) -> str:
-    """A value in a few words on one line; of a tensor the shape and dtype."""
+    """A value in a few words on one line.
+
+    A tensor is described by its shape, dtype and device, and by its layout where it is
+    not dense. `Words` stay as they are.
+    """
     if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"a tensor {list(value.shape)} of {dtype}"
+        return f"{summarize_kind(value)} on {value.device}"
+    if isinstance(value, Words):
+        return value
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def summarize_kind(t: Tensor) -> str:
+    """The shape and dtype of a tensor in words, for tensors on any device."""
+    dtype = str(t.dtype).removeprefix("torch.")
+    kind = "tensor"
+    if t.layout is not torch.strided:
+        kind = f"{str(t.layout).removeprefix('torch.')} tensor"
+    return f"a {kind} {list(t.shape)} of {dtype}"
 
 
 def _instance(cls: type, words: str) -> Expectation:

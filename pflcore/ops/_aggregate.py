@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pflcore.check import Words, reject
+
 from ._check import (
     check_floating,
     check_index,
@@ -17,9 +19,7 @@ from ._check import (
     check_number,
     check_same_device,
     check_writable,
-    describe,
     memory_span,
-    reject_argument,
     same_view,
     spans_overlap,
 )
@@ -86,17 +86,16 @@ def check_aggregate(
     if index is not None:
         check_index(op, "updates", updates, "index", index)
         if index.shape != weight.shape:
-            expected = f"{list(weight.shape)} like weight"
-            reject_argument(op, "index", expected, describe(index))
+            reject(f"{op}(index)", f"{list(weight.shape)} like weight", index)
         check_index_range(op, "index", index, n)
     elif k != n:
         expected = f"[M, {n}], a column for each row of updates"
-        reject_argument(op, "weight", expected, describe(weight), "or give index")
+        reject(f"{op}(weight)", expected, weight, remedy="or give index")
     if base is not None:
         check_floating(op, "base", base)
         if base.shape not in ((p,), (m, p)) or base.device != updates.device:
             expected = f"[{p}] or [{m}, {p}] on {updates.device}"
-            reject_argument(op, "base", expected, describe(base))
+            reject(f"{op}(base)", expected, base)
     if out is not None:
         check_out(updates, weight, index, base, out)
 
@@ -105,7 +104,6 @@ def check_out(
     updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any
 ) -> None:
     """Raises ValueError or TypeError for an `out` that the op cannot write."""
-    op = "aggregate"
     shape = [weight.shape[0], updates.shape[1]]
     dtype = updates.dtype if base is None else base.dtype
     fits = (
@@ -116,31 +114,32 @@ def check_out(
     )
     if not fits:
         kind = f"{str(dtype).removeprefix('torch.')} on {updates.device}"
-        reject_argument(op, "out", f"{shape} {kind}", describe(out))
+        reject("aggregate(out)", f"a tensor {shape} of {kind}", out)
     if in_forward_ad():
         expected = "None in forward-mode differentiation"
-        reject_argument(op, "out", expected, "a tensor", "leave out away")
+        reject("aggregate(out)", expected, out, remedy="leave out away")
     if not out.numel():
         return
-    check_writable(op, "out", out)
+    check_writable("aggregate", "out", out)
     if torch.compiler.is_compiling():
         return
     if out.is_neg() or out.is_conj():
         expected = "memory that holds its numbers as they are"
-        reject_argument(op, "out", expected, "the negative of other numbers")
+        got = Words("a view of their negatives or conjugates")
+        reject("aggregate(out)", expected, got)
     tensors = (updates, weight, base, out)
     if torch.is_grad_enabled() and any(_requires_grad(t) for t in tensors):
         expected = "None where a gradient is wanted"
         remedy = "leave out away or use torch.no_grad()"
-        reject_argument(op, "out", expected, "inputs that require grad", remedy)
+        reject("aggregate(out)", expected, out, remedy=remedy)
     span = memory_span(out)
     for name, t in (("updates", updates), ("weight", weight), ("index", index)):
         if spans_overlap(span, memory_span(t)):
-            reject_argument(op, "out", "memory of its own", f"memory of {name}")
+            reject("aggregate(out)", "memory of its own", Words(f"memory of {name}"))
     overlaps_base = base is not None and spans_overlap(span, memory_span(base))
     if base is not None and overlaps_base and not same_view(out, base):
         expected = "memory of its own or base itself"
-        reject_argument(op, "out", expected, "a part of base's memory")
+        reject("aggregate(out)", expected, Words("a part of base's memory"))
 
 
 def _requires_grad(t: Tensor | None) -> bool:

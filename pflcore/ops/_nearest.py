@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from pflcore.check import NonNegativeInt, PositiveInt, checked
+from pflcore.check import NonNegativeInt, PositiveInt, Words, checked_op, reject
 
 from . import stream
-from ._check import check_same_kind, require_argument
+from ._check import check_same_kind
 from ._sqdist import pairwise_sqdist
 from ._weights import feddwa_weights
 from .stream import RowSource, check_rows, read_blocks, take_rows, tensor_of
@@ -37,7 +37,7 @@ class Nearest(NamedTuple):
     index: Tensor  # type: ignore[assignment]  # [M, K] int64
 
 
-@checked
+@checked_op
 def nearest(
     guide: RowSource,  # [M, P]
     rows: RowSource,  # [N, P]
@@ -67,9 +67,11 @@ def nearest(
     no_rows = check_rows(op, "rows", rows)
     check_same_kind(op, "guide", no_guides, "rows", no_rows)
     n, p = rows.shape
-    expected = f"P = {guide.shape[1]} columns like guide"
-    require_argument(guide.shape[1] == p, op, "rows", expected, f"{n} rows of {p}")
-    require_argument(n > 0, op, "rows", "at least one row", "none")
+    if guide.shape[1] != p:
+        expected = f"P = {guide.shape[1]} columns like guide"
+        reject("nearest(rows)", expected, Words(f"{n} rows of {p}"))
+    if n == 0:
+        reject("nearest(rows)", "at least one row", Words("none"))
     with torch.no_grad():
         search = _Search(guide, rows, min(k, n))
         if method == "exact" or search.device.type != "cpu":

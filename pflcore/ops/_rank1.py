@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._check import check_floating, check_same_kind, describe, reject_argument
+from pflcore.check import Words, reject
+
+from ._check import check_floating, check_same_kind
 from ._library import define, in_forward_ad, lib, save_inputs, warn_of_references
 
 OP = "rank1_linear"
@@ -123,30 +125,25 @@ def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
     ):
         check_floating(OP, name, t)
         if t.dim() < min_dims:
-            reject_argument(OP, name, shape, describe(t))
+            reject(f"{OP}({name})", shape, t)
         if t is not x:
             check_same_kind(OP, "x", x, name, t)
     inputs = x.shape[-1]
     factors = w_b.shape[-2]
     if w_b.shape[-1] != inputs:
-        reject_argument(OP, "w_b", f"[F, {inputs}] for the inputs of x", describe(w_b))
+        reject(f"{OP}(w_b)", f"[F, {inputs}] for the inputs of x", w_b)
     if w_a.shape[-1] != factors:
-        expected = f"[O, {factors}] for the factors of w_b"
-        reject_argument(OP, "w_a", expected, describe(w_a))
+        reject(f"{OP}(w_a)", f"[O, {factors}] for the factors of w_b", w_a)
     if lam.shape[-1] != factors:
-        expected = f"[..., {factors}] for the factors of w_b"
-        reject_argument(OP, "lam", expected, describe(lam))
+        reject(f"{OP}(lam)", f"[..., {factors}] for the factors of w_b", lam)
     leads = (x.shape[:-2], w_a.shape[:-2], lam.shape[:-1], w_b.shape[:-2])
     if not any(leads):
         return ()
     try:
         return tuple(torch.broadcast_shapes(*leads))
     except RuntimeError:
-        actual = ", ".join(str(list(lead)) for lead in leads)
-        raise ValueError(
-            f"{OP}: the leading axes of x, w_a, lam and w_b must broadcast, got "
-            f"{actual}."
-        ) from None
+        got = Words(", ".join(str(list(lead)) for lead in leads))
+    reject(f"{OP}(x, w_a, lam, w_b)", "leading axes that broadcast", got)
 
 
 def reference(

@@ -9,15 +9,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from pflcore.check import Words, reject
+
 from ._check import (
     check_matrix,
     check_number,
     check_same_device,
     check_same_kind,
     check_writable,
-    describe,
     memory_span,
-    reject_argument,
     same_view,
     spans_overlap,
 )
@@ -82,7 +82,7 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
     check_number(op, "weight_decay", weight_decay)
     check_matrix(op, "w", w, "[S, Q]")
     if w.dtype not in (torch.float32, torch.float64):
-        reject_argument(op, "w", "float32 or float64", describe(w), kind=TypeError)
+        reject(f"{op}(w)", "float32 or float64", w, error=TypeError)
     _check_rows(op, w, "grad", grad)
     if shift is not None:
         _check_rows(op, w, "shift", shift)
@@ -97,19 +97,19 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
         check_writable(op, "buffer", buffer)
     elif momentum:
         expected = f"{list(w.shape)} where momentum is {momentum}"
-        reject_argument(op, "buffer", expected, "None", "use torch.zeros_like(w)")
+        reject(f"{op}(buffer)", expected, None, remedy="use torch.zeros_like(w)")
     if isinstance(mu, Tensor):
         if mu.shape != w.shape[:1]:
-            reject_argument(op, "mu", f"a number or [{w.shape[0]}]", describe(mu))
+            reject(f"{op}(mu)", f"a number or [{w.shape[0]}]", mu)
         check_same_device(op, "w", w, "mu", mu)
     else:
         check_number(op, "mu", mu)
     if anchor is None and (isinstance(mu, Tensor) or mu != 0):
-        reject_argument(op, "anchor", f"{list(w.shape)} where mu is given", "None")
+        reject(f"{op}(anchor)", f"{list(w.shape)} where mu is given", None)
     if in_forward_ad():
-        expected = "free of forward-mode differentiation"
-        remedy = "write the step in plain torch"
-        reject_argument(op, "w", expected, "a step inside of it", remedy)
+        expected = "a step outside of forward-mode differentiation"
+        got = Words("a step inside of it")
+        reject(f"{op}(w)", expected, got, remedy="write the step in plain torch")
     if not torch.compiler.is_compiling():
         _check_memory(op, w, buffer, (grad, shift, mask, anchor, mu))
 
@@ -117,10 +117,9 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
 def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
     """Checks that `t` has w's shape, dtype and device; a mask may be one row."""
     if not isinstance(t, Tensor) or t.layout is not torch.strided:
-        expected = "a tensor of rows, dense"
-        reject_argument(op, name, expected, describe(t), kind=TypeError)
+        reject(f"{op}({name})", "a dense tensor of rows", t, error=TypeError)
     if t.shape != w.shape and not (name == "mask" and t.shape == w.shape[1:]):
-        reject_argument(op, name, f"{list(w.shape)} like w", describe(t))
+        reject(f"{op}({name})", f"{list(w.shape)} like w", t)
     check_same_kind(op, "w", w, name, t)
 
 
@@ -133,8 +132,9 @@ def _check_memory(
     and w none with a part of one. `others` are grad, shift, mask, anchor and mu.
     """
     if torch.is_grad_enabled() and (w.requires_grad or others[0].requires_grad):
-        actual = "a tensor that requires grad"
-        reject_argument(op, "w", "free of autograd", actual, "use torch.no_grad()")
+        got = Words("w or grad that requires grad")
+        remedy = "use torch.no_grad()"
+        reject(f"{op}(w)", "a step that autograd does not record", got, remedy=remedy)
     w_span = memory_span(w)
     buffer_span = memory_span(buffer)
     for name, t in zip(("grad", "shift", "mask", "anchor", "mu"), others, strict=True):
@@ -143,8 +143,8 @@ def _check_memory(
         span = memory_span(t)
         if spans_overlap(w_span, span) and not same_view(w, t):
             expected = "memory of its own or w itself"
-            actual = "a part of w's memory"
-            reject_argument(op, name, expected, actual, f"use {name}.clone()")
+            got = Words("a part of w's memory")
+            reject(f"{op}({name})", expected, got, remedy=f"use {name}.clone()")
         if spans_overlap(buffer_span, span):
             _reject_buffer(op, name)
     if spans_overlap(buffer_span, w_span):
@@ -153,9 +153,8 @@ def _check_memory(
 
 def _reject_buffer(op: str, name: str) -> NoReturn:
     """Raises ValueError: the buffer shares memory with the argument `name`."""
-    actual = f"memory of {name}"
-    remedy = "use buffer.clone()"
-    reject_argument(op, "buffer", "memory of its own", actual, remedy)
+    got = Words(f"memory of {name}")
+    reject(f"{op}(buffer)", "memory of its own", got, remedy="use buffer.clone()")
 
 
 def corrected(

@@ -12,15 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._check import (
-    check_index,
-    check_matrix,
-    check_same_kind,
-    describe,
-    is_readable,
-    reject_argument,
-    require_argument,
-)
+from pflcore.check import reject
+
+from ._check import check_index, check_matrix, check_same_kind, is_readable
 from ._library import define, in_forward_ad, lib, save_inputs, warn_of_references
 from ._sums import scatter_add
 
@@ -77,23 +71,22 @@ def check_sqdist(a: Any, b: Any, index: Any) -> None:
         check_matrix(OP, "b", b, "[N, P]")
         check_same_kind(OP, "a", a, "b", b)
         if b.shape[1] != a.shape[1]:
-            reject_argument(OP, "b", f"P = {a.shape[1]} columns like a", describe(b))
+            reject(f"{OP}(b)", f"P = {a.shape[1]} columns like a", b)
     if index is not None:
         _check_pairs(a, a if b is None else b, index)
 
 
 def _check_pairs(a: Tensor, b: Tensor, index: Any) -> None:
     check_index(OP, "a", a, "index", index)
-    fits = index.dim() == 2 and len(index) == len(a)
-    expected = f"[{len(a)}, L], a list for each row of a"
-    require_argument(fits, OP, "index", expected, describe(index))
+    if index.dim() != 2 or len(index) != len(a):
+        reject(f"{OP}(index)", f"[{len(a)}, L], a list for each row of a", index)
     if not is_readable(index) or index.numel() == 0:
         return
     largest = int(index.max())
     if largest >= len(b):
-        expected = f"below {len(b)}, the number of rows"
+        expected = f"numbers below {len(b)}, the number of rows"
         remedy = "use a negative number for padding"
-        reject_argument(OP, "index", expected, str(largest), remedy)
+        reject(f"{OP}(index)", expected, largest, remedy=remedy)
 
 
 def _plain_sqdist(

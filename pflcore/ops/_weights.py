@@ -9,18 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pflcore.check import reject, require
+
 from ._check import (
     check_floating,
     check_index,
     check_index_range,
     check_matrix,
     check_number,
-    describe,
     is_int,
-    reject_argument,
-    require_argument,
 )
 from ._library import define, warn_of_references
+
+TIES = ("closed", "uniform")
 
 
 class TopK(NamedTuple):
@@ -70,24 +71,24 @@ def _check_waffle(dist: Any, target: Any, omega: Any, psi: Any, tie: Any) -> Non
     op = "waffle_weights"
     check_floating(op, "dist", dist)
     n = dist.shape[-1] if dist.dim() else 0
-    require_argument(n > 0, op, "dist", "[..., N] with N > 0", describe(dist))
+    require(n > 0, "waffle_weights(dist)", "[..., N] with N > 0", dist)
     for name, value in (("omega", omega), ("psi", psi)):
         check_number(op, name, value)
-        fits = 0 <= value <= 1e100  # so that a sum of them is finite
-        require_argument(fits, op, name, "a number from 0 to 1e100", repr(value))
-    is_tie = tie in ("closed", "uniform")
-    require_argument(is_tie, op, "tie", "'closed' or 'uniform'", repr(tie))
+        if not 0 <= value <= 1e100:  # so that a sum of them is finite
+            reject(f"{op}({name})", "a number from 0 to 1e100", value)
+    if tie not in TIES:
+        reject(f"{op}(tie)", "'closed' or 'uniform'", tie, TIES)
     if is_int(target):
-        fits = bool(0 <= target < n)
-        require_argument(fits, op, "target", f"from 0 to {n - 1}", str(target))
+        if not 0 <= target < n:
+            reject(f"{op}(target)", f"a whole number from 0 to {n - 1}", target)
         return
     if not isinstance(target, Tensor):
-        expected = "an int or an int64 tensor"
-        reject_argument(op, "target", expected, f"{target!r}"[:60], kind=TypeError)
+        expected = "a whole number or an int64 tensor"
+        reject(f"{op}(target)", expected, target, error=TypeError)
     check_index(op, "dist", dist, "target", target)
     if target.dim() and target.shape != dist.shape[:-1]:
-        expected = f"one for each row of dist, {list(dist.shape[:-1])}"
-        reject_argument(op, "target", expected, describe(target))
+        expected = f"a number for each row of dist, {list(dist.shape[:-1])}"
+        reject(f"{op}(target)", expected, target)
     check_index_range(op, "target", target, n)
 
 
@@ -109,11 +110,11 @@ def feddwa_weights(
     op = "feddwa_weights"
     if not (type(k) is int and k > 0):
         is_valid = is_int(k) and k > 0
-        require_argument(is_valid, op, "k", "a whole number above 0", repr(k))
+        require(is_valid, "feddwa_weights(k)", "a whole number above 0", k)
         k = k if isinstance(k, int | torch.SymInt) else int(k)  # a number of numpy's
     check_matrix(op, "sqdist", sqdist, "[M, N]")
     if sqdist.shape[1] == 0:
-        reject_argument(op, "sqdist", "at least one column", describe(sqdist))
+        reject(f"{op}(sqdist)", "at least one column", sqdist)
     warn_of_references()
     if sqdist.requires_grad:
         sqdist = sqdist.detach()

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.check import checked
+from pflcore.check import Words, checked_op, reject, require, summarize_kind
 
 from ._aggregate import aggregate as aggregate_op
 from ._aggregate import check_aggregate, result_dtypes
-from ._check import check_matrix, describe, reject_argument, require_argument
+from ._check import check_matrix
 from ._sqdist import pairwise_sqdist as sqdist_op
 
 __all__ = ["Files", "aggregate", "pairwise_sqdist"]
@@ -45,7 +45,7 @@ class RowSource(Protocol):
         ...
 
 
-@checked
+@checked_op
 class Files:
     """Rows from safetensors files, each of which holds one client's model.
 
@@ -59,16 +59,12 @@ class Files:
         self, paths: Sequence[str | Path], keys: Sequence[str] | None = None
     ) -> None:
         self.paths = list(paths)
-        require_argument(
-            len(self.paths) > 0, "Files", "paths", "at least one file", "none"
-        )
+        require(self.paths, "Files(paths)", "at least one file", Words("none"))
         first = self._tensors(self.paths[0], keys)
         self.keys = list(first)
         self._kinds = describe_tensors(first)
         dtypes = sorted({str(t.dtype) for t in first.values()})
-        has_one_dtype = len(dtypes) == 1
-        expected = "tensors of one dtype"
-        require_argument(has_one_dtype, "Files", "keys", expected, f"{dtypes}")
+        require(len(dtypes) == 1, "Files(keys)", "tensors of one dtype", dtypes)
         self._empty = model_row(first)[:0]  # of the rows' dtype
         self.shape = (len(self.paths), sum(t.numel() for t in first.values()))
 
@@ -85,12 +81,12 @@ class Files:
                     keys = [name for name in names if dtypes[name] in FLOAT_DTYPES]
                 missing = sorted(set(keys) - set(names))
                 expected = f"names of tensors in {path}"
-                require_argument(not missing, "Files", "keys", expected, f"{missing}")
+                require(not missing, "Files(keys)", expected, missing)
                 return {key: file.get_tensor(key) for key in keys}
         except (SafetensorError, OSError) as error:
-            reason = str(error).rstrip(".")
+            got = f"{path} ({str(error).rstrip('.')})"
             raise ValueError(
-                f"Files: paths: {path} is no whole safetensors file ({reason})."
+                f"Files(paths): expected whole safetensors files, got {got}."
             ) from None
 
     def __getitem__(self, rows: slice, /) -> Tensor:
@@ -100,7 +96,7 @@ class Files:
             tensors = self._tensors(path, self.keys)
             fits = describe_tensors(tensors) == self._kinds
             expected = f"files of {self._kinds} like the first"
-            require_argument(fits, "Files", "paths", expected, str(path))
+            require(fits, "Files(paths)", expected, Words(path))
             models.append(model_row(tensors))
         if not models:
             return self._empty.new_empty(0, self.shape[1])
@@ -109,7 +105,7 @@ class Files:
 
 def describe_tensors(tensors: dict[str, Tensor]) -> dict[str, str]:
     """A phrase on the shape and dtype of each tensor."""
-    return {key: describe(t) for key, t in tensors.items()}
+    return {key: summarize_kind(t) for key, t in tensors.items()}
 
 
 def model_row(tensors: dict[str, Tensor]) -> Tensor:
@@ -154,7 +150,7 @@ def check_rows(op: str, name: str, rows: Any) -> Tensor:
     if not isinstance(rows, Tensor):
         if not hasattr(rows, "__getitem__") or len(getattr(rows, "shape", ())) != 2:
             expected = "a tensor, or rows with a shape [N, P] and slices"
-            reject_argument(op, name, expected, describe(rows), kind=TypeError)
+            reject(f"{op}({name})", expected, rows, error=TypeError)
         rows = tensor_of(rows[:0])
     check_matrix(op, name, rows, "[N, P]")
     return cast(Tensor, rows)
@@ -204,7 +200,7 @@ def pairwise_sqdist(
     return out
 
 
-@checked
+@checked_op
 def aggregate(
     updates: RowSource,  # [N, P]
     weight: Tensor,  # [M, N], or [M, K] with index
@@ -250,7 +246,7 @@ def _check_arguments(
     n, p = updates.shape
     check_matrix(op, "weight", weight, "[M, N]" if index is None else "[M, K]")
     has_rows = n > 0 or index is not None
-    require_argument(has_rows, op, "updates", "at least one row", "none")
+    require(has_rows, "aggregate(updates)", "at least one row", Words("none"))
     like = no_rows.new_empty(1, 1).expand(n, p)
     if isinstance(updates, Tensor):
         like = updates
@@ -260,14 +256,13 @@ def _check_arguments(
         shape = [len(weight), p]
         kind = np.dtype(getattr(out, "dtype", int)).kind
         fits = list(getattr(out, "shape", ())) == shape and kind == "f"
-        expected = f"{shape} of floating point"
-        require_argument(fits, op, "out", expected, describe(out))
+        require(fits, "aggregate(out)", f"{shape} of floating point", out)
     if index is not None:
         is_shared = out is not None and out is updates
         if isinstance(out, np.ndarray) and isinstance(updates, np.ndarray):
             is_shared = is_shared or np.may_share_memory(out, updates)
-        expected = "memory of its own"
-        require_argument(not is_shared, op, "out", expected, "memory of updates")
+        got = Words("memory of updates")
+        require(not is_shared, "aggregate(out)", "memory of its own", got)
     return like
 
 

@@ -46,7 +46,7 @@ from pflcore.check import (
     checked,
     reject,
     require,
-    summarize,
+    summarize_kind,
     warn_caller,
 )
 from pflcore._device import to_device
@@ -501,7 +501,8 @@ def check_state(state: State, alg: Algorithm, net: Net, n: int) -> None:
             name.startswith("server") and bool(rows) and rows[0] not in (n, net.size)
         )
         fits = _is_alike(tensors.get(name), like, ignored_axes=int(may_grow))
-        wanted = f"the {name} like {summarize(like)}, for {n} clients and this model"
+        kind = summarize_kind(like)
+        wanted = f"the {name} like {kind}, for {n} clients and this model"
         require(fits, "state", f"{needs} {wanted}", tensors.get(name))
 
 
