@@ -23,7 +23,7 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def is_int(value: Any) -> bool:
-    """True where a value is a whole number, and not a truth value."""
+    """True for a whole number that is not a truth value."""
     if isinstance(value, bool):
         return False
     return isinstance(value, int | torch.SymInt | Integral)
@@ -73,7 +73,9 @@ def check_matrix(op: str, name: str, t: Any, shape_text: str) -> None:
 
 
 def check_same_kind(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
-    """Raises TypeError or ValueError unless `b` has the dtype and device of `a`.
+    """Raises an error unless `b` has the dtype and device of `a`.
+
+    It is TypeError for another dtype, and ValueError for another device.
 
     Args:
         name: The name of `a`.
@@ -100,7 +102,7 @@ def check_same_device(op: str, name: str, a: Tensor, other: str, b: Tensor) -> N
 
 
 def check_index(op: str, name: str, a: Tensor, other: str, b: Any) -> None:
-    """Raises an error unless `b` is an int64 tensor on the device of `a`.
+    """Raises an error unless `b` is int64 on the device of `a`.
 
     It is TypeError for another type or dtype, and ValueError for another device.
 
@@ -114,7 +116,7 @@ def check_index(op: str, name: str, a: Tensor, other: str, b: Any) -> None:
 
 
 def check_index_range(op: str, name: str, index: Tensor, n: int) -> None:
-    """Raises ValueError where a number of an index is not from 0 to n - 1.
+    """Raises ValueError where an index is out of range 0 to n - 1.
 
     An index that cannot be read without waiting for it is not looked at.
     """
@@ -129,7 +131,7 @@ def check_index_range(op: str, name: str, index: Tensor, n: int) -> None:
 
 
 def check_writable(op: str, name: str, t: Tensor) -> None:
-    """Raises ValueError unless each row of `t` has contiguous memory of its own."""
+    """Raises ValueError unless rows are contiguous and do not overlap."""
     if t.numel() and t.shape[1] > 1 and t.stride(1) != 1:
         strides = Words(f"strides {list(t.stride())}")
         remedy = f"use {name}.contiguous()"
@@ -153,7 +155,7 @@ def is_readable(t: Tensor) -> bool:
 
 
 def memory_span(t: Tensor | None) -> tuple[int, int] | None:
-    """The first address of a tensor's memory, and the one behind its last.
+    """The first address of a tensor's memory, and its end.
 
     None where there is no memory: for a fake, meta or empty tensor, and inside of
     `vmap` or `grad`. Do not call it while compiling.

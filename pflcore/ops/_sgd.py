@@ -1,6 +1,10 @@
 """One SGD step on flat rows, in place and in one pass.
 
-Symbols: S clients; Q columns of a row; w, grad rows of weights and of gradients.
+A step by torch takes a pass over memory for each of its terms. The kernel reads each
+number once, and writes the weights and the buffer once.
+
+Symbols: S clients; Q columns of a row; w rows of weights; d the step's direction; mu
+the factor of the pull to the anchor.
 """
 
 from collections.abc import Sequence
@@ -42,16 +46,36 @@ def sgd_step_(
     buffer: Tensor | None = None,  # [S, Q], changed
     weight_decay: float = 0.0,
 ) -> None:
-    """One SGD step on flat rows, in place and in one pass.
+    """Takes one SGD step on flat rows, in place.
 
     - `d = grad + shift + mu * (w - anchor) + weight_decay * w`
     - `buffer = momentum * buffer + d`
     - `w -= lr * mask * buffer`, or `w -= lr * mask * d` without momentum
 
-    Rows are float32 or float64 and contiguous, with any row stride. The op is not
-    differentiable. The buffer shares no memory with the other tensors. `w` may be
-    `grad`, `shift`, `mask` or `anchor` itself, which then counts as it was before the
-    step, but not a part of one.
+    The terms serve FedProx (`mu`, `anchor`), SCAFFOLD (`shift`) and models of which
+    only a part is trained (`mask`). Leave out the terms that you do not need.
+
+    The op is not differentiable, and autograd must not record the step: call it under
+    `torch.no_grad()` where `w` or `grad` requires grad.
+
+    Raises TypeError for a wrong type or dtype, and ValueError for a wrong shape or
+    device, and for memory that the step cannot write.
+
+    Args:
+        w: Weights in float32 or float64, which the step changes. Rows are contiguous,
+            with any row stride.
+        grad: Gradients. As `shift`, `mask` and `anchor` it has w's dtype, and its
+            memory may be that of `w`, but not that of a part of it. It then counts as
+            it was before the step.
+        lr: The step size.
+        shift: Rows that are added to the gradients.
+        mask: Factors of the step; one row for all clients, or a row for each.
+        mu: The factor of the proximal term, or a factor for each client.
+        anchor: The rows that the proximal term pulls to; required with `mu`.
+        momentum: The factor of the buffer.
+        buffer: The momentum of each weight, which the step changes; required with
+            `momentum`. It shares no memory with the other tensors.
+        weight_decay: The factor of the weights in the direction.
     """
     check_sgd(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay)
     warn_of_references()
@@ -60,10 +84,11 @@ def sgd_step_(
         mu_rows = mu
         mu = 0.0
     _op(w, grad, lr, shift, mask, mu, mu_rows, anchor, momentum, buffer, weight_decay)
-    mark_written(w, buffer if momentum else None)
+    written_buffer = buffer if momentum else None
+    mark_written(w, written_buffer)
 
 
-def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
+def check_sgd(  # noqa: C901 (a test before each call: calls take time)
     w: Any,
     grad: Any,
     lr: Any,
@@ -115,7 +140,10 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
 
 
 def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
-    """Checks that `t` has w's shape, dtype and device; a mask may be one row."""
+    """Raises an error unless `t` has w's shape, dtype and device.
+
+    A mask may be one row.
+    """
     if not isinstance(t, Tensor) or t.layout is not torch.strided:
         reject(f"{op}({name})", "a dense tensor of rows", t, error=TypeError)
     if t.shape != w.shape and not (name == "mask" and t.shape == w.shape[1:]):
@@ -126,10 +154,13 @@ def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
 def _check_memory(
     op: str, w: Tensor, buffer: Tensor | None, others: Sequence[Any]
 ) -> None:
-    """Checks that the op may write into `w` and `buffer`.
+    """Raises ValueError unless the op may write into `w` and `buffer`.
 
-    Autograd does not record them. The buffer shares no memory with the other tensors,
-    and w none with a part of one. `others` are grad, shift, mask, anchor and mu.
+    Autograd must not record them. The buffer shares no memory with the other tensors,
+    and `w` shares none with a part of another.
+
+    Args:
+        others: The arguments grad, shift, mask, anchor and mu.
     """
     if torch.is_grad_enabled() and (w.requires_grad or others[0].requires_grad):
         got = Words("w or grad that requires grad")
@@ -152,20 +183,20 @@ def _check_memory(
 
 
 def _reject_buffer(op: str, name: str) -> NoReturn:
-    """Raises ValueError: the buffer shares memory with the argument `name`."""
+    """Raises ValueError: the buffer shares memory with another argument."""
     got = Words(f"memory of {name}")
     reject(f"{op}(buffer)", "memory of its own", got, remedy="use buffer.clone()")
 
 
 def corrected(
-    w: Tensor,
-    grad: Tensor,
-    shift: Tensor | None,
+    w: Tensor,  # [S, Q]
+    grad: Tensor,  # [S, Q]
+    shift: Tensor | None,  # [S, Q]
     mu: float | Tensor,
-    mu_rows: Tensor | None,
-    anchor: Tensor | None,
-) -> Tensor:
-    """`grad + shift + mu * (w - anchor)` [S, Q].
+    mu_rows: Tensor | None,  # [S], replaces mu
+    anchor: Tensor | None,  # [S, Q]
+) -> Tensor:  # [S, Q]
+    """The gradient with its correction, `grad + shift + mu * (w - anchor)`.
 
     It is `grad` itself where there is nothing to add.
     """
@@ -176,10 +207,13 @@ def corrected(
     return d + factor * (w - anchor)
 
 
-def clipped(grad: Tensor, norm: float) -> Tensor:
-    """The rows of `grad` [S, Q], scaled down where they are longer than `norm`.
+def clipped(
+    grad: Tensor,  # [S, Q]
+    norm: float,
+) -> Tensor:  # [S, Q]
+    """The rows of `grad`, scaled down where they are longer than `norm`.
 
-    The formula is that of `torch.nn.utils.clip_grad_norm_`.
+    The formula is that of `torch.nn.utils.clip_grad_norm_`, with its 1e-6.
     """
     length: Tensor = torch.linalg.vector_norm(grad, dim=1, keepdim=True)
     return grad * (norm / (length + 1e-6)).clamp(max=1)
@@ -198,8 +232,7 @@ def reference(
     buffer: Tensor | None,  # [S, Q], changed
     weight_decay: float,
 ) -> None:
-    """One SGD step on flat rows with a correction, a proximal term, momentum, weight
-    decay and a mask."""
+    """Takes one SGD step in place: the specification of the op."""
     d = corrected(w, grad, shift, mu, mu_rows, anchor)
     if weight_decay:
         d = d + weight_decay * w
