@@ -663,8 +663,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileWarps * 32 / kTileThreads)
           const Pack<T, kPack> pack =
               load_neighbours<kPack>(from + entry.at + column_offset<kPack>(lanes, v0));
 #pragma unroll
-          for (int v = 0; v < kPack; ++v)
-            sum[0][v0 + v] += entry.weight * convert<Acc>(pack.v[v]);
+          for (int v = 0; v < kPack; ++v) sum[0][v0 + v] += entry.weight * convert<Acc>(pack.v[v]);
         }
       }
       write_rows<T, Acc, 1, kCols, kPack>(q, plan, row, 1, c, lanes, sum);

@@ -126,9 +126,7 @@ inline std::string architecture_names(const std::string& list) {
 #ifndef PFLCORE_CUDA_ON_CPU
 #define PFLCORE_TEXT_OF(...) #__VA_ARGS__
 #define PFLCORE_TEXT(...) PFLCORE_TEXT_OF(__VA_ARGS__)
-inline std::string architectures() {
-  return architecture_names(PFLCORE_TEXT(__CUDA_ARCH_LIST__));
-}
+inline std::string architectures() { return architecture_names(PFLCORE_TEXT(__CUDA_ARCH_LIST__)); }
 
 // The card that is here, as TORCH_CUDA_ARCH_LIST names it.
 inline std::string card_name() {
@@ -292,8 +290,8 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
                  "n"(kBytes), "r"(valid)
                  : "memory");
 #else
-  using Raw = std::conditional_t<kBytes == 4, unsigned,
-                                 std::conditional_t<kBytes == 8, uint2, uint4>>;
+  using Raw =
+      std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 8, uint2, uint4>>;
   if (valid == kBytes) {
     *static_cast<Raw*>(shared) = *static_cast<const Raw*>(global);
     return;

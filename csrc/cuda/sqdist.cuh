@@ -66,8 +66,7 @@ __device__ __forceinline__ void sqdist_fetch(T* raw, int packs_log2, const T* fr
   for (int e = static_cast<int>(threadIdx.x); e < rows << loads_log2; e += threads) {
     const int row = e >> loads_log2, load = e & ((1 << loads_log2) - 1);
     const int64_t c = column + static_cast<int64_t>(load) * kLoad, left = end - c;
-    copy_async<16>(raw + e * kLoad,
-                   from + row * row_stride + (left > 0 ? c : 0),
+    copy_async<16>(raw + e * kLoad, from + row * row_stride + (left > 0 ? c : 0),
                    left >= kLoad ? 16
                    : left > 0    ? static_cast<int>(left * static_cast<int64_t>(sizeof(T)))
                                  : 0);
@@ -248,8 +247,8 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
     stage(k + plan.stages - 1);
     if (!active) continue;
     const int buffer = kRaw ? k % 2 : k % plan.stages;
-    const S* const now = reinterpret_cast<const S*>(shared + static_cast<int64_t>(buffer) *
-                                                                 plan.stage_bytes);
+    const S* const now =
+        reinterpret_cast<const S*>(shared + static_cast<int64_t>(buffer) * plan.stage_bytes);
     if constexpr (kLook) {
       if (!sqdist_differ<S>(now, from_a, from_b, lane, lanes, packs)) continue;
     }

@@ -197,7 +197,9 @@ __device__ __forceinline__ void gram_triangle_write(const double (&sum)[kTiles][
 // One block: one piece of the columns -> partial[split][i][j] = g_ij, i <= j. Four warps share the
 // columns and split the tiles.
 template <int G>
-__global__ void __launch_bounds__(kGramThreads, G <= 6 ? 4 : G <= 9 ? 3 : 2)
+__global__ void __launch_bounds__(kGramThreads, G <= 6   ? 4
+                                                : G <= 9 ? 3
+                                                         : 2)
     gram_triangle(const float* __restrict__ a, int64_t a_row, SqdistPlan plan, int* flags,
                   double* partial) {
 #if PFLCORE_GRAM_CODE
@@ -292,10 +294,10 @@ PFLCORE_PLAIN_KERNEL void __launch_bounds__(kGramThreads, 2)
   const bool diagonal = plan.symmetric && blockIdx.y == blockIdx.x;
   const int64_t row_a = static_cast<int64_t>(blockIdx.y) * plan.window_a,
                 row_b = static_cast<int64_t>(blockIdx.x) * plan.window_b;
-  const int rows_a = static_cast<int>(plan.m - row_a < plan.window_a ? plan.m - row_a
-                                                                     : plan.window_a),
-            rows_b = static_cast<int>(plan.n - row_b < plan.window_b ? plan.n - row_b
-                                                                     : plan.window_b);
+  const int rows_a =
+                static_cast<int>(plan.m - row_a < plan.window_a ? plan.m - row_a : plan.window_a),
+            rows_b =
+                static_cast<int>(plan.n - row_b < plan.window_b ? plan.n - row_b : plan.window_b);
   const int from_b = diagonal ? 0 : rows_a, from_centre = diagonal ? rows_a : rows_a + rows_b;
   const int stage_floats = (from_centre + 1) * kGramPitch;
   const int64_t begin = static_cast<int64_t>(blockIdx.z) * plan.first.columns;
@@ -467,8 +469,8 @@ inline void sqdist_gram_launch(const Sqdist& q, const SqdistPlan& plan, const Sq
       launch(std::integral_constant<int, 16>{});
   } else {
     auto* const centres = &gram_centres;
-    PFLCORE_LAUNCH(centres, static_cast<unsigned>(ceil_div(plan.p, kSqdistThreads)),
-                   kSqdistThreads, 0, stream, a, q.a_row, b, b_row, plan, room.centre);
+    PFLCORE_LAUNCH(centres, static_cast<unsigned>(ceil_div(plan.p, kSqdistThreads)), kSqdistThreads,
+                   0, stream, a, q.a_row, b, b_row, plan, room.centre);
     auto* const kernel = &gram_windows;
     const dim3 grid(static_cast<unsigned>(ceil_div(plan.n, plan.window_b)),
                     static_cast<unsigned>(ceil_div(plan.m, plan.window_a)), splits);

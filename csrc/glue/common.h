@@ -61,9 +61,8 @@ Tensor make(const Tensor& like, const Sizes& sizes,
 }
 
 inline Tensor dense(const Tensor& t) {
-  return t.is_contiguous()
-             ? t
-             : allocated(t, t.numel(), [&] { return torch::stable::contiguous(t); });
+  return t.is_contiguous() ? t
+                           : allocated(t, t.numel(), [&] { return torch::stable::contiguous(t); });
 }
 
 inline Tensor converted(const Tensor& t, ScalarType dtype) {
