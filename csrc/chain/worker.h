@@ -23,6 +23,7 @@ constexpr int64_t kSlack = 64;  // elements behind an array that vectors may rea
 constexpr int64_t kFar = int64_t{1} << 31;
 constexpr int64_t kMost = int64_t{1} << 26;  // bytes that a thread keeps for activations and slopes
 
+// A layer of the program with its sizes, or a layer and what follows it in the same kernel.
 struct Block {
   int64_t kind, act;
   int64_t c, h, w;  // of the input
