@@ -62,7 +62,7 @@ struct ChainData {
   int64_t names;  // relabel [s, names]: a label as a client knows it; nullptr: as it is
 };
 
-// What training, gradients and evaluation have in common.
+// The part that training, gradients and evaluation have in common.
 template <class T>
 struct ChainProblem {
   ChainProgram program;

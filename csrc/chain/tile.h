@@ -33,7 +33,7 @@ PFL_INLINE void keep_first(V& v, int64_t n) {
   v = lane < static_cast<T>(n) ? v : V{};
 }
 
-// Where the even and the odd vectors of a tile begin.
+// The places where the even and the odd vectors of a tile begin.
 struct Pair {
   int32_t a, b;
 };

@@ -185,7 +185,7 @@ PFL_TARGET void descend(const sgd_detail::Row<T>& row, int64_t n) {
   sgd_detail::row<bytes, T>(row, 0, n);
 }
 
-// A thread's memory and its plans for one program, on vectors of so many bytes.
+// A thread's memory and its plans for one program, on vectors of `bytes` bytes.
 template <class T, int bytes>
 class Worker {
  public:
@@ -281,7 +281,8 @@ class Worker {
     return true;
   }
 
-  // Samples first .. last of the list, all of client s (one model: anybody's).
+  // Evaluates the samples first to last of the list. All are of client s, or of any client where
+  // there is one model for all.
   bool evaluate(const ChainEval<T>& a, int64_t s, int64_t first, int64_t last) {
     if (first >= last) return true;
     read(w_, a.w + s * a.w_row);

@@ -107,7 +107,8 @@ PFLCORE_PLAIN_KERNEL void __launch_bounds__(kSqdistThreads, 2)
   for (int k = 0; k < kFewFlush; ++k) stage(k);
   for (int k = 0; k < chunks; k += kFewFlush) {
     copy_wait<0>();
-    __syncthreads();  // these stages are there for all, and nobody reads the next ones any more
+    // These stages are there for all threads, and no thread still reads the next ones.
+    __syncthreads();
 #pragma unroll 1
     for (int i = 0; i < kFewFlush; ++i) stage(k + kFewFlush + i);
 #pragma unroll

@@ -7,7 +7,7 @@
 // order, and every entry of g is summed by one schedule (the same columns in the same places of the
 // same instructions; products commute), so that results follow the rows when these are permuted.
 //
-// Which pairs are right? Let u = 2^-53. x - c is rounded once, which changes d by at most
+// The pairs that are right: let u = 2^-53. x - c is rounded once, which changes d by at most
 // 2 u sqrt(d) (sqrt(g_ii) + sqrt(g_jj)) <= 2 sqrt(2) u sqrt(d (g_ii + g_jj)). A product and its
 // addition are one rounding (that of fma), so each term of a g meets at most n roundings, in
 // whatever order the tensor core adds: n = columns of a block + partial sums that a thread adds +
@@ -20,8 +20,8 @@
 // is below 1e-6. Squares of differences of floats neither underflow nor overflow in float64, so
 // g_ii + g_jj = 0 means that both rows are c, and 0 is exact.
 //
-// All other pairs (of NaN, of infinity, of rows that are nearly equal beside their distance from c)
-// become NaN here and are done again by windows.
+// All other pairs (of NaN, of infinity, of rows whose distance is small against that from c) become
+// NaN here and are done again by windows.
 #pragma once
 #include <utility>
 
@@ -229,7 +229,8 @@ __global__ void __launch_bounds__(kGramThreads, G <= 6   ? 4
   for (int k = 0; k < kGramStages - 1; ++k) stage(k);
   for (int k = 0; k < chunks; ++k) {
     copy_wait<kGramStages - 2>();
-    __syncthreads();  // chunk k is there for all, and nobody reads the buffer of the next any more
+    // Chunk k is there for all threads, and no thread still reads the buffer of the next chunk.
+    __syncthreads();
     stage(k + kGramStages - 1);
     const float* const now = stages + k % kGramStages * stage_floats;
     switch (warp) {
@@ -338,7 +339,8 @@ PFLCORE_PLAIN_KERNEL void __launch_bounds__(kGramThreads, 2)
   for (int k = 0; k < kGramStages - 1; ++k) stage(k);
   for (int k = 0; k < chunks; ++k) {
     copy_wait<kGramStages - 2>();
-    __syncthreads();  // chunk k is there for all, and nobody reads the buffer of the next any more
+    // Chunk k is there for all threads, and no thread still reads the buffer of the next chunk.
+    __syncthreads();
     stage(k + kGramStages - 1);
     if (!active) continue;
     const float* const now = stages + k % kGramStages * stage_floats;

@@ -1,5 +1,5 @@
-// How squared distances are cut into blocks, by sizes, dtype and card alone; what its kernels
-// share. Knows nothing of torch.
+// The plan that cuts squared distances into blocks, by sizes, dtype and card alone, and the parts
+// that its kernels share. Knows nothing of torch.
 //
 // windows: any card, rows and dtype (sqdist.cuh). A block holds a window of at most 64 rows of a
 //   against 64 of b, subtracts first, and sums in float32 with flushes to float64.
@@ -48,7 +48,7 @@ enum class SqdistPath { windows, few, gram };
 // that says that a turn has work to do.
 enum SqdistTurn : int { kFirst, kAgain, kLast };
 
-// What a plan has to know of the card.
+// The facts on a card that a plan depends on.
 struct SqdistCard {
   bool tensor_float64 = false;
   int64_t worth = kGramWorth;  // see kGramWorth
@@ -96,7 +96,7 @@ inline int sqdist_shared(const SqdistPlan& plan) {
                             : plan.stages * plan.stage_bytes;
 }
 
-// What one copy to shared memory may take of rows that start at `base`: 16, 8 or 4 bytes.
+// Bytes of one copy to shared memory, of rows that start at `base`: 16, 8 or 4.
 inline int copy_bytes(const void* base, int64_t row) {
   const uintptr_t both = reinterpret_cast<uintptr_t>(base) | static_cast<uintptr_t>(row * 4);
   return both % 16 == 0 ? 16 : both % 8 == 0 ? 8 : 4;
