@@ -108,7 +108,9 @@ def check_aggregate(
         check_index_range(op, "index", index, n)
     elif k != n:
         expected = f"[M, {n}], a column for each row of updates"
-        reject(f"{op}(weight)", expected, weight, remedy="or give index")
+        reject(
+            f"{op}(weight)", expected, weight, remedy="pass index to mix some rows only"
+        )
     if base is not None:
         check_floating(op, "base", base)
         if base.shape not in ((p,), (m, p)) or base.device != updates.device:

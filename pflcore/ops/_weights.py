@@ -7,7 +7,7 @@ receiver; d distances; psi, omega WAFFLE's Psi(r) and Omega(r) of round r.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def waffle_weights(
     target: int | Tensor,  # the target's number, or int64 [...]
     omega: float,
     psi: float | None = None,
-    tie: str = "closed",
+    tie: Literal["closed", "uniform"] = "closed",
 ) -> Tensor:  # [..., N] float64
     """WAFFLE's mixing weights (CalcWeights, Beaussart et al. 2021, Algorithm 1).
 
