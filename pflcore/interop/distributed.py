@@ -24,13 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.ops._check import (
-    check_matrix,
-    check_same_kind,
-    describe,
-    is_int,
-    require_argument,
-)
+from pflcore.check import Words, require
+from pflcore.ops._check import check_matrix, check_same_kind, is_int
 
 __all__ = ["aggregate", "pairwise_sqdist", "to_columns", "to_rows"]
 
@@ -179,8 +174,8 @@ def _divide(
     """
     sizes = [size for size in choices if size is not None]
     fits = not sizes or sum(sizes) == total
-    got = " + ".join(map(str, sizes))
-    require_argument(fits, op, name, f"{total} in all over the ranks", got)
+    got = Words(" + ".join(map(str, sizes)))
+    require(fits, f"{op}({name})", f"{total} in all over the ranks", got)
     if sizes:
         return sizes
     ranks = len(choices)
@@ -194,8 +189,8 @@ def _local(op: str, name: str, t: Any, group: Any = None) -> tuple[Any, Any]:
     if mesh is None:
         return t, group
     fits = t.dim() == 2 and mesh.ndim == 1 and t.placements[0].is_shard(1)
-    got = f"{t.placements} of {list(t.shape)} on {mesh.ndim}-D"
-    require_argument(fits, op, name, "Shard(1) of [N, P] on a 1-D mesh", got)
+    got = Words(f"{t.placements} of {list(t.shape)} on {mesh.ndim}-D")
+    require(fits, f"{op}({name})", "Shard(1) of [N, P] on a 1-D mesh", got)
     return t.to_local(), mesh.get_group()
 
 
@@ -219,7 +214,7 @@ def _agree(
     """
     is_member = group is None or isinstance(group, dist.ProcessGroup)
     wanted = "a process group that this rank belongs to"
-    require_argument(is_member, op, "group", wanted, describe(group))
+    require(is_member, f"{op}(group)", wanted, group)
     error: Exception | None = None
     try:
         signature = _call_signature(op, common_axis, choice, matrices)
@@ -235,16 +230,16 @@ def _agree(
         "one that was begun: start by torchrun and call "
         "torch.distributed.init_process_group"
     )
-    require_argument(has_begun, op, "group", wanted, describe(group))
+    require(has_begun, f"{op}(group)", wanted, group)
     messages: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(messages, message, group=group)
     if error:
         raise error
     expected = messages[0][0]
-    wanted = f"that of rank 0 ({expected}) on all ranks"
+    wanted = f"the call of rank 0 ({expected}) on all ranks"
     for rank, (signature, _, _) in enumerate(messages):
-        got = f"{signature.removesuffix('.')} on rank {rank}"
-        require_argument(signature == expected, op, "the call", wanted, got)
+        got = Words(f"{signature.removesuffix('.')} on rank {rank}")
+        require(signature == expected, op, wanted, got)
     return [(length, chosen) for _, length, chosen in messages]
 
 
@@ -260,12 +255,12 @@ def _call_signature(
         check_matrix(op, name, matrix, "[rows, columns]")
         check_same_kind(op, first_name, first, name, matrix)
         fits = matrix.shape[1] == first.shape[1]
-        wanted = f"of {first.shape[1]} columns like {first_name}"
-        require_argument(fits, op, name, wanted, describe(matrix))
+        wanted = f"{first.shape[1]} columns like {first_name}"
+        require(fits, f"{op}({name})", wanted, matrix)
     argument, chosen = choice
     fits = chosen is None or (is_int(chosen) and chosen >= 0)
     wanted = "a whole number, at least 0"
-    require_argument(fits, op, argument, wanted, describe(chosen))
+    require(fits, f"{op}({argument})", wanted, chosen)
     axis = ("rows", "columns")[common_axis]
     words = [op]
     for name, matrix in matrices.items():

@@ -27,7 +27,7 @@ from pflcore.algorithms._protocol import (
     Tensors,
     apply,
 )
-from pflcore.check import PositiveInt, checked, require, summarize
+from pflcore.check import PositiveInt, checked, require, summarize_kind
 from pflcore.simulation._settings import Robustness
 from pflcore.simulation._storage import check_disk_space, disk_bytes, stored_zeros
 from pflcore.train import Net
@@ -320,7 +320,8 @@ def check_state(state: State, alg: Algorithm, net: Net, n: int) -> None:
         may_grow = is_list and rows[0] not in (n, net.size)
         ignored_axes = 1 if may_grow else 0
         fits = _has_form_of(tensors.get(name), like, ignored_axes)
-        wanted = f"the {name} like {summarize(like)}, for {n} clients and this model"
+        kind = summarize_kind(like)
+        wanted = f"the {name} like {kind}, for {n} clients and this model"
         require(fits, "state", f"{needs} {wanted}", tensors.get(name))
 
 

@@ -27,6 +27,7 @@ from pflcore.check import (
     reject,
     require,
     summarize,
+    summarize_kind,
     warn_caller,
 )
 from pflcore.results._files import atomic_write, remove_part_files
@@ -399,7 +400,7 @@ def _require_like(name: str, tensor: Tensor | None, like: Tensor) -> None:
     fits = tensor is not None
     if tensor is not None:
         fits = tensor.dtype == like.dtype and tensor.shape == like.shape
-    require(fits, name, summarize(like), tensor)
+    require(fits, name, summarize_kind(like), tensor)
 
 
 def _check_state(
