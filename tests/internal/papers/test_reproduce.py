@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from places import ROOT, tabled
 from small import layers
 
