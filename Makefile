@@ -24,7 +24,7 @@ build: .venv/ready
 demo: build
 	$(BIN)/python examples/demo.py
 
-# every law at small size, in minutes; ORDER=--randomly-seed=N shuffles the tests
+# every property at small size, in minutes; ORDER=--randomly-seed=N shuffles the tests
 ORDER ?= -p no:randomly
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup --durations 10 --no-idle-skips $(ORDER)
 test: build
