@@ -28,7 +28,12 @@ def missing(text):
     return out
 
 
-DOCUMENTS = ["docs/determinism.md", "docs/trust.md", "tests/README.md", "CONTRIBUTING.md"]
+DOCUMENTS = [
+    "docs/determinism.md",
+    "docs/trust.md",
+    "tests/README.md",
+    "CONTRIBUTING.md",
+]
 
 
 @pytest.mark.parametrize("doc", DOCUMENTS)
