@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from small import layers
 
 from pflcore import FedAvg, Stop, testing

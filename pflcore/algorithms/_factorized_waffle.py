@@ -150,7 +150,7 @@ class FactorizedWaffle(FedAvg):
     without factorized layers gets them in place of all layers but the head, see
     `pflcore.nn.factorize`.
 
-    Two presets are measured in docs/factorized.md:
+    Two presets are measured in bench/papers/factorized.md:
 
     - "paper_literal" is the text's: one SGD for everything, and the full KL. Beliefs
       then hardly move from the prior, and the method stays near FedAvg.

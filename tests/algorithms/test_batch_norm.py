@@ -4,7 +4,7 @@ cluster's own."""
 import pytest
 import torch
 import torch.nn as nn
-from doors import spread
+from entry_points import spread
 from parts.edges import normal
 from small import after, at_work, near, some
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.user import Mine, simulation
 from small import swept
 from torch import nn

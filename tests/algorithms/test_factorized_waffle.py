@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
-from doors import strengths
+from entry_points import strengths
 from parts.factorized_waffle import federation, model, setting
 from small import after, near
 

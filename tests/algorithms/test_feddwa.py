@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from doors import spread
+from entry_points import spread
 from parts.edges import normal
 from parts.rivals import GOLDEN
 from small import (

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from doors import views
+from entry_points import views
 from parts.edges import normal
 from parts.rivals import GOLDEN, close, fomo
 from small import (

@@ -5,7 +5,7 @@ import runpy
 import pytest
 import torch
 import torch.nn as nn
-from doors import views
+from entry_points import views
 from parts.edges import normal, normed
 from parts.rivals import GOLDEN, close
 from places import ROOT

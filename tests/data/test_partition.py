@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from parts.splits import same, sizes
@@ -195,17 +195,17 @@ def test_dirichlet_falls_back_and_says_so():
 
 
 @pytest.mark.parametrize(
-    "size, n, floor", [(1000, 5, 20), (200, 5, 20), (190, 5, 19), (11, 5, 1)]
+    "size, n, at_least", [(1000, 5, 20), (200, 5, 20), (190, 5, 19), (11, 5, 1)]
 )
 @pytest.mark.parametrize("name", ["dirichlet", "practical2"])
-def test_dirichlets_floor_is_half_of_the_mean_share_in_a_small_pool(
-    name, size, n, floor
+def test_dirichlets_minimum_is_half_of_the_mean_share_in_a_small_pool(
+    name, size, n, at_least
 ):
     part = partition(name, np.arange(size) % 2, n)
     lists = part.index["train"] if name == "dirichlet" else whole(part)
     least = 2 if name == "practical2" else 1  # one to train on, and one to be tested on
-    assert part.facts["min_size"] == max(floor, least)
-    assert min(map(len, lists)) >= max(floor, least)
+    assert part.facts["min_size"] == max(at_least, least)
+    assert min(map(len, lists)) >= max(at_least, least)
 
 
 def test_dirichlet_needs_a_test_sample_for_each_client():

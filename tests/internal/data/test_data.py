@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from places import golden
 from small import equals
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from places import listed
 from small import images, make_setting, tiny_model
 

@@ -6,7 +6,7 @@ import contextlib
 import pretend_graph
 import pytest
 import torch
-from doors import held_out
+from entry_points import held_out
 from parts.user import simulation
 from pretend_gpu import Pretend, pretended_gpu
 from small import images, layers, tiny_model, without_twins

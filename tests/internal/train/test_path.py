@@ -53,9 +53,9 @@ def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model):
     )
     found = []
     for kernels in (True, False):
-        for room in (engines, clients):
+        for module in (engines, clients):
             monkeypatch.setattr(
-                room, "has_kernels", lambda device, kernels=kernels: kernels
+                module, "has_kernels", lambda device, kernels=kernels: kernels
             )
         done = fit(at_work(setting), start, prox=(0.3, start + 1), mean_grad=True)
         found.append(
