@@ -7,6 +7,7 @@ a tree of nodes, and cos(i, j) are cosines of updates.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 
 import numpy as np
 from cases import Result, load, main, round_results, upload_results
@@ -107,15 +108,18 @@ def bipartition(similarity: np.ndarray, linkage: str) -> tuple[list[int], list[i
     similar as their least similar pair ("complete"), or as their most similar one
     ("single", the optimal bipartition of Sattler et al. 2021).
     """
-    groups = [[i] for i in range(len(similarity))]
     of_pairs = np.min if linkage == "complete" else np.max
+
+    def likeness(pair):
+        one, other = pair
+        return of_pairs(similarity[one][:, other])
+
+    groups = [[i] for i in range(len(similarity))]
     while len(groups) > 2:
-        pairs = [(a, b) for a in range(len(groups)) for b in range(a)]
-        a, b = max(
-            pairs, key=lambda ab: of_pairs(similarity[groups[ab[0]]][:, groups[ab[1]]])
-        )
-        groups[b] = sorted(groups[b] + groups[a])
-        del groups[a]
+        one, other = max(combinations(groups, 2), key=likeness)
+        groups.remove(one)
+        groups.remove(other)
+        groups.append(sorted(one + other))
     first, second = sorted(groups)
     return first, second
 

@@ -57,7 +57,8 @@ def adaptive_server(kind: str, default_beta1: float):
         tau = 1e-3
         x = x0
         m = np.zeros_like(x0)
-        v = np.full_like(x0, tau**2 if v0 is None else v0)
+        v0 = tau**2 if v0 is None else v0
+        v = np.full_like(x0, v0)
         keras = bias_correction == "keras"
         for t, (cohort, up) in enumerate(rounds, 1):
             D = cohort.sizes @ up["delta"] / cohort.sizes.sum()

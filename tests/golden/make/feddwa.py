@@ -69,6 +69,11 @@ def best_on_plane(points: np.ndarray, guide: np.ndarray) -> np.ndarray:
     return even + base @ z
 
 
+def equation_15(distances, models, guide) -> np.ndarray:
+    """The weights of Eq. 15 by the distances alone, for `mix`."""
+    return inverse_weights(distances)
+
+
 # Servers ----------------------------------------------------------------------------
 
 
@@ -133,7 +138,7 @@ def feddwa_server(
         index, p, x[ids] = mix(w, g, k, weights)
         last[ids] = w
         seen[ids] = True
-        numbers = [[ids[s] for s in near] for near in index]
+        numbers = np.array(ids)[index]
         report = {"rows": ids, "index": numbers, "weight": p}
         yield {"down": down, "state": {"x": x, "last": last}, "report": report}
 
@@ -166,15 +171,17 @@ def feddwa(
     x = np.tile(clients.w0, (clients.n, 1))
     for cohort in cohorts:
         w = np.array([clients.train(i, x[i]) for i in cohort])
-        g = np.array([ahead(clients, i, w[s], lookahead) for s, i in enumerate(cohort)])
-        index, p, x[cohort] = mix(w, g, k, lambda d, models, guide: inverse_weights(d))
-        rows = [[cohort[s] for s in near] for near in index]
+        guides = []
+        for i, trained in zip(cohort, w, strict=True):
+            guides.append(ahead(clients, i, trained, lookahead))
+        index, p, x[cohort] = mix(w, np.array(guides), k, equation_15)
+        numbers = np.array(cohort)[index]
         evaluated = x
         if serve == "guidance":
             trained = [clients.train(i, x[i]) for i in range(clients.n)]
             evaluated = [ahead(clients, i, w, lookahead) for i, w in enumerate(trained)]
         yield {
-            "report": {"rows": cohort, "index": rows, "weight": p},
+            "report": {"rows": cohort, "index": numbers, "weight": p},
             "server": {"x": x},
             "evaluation": {"loss": clients.losses(evaluated)},
         }

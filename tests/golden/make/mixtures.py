@@ -179,7 +179,8 @@ def fedfomo_client(previous, candidates, before, after) -> tuple[np.ndarray, lis
     for w, loss in zip(np.array(candidates), after, strict=True):
         distance = np.linalg.norm(w - old)
         usable = distance > 0 and np.isfinite(loss)
-        gains.append((before - loss) / distance if usable else 0.0)
+        gain = (before - loss) / distance if usable else 0.0
+        gains.append(gain)
     positive = np.maximum(gains, 0)
     if not positive.any():
         return np.array(candidates[-1]), gains

@@ -153,13 +153,16 @@ def count(name, shape, classes, options, factors) -> int:
         chosen = {k: v for k, v in options.items() if k in ("padding", "bias")}
         layers = convolutional_layers(name, shape, outputs, **chosen)
     else:
-        hidden = options.get("hidden", [200] if name == "mlp" else [])
+        default = [200] if name == "mlp" else []
+        hidden = options.get("hidden", default)
         widths = (prod(shape), *hidden, outputs)
         layers = linear_layers(widths, options.get("bias", True))
     if factors is None:
         return sum(layer.size() for layer in layers)
     *inner, head = layers
-    ranks = [factors] * len(inner) if isinstance(factors, int) else factors
+    ranks = factors
+    if isinstance(factors, int):
+        ranks = [factors] * len(inner)
     sizes = [layer.factorized_size(r) for layer, r in zip(inner, ranks, strict=True)]
     return sum(sizes) + head.size()
 
