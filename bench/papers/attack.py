@@ -78,7 +78,8 @@ def main(argv: Sequence[str]) -> int:
         data = Federation.from_clients(
             [(source.x_test, source.y_test)], classes=source.classes
         )
-        alg, seed = make_algorithm("fedavg"), got.seed + 99
+        alg = make_algorithm("fedavg")
+        seed = got.seed + 99
         upload = privacy.intercept(alg, make, data, training, 1, seed, got.workers)
         return partial(upload.net, upload.row[0])
 
@@ -117,15 +118,19 @@ def inversion(
     """Every class reconstructed from each view of one client's upload, against the mean
     of its images; draws them into `path`."""
     mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (source.mean, source.std))
-    low, high = -mean / std, (1 - mean) / std
+    low = -mean / std
+    high = (1 - mean) / std
     mine = found.game.candidates[0][found.game.member[0]]
-    x, y = source.x_train[mine], source.y_train[mine]
+    x = source.x_train[mine]
+    y = source.y_train[mine]
     targets = y.unique()
     real = torch.stack([x[y == c].mean(0) for c in targets]) * std + mean
-    out, pictures = {}, {"class mean": real}
+    out = {}
+    pictures = {"class mean": real}
     seen = privacy.views(attacked, found.upload, found.known, asked.seed, asked.views)
     for view, rows in seen.items():
-        model, start = partial(found.upload.net, rows[0]), low.expand_as(real)
+        model = partial(found.upload.net, rows[0])
+        start = low.expand_as(real)
         made, sure = privacy.invert(
             model, start, targets, asked.steps, low=low, high=high
         )

@@ -72,7 +72,9 @@ def cost(
     for validation where the algorithm asks for that); operations are linear in the
     samples, so they are scaled to `samples` each. Evaluation is not counted.
     """
-    each, everybody, held = batch_size, torch.arange(n), algorithm.traits.needs_val
+    each = batch_size
+    everybody = torch.arange(n)
+    held = algorithm.traits.needs_val
     if held:
         each += -(-batch_size // 4)
     gen = torch.Generator().manual_seed(0)
@@ -90,7 +92,8 @@ def cost(
     )
     # by its hooks: MOCHA's W W^T is no client's work, a look whether uploads are finite
     # no method's
-    heard, spent = copy.copy(algorithm), dict.fromkeys(("train", "send", "update"), 0.0)
+    heard = copy.copy(algorithm)
+    spent = dict.fromkeys(("train", "send", "update"), 0.0)
 
     def counted(name: str, *args: Any) -> Any:
         with FlopCounterMode(display=False, custom_mapping=OWN_OPS) as counter:
@@ -101,10 +104,8 @@ def cost(
     for name in spent:
         object.__setattr__(heard, name, partial(counted, name))  # it is frozen
     _, done = step(RunConfig(heard, s), state, everybody)
-    row, (down, up) = (
-        net.size * net.w0.element_size(),
-        (done.bytes_down / n, done.bytes_up / n),
-    )
+    row = net.size * net.w0.element_size()
+    down, up = (done.bytes_down / n, done.bytes_up / n)
     client = spent["train"] / n * samples / each
     return Cost(
         down / row, up / row, down + up, client, spent["send"] + spent["update"]

@@ -138,7 +138,8 @@ class Task:
 
     def protocol(self) -> StudyProtocol:
         """Its data, and who trains, chooses and is reported."""
-        options, how = self.options, dict(self.roles)
+        options = self.options
+        how = dict(self.roles)
         if not how:
             return without_roles(load_federation(options, self.cut))
         # what comes with its clients is divided by the protocol, with the run's seed,
@@ -146,10 +147,8 @@ class Task:
         whole = (
             {} if options.data in SOURCES else {"fractions": {}, "standardize": False}
         )
-        data, scaled = (
-            load_federation(options, {**self.cut, **whole}),
-            options.data in TABULAR,
-        )
+        data = load_federation(options, {**self.cut, **whole})
+        scaled = options.data in TABULAR
         if how.pop("kind") == "cross-silo":
             return cross_silo(
                 data, **(how or DEFAULT_SHARES), seed=options.seed, standardize=scaled
@@ -251,7 +250,8 @@ def shortened(plan: Facts, rounds: int) -> tuple[Facts, list[str]]:
     and settings with rounds of their own and warm rounds (HypCluster) keep their part
     of the whole. What must come out is of the plan as it stands, and left out."""
     require(rounds >= 1, "rounds", "at least 1", rounds)
-    plan, said = copy.deepcopy({**plan, "expected": {}, "checks": {}}), list[str]()
+    plan = copy.deepcopy({**plan, "expected": {}, "checks": {}})
+    said = list[str]()
     planned = plan["options"].get("rounds", Options.rounds)
     plan["options"]["rounds"] = rounds
     for part in (*plan["methods"].values(), *plan["settings"].values()):
@@ -283,7 +283,8 @@ def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:
 def chosen(what: str, plan: Plan, names: Sequence[str] | None) -> list[str]:
     """These of the plan's methods or settings (None: all) in its order, with the
     methods that they build upon."""
-    wanted, there = set(plan[what] if names is None else names), plan[what]
+    wanted = set(plan[what] if names is None else names)
+    there = plan[what]
     unknown = ", ".join(sorted(wanted - {*there}))
     require(not unknown, what, f"some of {', '.join(there)}", unknown)
     for name in reversed(there):
@@ -303,7 +304,8 @@ def tasks(
 ) -> list[Task]:
     """The runs of a plan, setting by setting; every name and option checked before the
     first is played. `options` go before the plan's."""
-    wanted, out = chosen("methods", plan, methods), []
+    wanted = chosen("methods", plan, methods)
+    out = []
     bases = {m.get("state_of") for m in plan["methods"].values()}
     for setting in chosen("settings", plan, settings):
         own = dict(plan["settings"][setting])

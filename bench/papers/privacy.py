@@ -77,7 +77,8 @@ def intercept(
     object.__setattr__(tapped, "train", train)  # it is frozen
     setting = make_context(net, data, training, "auto", workers, seed, rounds)
     net = setting.net
-    config, state = RunConfig(tapped, setting), initial_state(tapped, net, data.n)
+    config = RunConfig(tapped, setting)
+    state = initial_state(tapped, net, data.n)
     for r in range(1, rounds + 1):
         state, done = step(config, state, sample_cohort(config, r))
         if done.dropped:
@@ -94,7 +95,8 @@ def intercept(
         }
         for way in ("down", "up")
     )
-    shown, x = up.get("w"), down.get("x")
+    shown = up.get("w")
+    x = down.get("x")
     if shown is None and x is not None and "delta" in up:
         shown = x + up["delta"]
     if shown is None:
@@ -176,7 +178,8 @@ def trace(net: Net, upload: Upload) -> Tensor:
         raise ValueError(
             "views: 'trace' needs the download, which is not one model; leave it out."
         )
-    moved, trace = upload.row - upload.down, []
+    moved = upload.row - upload.down
+    trace = []
     for name in (
         n.removesuffix("strength") for n in net.names if n.endswith("strength")
     ):
@@ -203,9 +206,12 @@ def measures(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str,
 
     `score` [n], higher for members; `member` bool [n].
     """
-    yes, score = score > threshold, score.double()
-    hits, said = int((yes & member).sum()), int(yes.sum() + member.sum())
-    out, inside = score[~member].sort().values, score[member]
+    yes = score > threshold
+    score = score.double()
+    hits = int((yes & member).sum())
+    said = int(yes.sum() + member.sum())
+    out = score[~member].sort().values
+    inside = score[member]
     # ties count half
     ranks = [
         torch.searchsorted(out, inside, right=right).double() for right in (False, True)
@@ -224,7 +230,8 @@ def intervals(
 ) -> dict[str, list[float]]:
     """95 % intervals of `measures`, by resampling members and others, each among
     themselves, 200 times."""
-    rng, drawn = np.random.RandomState(0), []
+    rng = np.random.RandomState(0)
+    drawn = []
     groups = [side.nonzero()[:, 0].numpy() for side in (member, ~member)]
     for _ in range(200):
         at = torch.from_numpy(np.concatenate([rng.choice(g, len(g)) for g in groups]))
@@ -247,7 +254,8 @@ class Game(NamedTuple):
     @classmethod
     def draw(cls, candidates: Tensor, seed: int) -> Game:
         """Half of each client's candidates at random."""
-        rng, (n, both) = np.random.RandomState(seed), candidates.shape
+        rng = np.random.RandomState(seed)
+        n, both = candidates.shape
         rank = torch.from_numpy(np.stack([rng.permutation(both) for _ in range(n)]))
         return cls(candidates, rank < both // 2)
 
@@ -273,12 +281,15 @@ def shokri(
 
     z, y, member = shadow
     f, g = features(z, y), features(*target)
-    mean, std = f.mean(0), f.std(0).clamp(min=1e-6)
+    mean = f.mean(0)
+    std = f.std(0).clamp(min=1e-6)
     f, g, out = (f - mean) / std, (g - mean) / std, torch.empty(len(target[1]))
     everybody = cache(lambda: _attack_model(f, member, seed))
     for c in range(classes):
-        mine, asked = y == c, target[1] == c
-        inside, few = member[mine], 20
+        mine = y == c
+        asked = target[1] == c
+        inside = member[mine]
+        few = 20
         known = few <= inside.sum() <= len(inside) - few
         attack = _attack_model(f[mine], inside, seed) if known else everybody()
         with torch.no_grad():
@@ -320,7 +331,8 @@ def lira(shadow: Tensor, inside: Tensor, target: Tensor) -> Tensor:
 
     def normal(side: Tensor) -> tuple[Tensor, Tensor]:
         """The target's distance from the mean in deviations, and the deviation."""
-        count, those = side.sum(0), shadow * side
+        count = side.sum(0)
+        those = shadow * side
         of_all = those.sum() / side.sum().clamp(min=1)
         mean = torch.where(count > 0, those.sum(0) / count.clamp(min=1), of_all)
         # each candidate's mean takes one
@@ -328,7 +340,8 @@ def lira(shadow: Tensor, inside: Tensor, target: Tensor) -> Tensor:
         std = ((((shadow - mean) ** 2) * side).sum() / free).sqrt().clamp(min=1e-6)
         return (target - mean) / std, std
 
-    (fit_in, std_in), (fit_out, std_out) = normal(inside), normal(~inside)
+    fit_in, std_in = normal(inside)
+    fit_out, std_out = normal(~inside)
     return (fit_out**2 - fit_in**2) / 2 + (std_out / std_in).log()
 
 
@@ -380,8 +393,12 @@ def membership(
     federations on other data of the same kind (Shokri) and by federations on random
     halves of the candidates (LiRA)."""
     check_fields(how)
-    seed, samples, shadows, ratios = how.seed, how.samples, how.shadows, how.ratios
-    (x, y), parts = pool, 2 * how.clients * (1 + shadows) + 1
+    seed = how.seed
+    samples = how.samples
+    shadows = how.shadows
+    ratios = how.ratios
+    x, y = pool
+    parts = 2 * how.clients * (1 + shadows) + 1
     most = len(y) // parts
     require(
         samples <= most, "samples", f"at most {most} of these data a client", samples
@@ -399,7 +416,8 @@ def membership(
             f"{type(algorithm).__name__}: federation {number + 1} of "
             f"{1 + shadows + ratios}"
         )
-        sides, own = {"train": game.member, "test": ~game.member}, seed + number
+        sides = {"train": game.member, "test": ~game.member}
+        own = seed + number
         index = {k: [*map(getitem, game.candidates, side)] for k, side in sides.items()}
         data = Federation(x, y, index, classes)
         upload = intercept(
@@ -418,10 +436,12 @@ def membership(
     games = [Game.draw(block, seed + i) for i, block in enumerate(blocks)]
     games += [Game.draw(blocks[0], seed + 1000 + i) for i in range(ratios)]
     labels = torch.stack([y[g.candidates].flatten() for g in games])
-    inside, out = torch.stack([g.member.flatten() for g in games]), []
+    inside = torch.stack([g.member.flatten() for g in games])
+    out = []
     upload, traces = played(games[0], 0)
     others = [played(game, i)[1] for i, game in enumerate(games[1:], 1)]
-    shadow, ratio = slice(1, 1 + shadows), slice(1 + shadows, None)
+    shadow = slice(1, 1 + shadows)
+    ratio = slice(1 + shadows, None)
     member = inside[0]
     for view, first in traces.items():
         z = torch.stack([first, *(scores[view] for scores in others)])  # [games, n, C]
@@ -467,15 +487,19 @@ def invert(
     x of each target is kept. (The paper prints "c <= gamma" with gamma = .99, true from
     the start; p >= .99 is what it means.)
     """
-    x, at = start.clone(), torch.arange(len(targets))
-    best, least = x.clone(), torch.full((len(targets),), torch.inf, dtype=start.dtype)
-    idle, active = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool)
+    x = start.clone()
+    at = torch.arange(len(targets))
+    best = x.clone()
+    least = torch.full((len(targets),), torch.inf, dtype=start.dtype)
+    idle = torch.zeros_like(at)
+    active = torch.ones_like(at, dtype=torch.bool)
     bounds = [torch.as_tensor(b).to(start) for b in (low, high)]
     for _ in range(steps + 1):
         x = x.detach().requires_grad_()
         cost = 1 - scores(x).softmax(1)[at, targets]
         (g,) = torch.autograd.grad(cost.sum(), x)
-        cost, x = cost.detach(), x.detach()
+        cost = cost.detach()
+        x = x.detach()
         better = active & (cost < least)
         best[better], least[better] = x[better], cost[better]
         idle = torch.where(better, 0, idle + 1)
@@ -489,18 +513,19 @@ def invert(
 def likeness(made: Tensor, real: Tensor, span: float) -> dict[str, float]:
     """Means over images [K, C, H, W] of "correlation", "mse" and "ssim" (Wang et al.
     2004, 7 x 7 windows); `span`: white less black."""
-    a, b = made.flatten(1), real.flatten(1)
+    a = made.flatten(1)
+    b = real.flatten(1)
     apart = [v - v.mean(1, keepdim=True) for v in (a, b)]
     correlation = F.cosine_similarity(apart[0], apart[1])
 
     local = partial(F.avg_pool2d, kernel_size=7, stride=1)
-    u, w = local(made), local(real)
-    uu, ww, uw = (
-        local(made * made) - u * u,
-        local(real * real) - w * w,
-        local(made * real) - u * w,
-    )
-    c, d = (0.01 * span) ** 2, (0.03 * span) ** 2
+    u = local(made)
+    w = local(real)
+    uu = local(made * made) - u * u
+    ww = local(real * real) - w * w
+    uw = local(made * real) - u * w
+    c = (0.01 * span) ** 2
+    d = (0.03 * span) ** 2
     ssim = (2 * u * w + c) * (2 * uw + d) / ((u * u + w * w + c) * (uu + ww + d))
     mse = ((a - b) ** 2).mean(1) / span**2
     each = {"correlation": correlation, "ssim": ssim.flatten(1).mean(1), "mse": mse}

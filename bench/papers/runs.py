@@ -36,7 +36,9 @@ class Reproduction:
     method and variant, one for each seed."""
 
     def __init__(self, plan: Plan, folder: Path, progress: Progress) -> None:
-        self.plan, self.folder, self.progress = plan, folder, progress
+        self.plan = plan
+        self.folder = folder
+        self.progress = progress
         self.runs: dict[Key, list[Run]] = {}
         self.tasks: dict[Key, list[Task]] = {}  # with what a grid chose
         self.setting = ""  # of these, by seed where each has its own
@@ -70,7 +72,8 @@ class Reproduction:
         reported, and trains where it is alone anyway."""
         options = task.options
         if task.setting != self.setting:  # that one is over
-            self.setting, self.protocols = task.setting, {}
+            self.setting = task.setting
+            self.protocols = {}
         seed = options.seed if task.roles.get("kind") == "cross-silo" else None
         if seed not in self.protocols:
             self.protocols[seed] = task.protocol()

@@ -44,7 +44,8 @@ def out_of_distribution(protocol: StudyProtocol, size: int = 1000) -> StudyProto
     Where clients label differently (`relabel`), each sample keeps the label that its
     owner gives it.
     """
-    data, mine = protocol.data, protocol.report_clients.tolist()
+    data = protocol.data
+    mine = protocol.report_clients.tolist()
     y = data.y.clone()
     for split in data.splits:
         for i, rows in enumerate(data.index[split]):
@@ -52,7 +53,8 @@ def out_of_distribution(protocol: StudyProtocol, size: int = 1000) -> StudyProto
     pool = torch.cat([data.index["test"][i] for i in mine]).unique()
     pool = pool[random_permutation(len(pool), 13)[:size].to(pool.device)].sort().values
     test = [pool if i in mine else pool[:0] for i in range(data.n)]
-    name, index = f"{data.name}, out of distribution", {**data.index, "test": test}
+    name = f"{data.name}, out of distribution"
+    index = {**data.index, "test": test}
     return replace(
         protocol, data=replace(data, y=y, relabel=None, index=index, name=name)
     )
@@ -97,7 +99,8 @@ def by_evaluation(
 ) -> dict[str, Tensor]:
     """What personalization changes for each client, measured on the first part of its
     test samples (Motley, Fig. 3d): of fewer samples more clients seem hurt."""
-    plain, found = config._replace(algorithm=FedAvg()), {}
+    plain = config._replace(algorithm=FedAvg())
+    found = {}
     for f in (1.0, 0.25):
 
         def first(n: int, part: float = f) -> dict[str, Tensor]:
@@ -124,10 +127,8 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
         }
         if not runs:
             continue
-        stem, first = (
-            f"{made.folder / slug(setting)}",
-            {m: r[0] for m, r in runs.items()},
-        )
+        stem = f"{made.folder / slug(setting)}"
+        first = {m: r[0] for m, r in runs.items()}
         one = next(iter(first.values()))
         unit = one.main_metric
         named = [
@@ -178,12 +179,15 @@ def _trained(
     spread: dict[str, list[figures.Triple]] = {}
     fewer: dict[str, dict[float, float]] = {}
     for method in before:
-        m, task = made.plan["methods"][method], made.tasks[setting, method, ""][0]
+        m = made.plan["methods"][method]
+        task = made.tasks[setting, method, ""][0]
         states = made.states(task.base or task) if {"vary", "sizes"} & {*m} else []
         if not states:
             continue
         simulation, p = made.simulation(task)
-        config, state, path = simulation.config, states[-1][3], f"{stem}-{slug(method)}"
+        config = simulation.config
+        state = states[-1][3]
+        path = f"{stem}-{slug(method)}"
         if m.get("sizes"):
             # the first part of each reported client's personalization set (Motley, Fig.
             # 7c)

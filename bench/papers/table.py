@@ -248,7 +248,8 @@ def verdicts(plan: Plan, rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
         }
         for what in ("final", "hurt", "largest"):
             for name in filter(whole.get, checks[what]):
-                got, (want, within) = whole[name][what], checks[what][name]
+                got = whole[name][what]
+                want, within = checks[what][name]
                 value = "not measured" if got is None else f"{got:.1f} %"
                 said = f"{what} {value}, expected {want:g}"
                 if what == "final":
@@ -268,14 +269,13 @@ def verdicts(plan: Plan, rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
 def table(plan: Plan, rows: Sequence[Row]) -> str:
     """Markdown: a table per setting, methods in the plan's order, columns that some
     method has something for."""
-    lines, selects = about(plan), False
+    lines = about(plan)
+    selects = False
     for setting, mine in by_setting(rows).items():
         # a run may have stopped before it was evaluated
         some = next((r for r in mine if r["evaluations"]), mine[0])
-        protocol, up = (
-            plan["settings"][setting].get("protocol"),
-            some["measure"] == "accuracy",
-        )
+        protocol = plan["settings"][setting].get("protocol")
+        up = some["measure"] == "accuracy"
         select = any(r["evaluations"] > 1 for r in mine) and not protocol
         selects |= select
         variants = dict.fromkeys(r["variant"] for r in mine)
@@ -337,7 +337,8 @@ def _cells(
     of: Mapping[str, Row], variants: Iterable[str], up: bool, select: bool
 ) -> dict[str, str]:
     """One method's cells by column, from its row of each variant."""
-    digits, r = 2 if up else 5, of[""]
+    digits = 2 if up else 5
+    r = of[""]
     cells = {"method": r["method"]}
     for v in variants:
         one = of.get(v, r)  # a method that looks ahead has one number for both
@@ -346,10 +347,8 @@ def _cells(
         )
         cells[(v or "best") + "\\*"] = best if select else ""
         cells[f"{v}, final" if v else "final"] = final
-    goal, by_size = (
-        r["to_goal"] and r["to_goal"] / 2**20,
-        r["by_size"] if select else None,
-    )
+    goal = r["to_goal"] and r["to_goal"] / 2**20
+    by_size = r["by_size"] if select else None
     r = {**r, "to_goal": goal, "by_size": by_size}
     for line in NUMBERS.splitlines():
         head, key, places = (word.strip() for word in line.split("|"))
@@ -429,7 +428,8 @@ def table_of_groups(plan: Plan, rows: Sequence[Row]) -> str:
     for mine in by_setting(rows).values():
         body = []
         for r in mine:
-            std, paper = r["std"] if r["seeds"] > 1 else {}, r["paper"] or {}
+            std = r["std"] if r["seeds"] > 1 else {}
+            paper = r["paper"] or {}
             columns = [c for c in OF_GROUPS if c in r["ours"]]
             cells = {"method": r["method"], "parameters": f"{r['parameters']:,}"}
             cells |= {c: number(r["ours"][c], std.get(c)) for c in columns}
