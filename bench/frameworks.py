@@ -94,7 +94,7 @@ def output_of(framework: str, program: str, folder: Path, method: str) -> str:
     Raises RuntimeError where it fails.
     """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    words = [lines(framework), Path.cwd() / "runs", method]
+    words = [lines(framework), str(Path.cwd() / "runs"), method]
     done = subprocess.run(
         [sys.executable, "-c", program, *words],
         cwd=folder,
@@ -105,7 +105,8 @@ def output_of(framework: str, program: str, folder: Path, method: str) -> str:
     if done.returncode:
         reason = f"it ended with {done.returncode}: {done.stderr[-2000:]}"
         raise RuntimeError(f"{framework}: {reason}")
-    return done.stdout
+    output: str = done.stdout
+    return output
 
 
 if __name__ == "__main__":
