@@ -134,7 +134,7 @@ def distributions(series: Mapping[str, Sequence[Triple]], path: str, unit: str) 
     Each method has a line, with its option's values along it.
     """
     points = {}
-    notes = {}
+    notes: dict[tuple[float, float], str] = {}
     for name, found in series.items():
         points[name] = [(x, y) for _, y, x in found]
         if len(found) > 1:

@@ -214,7 +214,8 @@ def trace(net: Net, upload: Upload) -> Tensor:
 
     def moved_part(name: str) -> Tensor:
         shape = net.shapes[net.names.index(name)]
-        return moved[:, net.slices[name]].unflatten(1, shape)
+        columns: Tensor = moved[:, net.slices[name]]
+        return columns.unflatten(1, shape)
 
     scores = []
     for strength in net.names:
@@ -523,7 +524,7 @@ def membership(
         scores.append(played(game, i)[1])
     labels = torch.stack([pool[1][game.candidates].flatten() for game in games])
     inside = torch.stack([game.member.flatten() for game in games])
-    verdicts = []
+    verdicts: list[Verdict] = []
     for view in first:
         z = torch.stack([of_game[view] for of_game in scores])  # [games, n, C]
         verdicts += _verdicts(view, z, labels, inside, classes, how)

@@ -236,8 +236,8 @@ def _trained(
             if option != "finetune_lr":
                 spread[method] = means
         if "vary" in m and method not in spread:
-            own, others = map(metrics.mean, both(config, state, p))
-            spread[method] = [(method, own, others)]
+            inside, outside = map(metrics.mean, both(config, state, p))
+            spread[method] = [(method, inside, outside)]
     figures.distributions(spread, f"{stem}-distributions.png", unit)
     parts = {}
     for method, by_part in fewer.items():

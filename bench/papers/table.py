@@ -146,7 +146,9 @@ def _scores(
         best.append(scale * metrics.best(means, higher_is_better).value)
         final.append(scale * metrics.final(means))
         by_size.append(scale * metrics.best(weighted, higher_is_better).value)
-    mean = {k: metrics.mean([s[k] for s in summaries]) for k in summaries[0]}
+    mean = {}
+    for name in summaries[0]:
+        mean[name] = metrics.mean([of_seed[name] for of_seed in summaries])
     has_seeds = len(group) > 1
     return {
         "best": metrics.mean(best),
