@@ -214,8 +214,8 @@ def trace(net: Net, upload: Upload) -> Tensor:
 
     def moved_part(name: str) -> Tensor:
         shape = net.shapes[net.names.index(name)]
-        columns: Tensor = moved[:, net.slices[name]]
-        return columns.unflatten(1, shape)
+        part: Tensor = moved[:, net.slices[name]].unflatten(1, shape)
+        return part
 
     scores = []
     for strength in net.names:
