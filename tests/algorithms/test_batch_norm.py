@@ -117,7 +117,7 @@ def test_a_round_of_nobodys_statistics_is_void():
     "alg", [HypCluster(k=3), Ensemble(k=3), HypCluster(k=3, warmup_rounds=1)]
 )
 def test_each_cluster_has_statistics_of_its_own(alg):
-    """A model's statistics are its clients' mean, and its losses are those with them."""
+    """A model's statistics are its clients' mean, and its losses use them."""
     s = normal()
     state, _ = after(alg, s, 3)
     x = state.server["x"]
