@@ -1,4 +1,4 @@
-"""Times of each op at each size, beside other libraries' and the machine's limit.
+"""Times of each op at each size, those of other libraries, and the machine's limit.
 
 The other libraries are torch, numpy, scipy and scikit-learn. `pflcore bench` prints the
 table.
@@ -110,7 +110,7 @@ def _measure(options: Options) -> tuple[Any, str]:
 
 
 def sizes(names: Iterable[str], quick: bool) -> Iterator[tuple[str, Size]]:
-    """Pairs of an op's name and a size: each of these ops at each of its sizes."""
+    """Each of these ops at each of its sizes: pairs of a name and a size."""
     for name in names:
         for size in suite(name).sizes(quick):
             yield name, size

@@ -1,4 +1,4 @@
-"""Mixtures of client models: `aggregate` beside torch and numpy.
+"""Mixtures of client models: `aggregate` compared with torch and numpy.
 
 There are N results of N models each, N results of 5 models each, and FedAvg's single
 one.

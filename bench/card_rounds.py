@@ -1,4 +1,4 @@
-"""Rounds of FedAvg on a card: pflcore's beside a loop in plain torch.
+"""Rounds of FedAvg on a card: pflcore compared with a loop in plain torch.
 
 pflcore's rounds run with and without CUDA graphs. The loop trains one client after
 another, eagerly or with its step captured as a CUDA graph.

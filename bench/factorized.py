@@ -1,4 +1,4 @@
-"""Training of WAFFLe's factorized MLP beside a dense one, for ten clients.
+"""Training of WAFFLe's factorized MLP compared with a dense one, for ten clients.
 
 The MLP is 784-200-10 with 120 factors and batches of 10. A third provider also draws
 what WAFFLe samples, and adds its divergence.

@@ -1,4 +1,4 @@
-"""The lines of docs/interop.md inside PFLlib and FL-bench, beside their own FedAvg.
+"""The lines of docs/interop.md inside PFLlib and FL-bench, and their own FedAvg.
 
     python -m bench.frameworks --pfllib FOLDER --fl-bench FOLDER
 

@@ -1,4 +1,4 @@
-"""Times of the CUDA kernels, beside the best torch call and the card's limit.
+"""Times of the CUDA kernels, of the best torch calls, and the card's limits.
 
 These are the problems of `pflcore bench` on the card, and others that are too large for
 a CPU. Run `python -m bench.gpu`; `--quick` takes small sizes only.
@@ -23,7 +23,7 @@ from pflcore import ops
 
 CARD = "cuda"
 OPS = ("sqdist", "aggregate", "weights", "sgd", "rank1")
-# Sizes beside those of `pflcore bench`.
+# Sizes in addition to those of `pflcore bench`.
 LARGE: list[tuple[str, Size]] = []
 for full in (0, 1):
     LARGE.append(("sgd", {"S": 100, "Q": 10**7, "corrected": full}))

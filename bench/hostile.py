@@ -57,7 +57,7 @@ BAD = (8, 9)  # the bad clients of `attacks`
 # first.
 TARGET = 0
 NEAREST = (1, 9, 2, 8)
-# With this defence, the honest clients may lose at most so many points of accuracy.
+# With this defence, the honest clients may lose at most POINTS of accuracy.
 HOLDS = "multi_krum"
 POINTS = 5.0
 CLIP = 1.0

@@ -98,7 +98,7 @@ def parsed(cls: type[T], prog: str, about: str | None, argv: Sequence[str] | Non
 
 
 def fits(*elements: int) -> bool:
-    """True where so many float32 numbers fit into the free memory.
+    """True where float32 tensors of these sizes fit into the free memory.
 
     It is the memory that the system, or the card, calls available. A system that does
     not say it counts as one with 8 GiB.

@@ -105,7 +105,7 @@ def plain(w: Workload) -> Measured:
 
 
 def clocked(call: Callable[[], object], times: int) -> Measured:
-    """Seconds of each of so many calls."""
+    """Seconds of each call, of `times` calls."""
     return Measured(table.clock(call)[0] for _ in range(times))
 
 

@@ -1,4 +1,4 @@
-"""The rank-1 linear layer: `rank1_linear` beside two `F.linear`.
+"""The rank-1 linear layer: `rank1_linear` compared with two `F.linear`.
 
 It is timed forward, and with its backward pass.
 

@@ -1,4 +1,4 @@
-"""The fused step of local training: `sgd_step_` beside the torch calls it replaces.
+"""The fused step of local training: `sgd_step_`, and the torch calls it replaces.
 
 Symbols: S clients' models of Q parameters.
 """

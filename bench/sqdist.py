@@ -1,4 +1,4 @@
-"""Squared distances of client models: `pairwise_sqdist` beside other libraries.
+"""Squared distances of client models: `pairwise_sqdist` and other libraries.
 
 They are torch, scipy and scikit-learn.
 

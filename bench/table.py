@@ -134,7 +134,7 @@ class Machine:
 
     @staticmethod
     def measure(megabytes: int = 512) -> Machine:
-        """This machine; its limits are measured on so many megabytes."""
+        """This machine, whose limits are measured on `megabytes` of memory."""
         threads = torch.get_num_threads()
         backend = pflcore.backend()
         limits: dict[str, float] = {}

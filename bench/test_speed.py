@@ -1,6 +1,6 @@
 """pflcore's time at every op and size, as pytest-benchmark keeps it.
 
-The other providers' times stand beside it. Run `pytest bench -k sqdist`; `pflcore
+The other providers' times are kept, too. Run `pytest bench -k sqdist`; `pflcore
 bench` prints the same as a table.
 """
 

@@ -1,4 +1,4 @@
-"""Weights from distances: `feddwa_weights` and `waffle_weights` beside torch.
+"""Weights from distances: `feddwa_weights` and `waffle_weights`, and torch.
 
 At N = 10 clients, launching costs more than the arithmetic.
 """

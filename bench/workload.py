@@ -86,7 +86,7 @@ class Workload:
     def sizes(self) -> list[int]:
         """Training samples of each client, at least one."""
         weight = torch.arange(1, self.n + 1, dtype=torch.float64) ** -self.power
-        spare = self.samples - self.n  # beside one sample for each client
+        spare = self.samples - self.n  # Each client has one sample at least.
         ends = (weight.cumsum(0) / weight.sum() * spare).round().long()
         start = torch.zeros(1, dtype=torch.int64)
         return (ends.diff(prepend=start) + 1).tolist()

@@ -1,6 +1,6 @@
 """`pflcore attack`: attacks on uploads, and a table of what they learn.
 
-The table has intervals. Pictures show the reconstructions beside the originals.
+The table has intervals. Pictures show the reconstructions and the originals.
 """
 
 import json

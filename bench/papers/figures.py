@@ -33,7 +33,7 @@ def nearest(weights: Tensor, k: int) -> Tensor:
 
 
 def of_rounds(run: Run) -> list[tuple[int, Tensor]]:
-    """Weights [N, N] of the first round that has any, of the last, and of two between.
+    """Weights [N, N] of four rounds: the first that has any, the last, two between.
 
     The rounds are closer together early on.
     """
@@ -75,7 +75,7 @@ def curves(
     against what was sent (Fig. 6b, c).
 
     Args:
-        notes: texts beside some points
+        notes: texts at some points
     """
     if not series:
         return

@@ -95,7 +95,7 @@ class Asked:
             only
         methods: these only, by the plan's names
         settings: these only, by the plan's names
-        equal_compute: beside it, methods that do not look ahead with as much local work
+        equal_compute: also plays methods that do not look ahead with as much local work
         out: folder of the results; default: runs/reproduce/NAME-DATA
         workers: threads; never changes a result
         device: cpu or cuda
@@ -117,7 +117,7 @@ class Asked:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line; returns 1 where a check of the plan does not hold, else 0.
+    """Runs the command line; returns 1 where a check fails, else 0.
 
     The words are the plan's name, or the path of a .json file, and options.
     """

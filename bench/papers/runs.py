@@ -217,7 +217,7 @@ class Reproduction:
         return own_fields
 
     def whole(self, task: Task) -> Run | None:
-        """The record of a task, if it is whole, and so are the states that it keeps.
+        """The record of a task; None if it, or a state that it keeps, is missing.
 
         A record is whole with all rounds, or where the run was stopped because it
         diverged. Raises ValueError where the record is that of another task.

@@ -285,7 +285,7 @@ def _pairs_in_order(checks: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _verdict_on_number(
     name: str, what: str, got: float | None, want: float, within: float
 ) -> tuple[bool, str]:
-    """Whether a method's number is as expected, and a sentence on it."""
+    """True where a method's number is as expected, and a sentence on it."""
     value = "not measured" if got is None else f"{got:.1f} %"
     text = f"{what} {value}, expected {want:g}"
     if what == "final":
@@ -295,7 +295,7 @@ def _verdict_on_number(
 
 
 def _verdict_on_order(low: Row, high: Row) -> tuple[bool, str]:
-    """Whether a method ends below another with every seed, and a sentence on it."""
+    """True where a method ends below another with every seed, and a sentence on it."""
     by_seed = zip(low["by_seed"], high["by_seed"], strict=True)
     is_below = [a < b for a, b in by_seed]
     count = f"{sum(is_below)} of {len(is_below)}"
@@ -378,7 +378,7 @@ def by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def heading(row: Row) -> str:
-    """What all rows of a setting share."""
+    """The facts that all rows of a setting have in common."""
     name = row["setting"].replace("*", "\\*")
     return f"**{name}**, {row['data']}, {row['rounds']} rounds, {row['seeds']} seed(s)"
 

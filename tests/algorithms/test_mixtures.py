@@ -80,7 +80,7 @@ def test_who_never_took_part_is_served_the_global_model():
 
 
 def test_the_first_time_ends():
-    """Where losses never settle, it ends after `max_epochs` epochs."""
+    """It ends after `max_epochs` epochs, even if losses never settle."""
     calls: list[int] = []
 
     class Counted(FedALA):

@@ -110,7 +110,10 @@ class Clients:
         return w
 
     def shares(self, ids: Sequence[int], weighting: str = "samples") -> np.ndarray:
-        """The clients' shares [S] in a mean: n_i / sum n_j, or 1 / S if "uniform"."""
+        """The clients' shares [S] in a mean.
+
+        They are n_i / sum n_j, or 1 / S with "uniform".
+        """
         weight = self.sizes[list(ids)]
         if weighting == "uniform":
             weight = np.ones(len(ids))

@@ -39,7 +39,7 @@ def bernoulli_divergence(pi: np.ndarray, p: np.ndarray) -> np.ndarray:
 
 
 def prior_means(alpha: float, factors: int) -> list[float]:
-    """The prior means of an Indian buffet: `(alpha / (alpha + 1))^k`, k = 1 .. F."""
+    """The prior means `(alpha / (alpha + 1))^k` of factors k = 1 .. F."""
     return [(alpha / (alpha + 1)) ** k for k in range(1, factors + 1)]
 
 

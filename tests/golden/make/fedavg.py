@@ -18,8 +18,9 @@ from clients import KINDS, begin, pull
 def momentum_server(
     rounds, x0, n, start, optimizer="heavy_ball", beta1=0.9, server_lr=1.0
 ) -> Iterator[dict]:
-    """FedAvgM (Hsu et al. 2019): `m <- beta m + D; x <- x + lr m`.
+    """FedAvgM (Hsu et al. 2019): a server with momentum.
 
+    - The paper's form, heavy ball, is `m <- beta m + D; x <- x + lr m`.
     - Nesterov's form steps along `D + beta m`.
     - The exponential mean (Motley) is `m <- beta m + (1 - beta) D`.
     """
@@ -97,9 +98,10 @@ def qfedavg(clients, cohorts, start, q, weighting) -> Iterator[dict]:
 
 
 def fedprox(clients, cohorts, start, mu) -> Iterator[dict]:
-    """FedProx (Li et al. 2020, Algorithm 2): `F_k(w) + mu / 2 |w - x|^2`, then a mean.
+    """FedProx (Li et al. 2020, Algorithm 2).
 
-    The mean weighs clients by their samples, as in the authors' code.
+    A client minimises `F_k(w) + mu / 2 |w - x|^2`. The server's mean weighs clients by
+    their samples, as in the authors' code.
     """
     x = clients.w0
     for cohort in cohorts:
@@ -109,9 +111,10 @@ def fedprox(clients, cohorts, start, mu) -> Iterator[dict]:
 
 
 def mrmtl(clients, cohorts, start, lam) -> Iterator[dict]:
-    """MR-MTL (Liu et al. 2022): `v <- v - lr (grad f(v) + lam (v - x))`.
+    """MR-MTL (Liu et al. 2022): personal models are pulled to their mean.
 
-    The server adds the mean change of the personal models v to x.
+    A step is `v <- v - lr (grad f(v) + lam (v - x))`. The server adds the mean change
+    of the personal models v to x.
     """
     x = clients.w0
     v = np.tile(x, (clients.n, 1))

@@ -38,7 +38,9 @@ def inverse_weights(distances: np.ndarray, power: float = 1.0) -> np.ndarray:
 
 
 def simplex_weights(points: np.ndarray, guide: np.ndarray) -> np.ndarray:
-    """FedDWA, Eq. 12: the p >= 0 with sum 1 that minimises `|guide - sum p_j w_j|^2`.
+    """FedDWA's weights by Eq. 12.
+
+    They are the p >= 0 with sum 1 that minimise `|guide - sum p_j w_j|^2`.
 
     Every set of models is tried: the best p with sum 1 on that set is a linear system,
     of whose solutions the shortest is taken. Among the sets whose p is not negative the
@@ -188,7 +190,7 @@ def feddwa(
 
 
 def ahead(clients, i, w, steps) -> np.ndarray:
-    """Client i's guidance: w after so many more steps of local training."""
+    """Client i's guidance: w after some more steps of local training."""
     return clients.train(i, w, epochs=steps)
 
 

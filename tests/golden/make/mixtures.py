@@ -28,9 +28,10 @@ def apfl(
     adaptive=True,
     mix="weights",
 ) -> Iterator[dict]:
-    """APFL (Deng et al. 2020, Algorithm 1) with the mixture `m = a v + (1 - a) w`.
+    """APFL (Deng et al. 2020, Algorithm 1).
 
-    A step takes, with the old values throughout,
+    A client's mixture is `m = alpha v + (1 - alpha) w`. A step takes, with the old
+    values throughout,
 
     - `w <- w - lr grad f(w)`
     - `v <- v - lr alpha grad f(m)`
@@ -90,7 +91,10 @@ class AdaptiveStart:
         self.threshold = threshold
 
     def start(self, theta, x, W) -> np.ndarray:
-        """Eq. 4: `theta + (x - theta) W` in the last Q columns, x in the others."""
+        """The start of Eq. 4.
+
+        It is `theta + (x - theta) W` in the last Q columns, and x in the others.
+        """
         mixed = x.copy()
         upper = slice(len(x) - self.columns, None)
         mixed[upper] = theta[upper] + (x - theta)[upper] * W

@@ -106,7 +106,10 @@ def aggregated(inputs: int, outputs: int, depth: int) -> int:
 
 
 def cifar_cnn(shape, outputs) -> int:
-    """Mills et al. 2022: 3 x 3 convolutions of 32 and 64 with batch norm, then 512."""
+    """The network of Mills et al. 2022 for CIFAR.
+
+    It has 3 x 3 convolutions of 32 and 64 with batch norm, then 512.
+    """
     side = shape[-1]
     for _ in range(2):
         side = (side - 2) // 2

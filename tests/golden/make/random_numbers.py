@@ -35,7 +35,7 @@ def word(seed: int, n: int) -> int:
 
 
 def shuffle(seed: int, size: int) -> list[int]:
-    """The positions 0 .. size - 1 in the order of random words, their low bits cut."""
+    """The positions 0 .. size - 1, in the order of random words without low bits."""
     return sorted(range(size), key=lambda i: (word(seed, i + 1) >> POSITION_BITS, i))
 
 

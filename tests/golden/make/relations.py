@@ -108,11 +108,11 @@ def fedamp(clients, cohorts, start, lam, alpha) -> Iterator[dict]:
 def sfl_weights(
     w, has_model, k=5, layers=3, s=1.0, adjacency=None, **options
 ) -> np.ndarray:
-    """SFL (Chen et al. 2022): `s A^L + (1 - s) I`, A with rows that sum to 1.
+    """SFL's weights `s A^L + (1 - s) I` (Chen et al. 2022).
 
-    Without `adjacency`, A joins a client to itself and to its k nearest models; of
-    equally near ones the lower number counts first. A client without a model gets the
-    mean of the others' rows.
+    The rows of A sum to 1. Without `adjacency`, A joins a client to itself and to its k
+    nearest models; of equally near ones the lower number counts first. A client without
+    a model gets the mean of the others' rows.
     """
     n = len(w)
     A = np.eye(n)
@@ -135,7 +135,10 @@ def sfl_weights(
 
 
 def sfl_server(rounds, x0, n, start, **options) -> Iterator[dict]:
-    """SFL's server: u_i is row i of the smoothed models, x is the mean of the rows."""
+    """SFL's server.
+
+    u_i is row i of the smoothed models, x is the mean of the rows.
+    """
     w = np.tile(x0, (n, 1))
     has_model = np.zeros(n, bool)
     weights = np.eye(n)
@@ -151,9 +154,10 @@ def sfl_server(rounds, x0, n, start, **options) -> Iterator[dict]:
 
 
 def sfl(clients, cohorts, start, lam1, lam2) -> Iterator[dict]:
-    """SFL's clients: `F_i(w) + lam1 / 2 |w - u_i|^2 + lam2 / 2 |w - x|^2`.
+    """SFL's clients.
 
-    Training starts from the readout x. In the first round the weights are still I.
+    A client minimises `F_i(w) + lam1 / 2 |w - u_i|^2 + lam2 / 2 |w - x|^2`. It starts
+    from the readout x. In the first round the weights are still I.
     """
     latest = begin(start, "server", w=np.tile(clients.w0, (clients.n, 1)))["w"]
     (cohort,) = cohorts

@@ -12,9 +12,9 @@ from cases import Result, main, upload_results
 
 
 def clipped_mean(d: np.ndarray, p: np.ndarray) -> np.ndarray:
-    """The mean of updates cut to the median norm M: `sum p_i d_i min(1, M / |d_i|)`.
+    """The mean of updates that are cut to the median norm M.
 
-    Sun et al. 2019 cut at a fixed bound.
+    It is `sum p_i d_i min(1, M / |d_i|)`. Sun et al. 2019 cut at a fixed bound.
     """
     norms = np.linalg.norm(d, axis=1)
     return (p * np.minimum(1, np.median(norms) / norms)) @ d
@@ -41,10 +41,10 @@ def krum_order(d: np.ndarray, f: int) -> list[int]:
 
 
 def trusted_mean(d: np.ndarray, trusted: int) -> np.ndarray:
-    """FLTrust (Cao et al. 2021, Eqs. 2 to 4): `sum t_i (|r| / |d_i|) d_i / sum t_i`.
+    """FLTrust (Cao et al. 2021, Eqs. 2 to 4).
 
-    r is the trusted client's update, and `t_i = max(0, cos(d_i, r))`. The package has
-    the trusted client itself in the sum.
+    It is `sum t_i (|r| / |d_i|) d_i / sum t_i`. r is the trusted client's update, and
+    `t_i = max(0, cos(d_i, r))`. The package has the trusted client itself in the sum.
     """
     r = d[trusted]
     norms = np.linalg.norm(d, axis=1)
@@ -53,7 +53,7 @@ def trusted_mean(d: np.ndarray, trusted: int) -> np.ndarray:
 
 
 def robust_mean(d, p, defence, f, trusted) -> np.ndarray:
-    """What a defence puts in the place of the mean; the mean itself without one."""
+    """The result of a defence; the mean without one."""
     if defence is None:
         return p @ d
     if defence == "clip":

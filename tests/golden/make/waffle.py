@@ -79,7 +79,10 @@ def scaffold(clients, cohorts, start, option) -> Iterator[dict]:
 
 
 def omega(round_number, rounds, do=3.2) -> float:
-    """WAFFLE (Beaussart et al. 2021), Eq. 4: `1 / (1 + exp(do (2 round / R - 1)))`."""
+    """WAFFLE's Omega (Beaussart et al. 2021, Eq. 4).
+
+    It is `1 / (1 + exp(do (2 round / R - 1)))`.
+    """
     z = do * (round_number / (rounds / 2) - 1)
     if z > 700:  # exp(z) would overflow
         return 0.0
@@ -87,12 +90,12 @@ def omega(round_number, rounds, do=3.2) -> float:
 
 
 def distance_weights(d, target, omega, psi=None) -> np.ndarray:
-    """WAFFLE's weights of one round (Algorithm 1, lines 3 to 6 and 9; Eqs. 2 and 3).
+    """WAFFLE's weights by distances (Algorithm 1, lines 3 to 6 and 9).
 
-    With h and l the largest and the smallest distance of the others, the target's own
-    distance counts as `d* = l (1 - (h - l) / h (1 - Omega))`, and a client weighs
-    `max(0, Psi - (d_i - d*) / (h - min d))`, divided by the sum; the minimum includes
-    d*. The paper leaves open two cases:
+    These are Eqs. 2 and 3. With h and l the largest and the smallest distance of the
+    others, the target's own distance counts as `d* = l (1 - (h - l) / h (1 - Omega))`,
+    and a client weighs `max(0, Psi - (d_i - d*) / (h - min d))`, divided by the sum;
+    the minimum includes d*. The paper leaves open two cases:
 
     - All others are equally far: this is the limit of h -> l. There all others are
       nearest, and `(l - d*) / (h - min d)` tends to `(1 - Omega) / (2 - Omega)`, or for
@@ -120,7 +123,10 @@ def distance_weights(d, target, omega, psi=None) -> np.ndarray:
 
 
 def round_weights(d, target, round_number, rounds, do=3.2) -> np.ndarray:
-    """The weights of one round; from 0.95 R on the target is alone (lines 7 and 8)."""
+    """The weights of one round.
+
+    From 0.95 R on the target is alone (Algorithm 1, lines 7 and 8).
+    """
     if 20 * round_number >= 19 * rounds:
         return np.eye(len(d))[target]
     return distance_weights(d, target, omega(round_number, rounds, do))
