@@ -36,7 +36,7 @@ from pflcore.simulation.round import (
     step,
 )
 from pflcore.train import Clients, Fit, Net, Training
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._engines import Engine
 from pflcore.train._losses import default_loss
 from pflcore.train._workers import Workers

@@ -53,7 +53,8 @@ from pflcore._device import to_device
 from pflcore.nn._context import forward_state
 from pflcore.ops._sums import scatter_add
 from pflcore.train import Clients, Net, Objective
-from pflcore.train._clients import TrainContext, align_memory
+from pflcore.train._context import TrainContext
+from pflcore.train._evaluate import align_memory
 from pflcore.train._random import client_seeds, client_shuffles, client_uniforms
 
 

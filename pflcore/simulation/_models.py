@@ -46,8 +46,8 @@ from pflcore.simulation.round import (
     unflatten_state,
 )
 from pflcore.train import Clients, Net
+from pflcore.train._first_batch import plan_single_samples
 from pflcore.train._losses import binary_cross_entropy, hinge
-from pflcore.train._select_engine import plan_single_samples
 from pflcore.train._validate import NoBatchAxis
 
 

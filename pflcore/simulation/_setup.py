@@ -26,7 +26,7 @@ from pflcore.simulation.round import (
 )
 from pflcore.train import Net
 from pflcore.train import _memory as memory
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._engines import Engine
 from pflcore.train._losses import default_loss, ignored_label
 from pflcore.train._random import draw_without_replacement

@@ -61,7 +61,7 @@ from pflcore.simulation._uploads import (
     non_finite_names,
 )
 from pflcore.train import Clients, Net
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
 from pflcore.train._random import draw_without_replacement
 from pflcore.train._workers import single_threaded
