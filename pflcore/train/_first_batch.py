@@ -1,7 +1,8 @@
-"""The first batch: shows whether model, data and loss fit together.
+"""The first batch: a trial of model, data and loss before round 1.
 
-One batch runs through a copy of the module before round 1. It also shows facts of the
-model that only data can show, such as its head, and those are set in the net.
+One batch runs through a copy of the module, which shows whether they fit together. It
+also shows facts of the model that only data can show, such as its head. Those are set
+in the net.
 
 Symbols: B samples of a batch; x, y samples and labels.
 """
@@ -41,7 +42,7 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
     count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
     x, y = spread_samples(data, count)
     net.argument_form = ArgumentForm()
-    # The form of the arguments is found once, in the first pass; the second uses it.
+    # The first pass finds the form of the loss's arguments, and the second uses it.
     for train in (False, True):
         run = partial(first_batch_loss, net, data, x, y, train, find_form=not train)
         validate.run_without_global_draws(run)
@@ -49,11 +50,11 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
 
 
 def plan_single_samples(net: Net, data: Federation, training: Training) -> None:
-    """Decides what becomes of batches of a single sample, for models that need more.
+    """Sets `net.merge_last_sample` where the model cannot train on a single sample.
 
-    Batch norm, for example, cannot train on one sample. Where a client's last batch
-    would be one sample, `net.merge_last_sample` is set, and the sample joins the batch
-    before it. Raises MismatchError for a client all of whose batches are of one sample.
+    Batch norm, for example, cannot. Where a client's last batch would be one sample,
+    that sample then joins the batch before it. Raises MismatchError where a client has
+    no other batches than those of one sample.
     """
     size = data.size("train")
     batch_size = training.batch_size
@@ -81,7 +82,7 @@ def plan_single_samples(net: Net, data: Federation, training: Training) -> None:
 
 
 def _single_sample_reason(net: Net, error: MismatchError) -> str:
-    """End of a clause: why the model cannot train on one sample."""
+    """End of a sentence, with the reason why one sample is not enough."""
     if any(isinstance(layer, _BatchNorm) for layer in net.module.modules()):
         return ", as batch norm cannot"
     return f" ({str(error).rstrip('.')})"
@@ -97,9 +98,9 @@ def first_batch_loss(
 ) -> Tensor:
     """Loss of one batch by a copy of the module.
 
-    In training mode the backward pass runs too, and the net's head is located. With
-    `find_form` the form in which the loss takes scores and targets is set in `net`.
-    Raises MismatchError where a pass fails.
+    Sets `net.single_score`. In training mode the backward pass runs too, and the head
+    of `net` is located. With `find_form` the form in which the loss takes scores and
+    targets is set in `net`. Raises MismatchError where a pass fails.
     """
     module = copy.deepcopy(net.module).train(train)
     calls = _record_calls(module)
@@ -125,11 +126,11 @@ def first_batch_loss(
 
 
 def _record_calls(module: nn.Module) -> list[tuple[str, nn.Module, Any]]:
-    """List that grows by (name, layer, inputs) whenever a layer is called.
+    """List to which each call of a layer adds (name, layer, inputs).
 
     The layers are those without submodules, and every `nn.Linear`. The list begins with
-    the module itself, so that an error before the first layer has a last call, too.
-    That call names no inputs (None): the error's text knows the samples from elsewhere.
+    the module itself, so an error before the first layer has a last call, too. The
+    inputs of that entry are None.
     """
     calls: list[tuple[str, nn.Module, Any]] = [("", module, (None,))]
 
@@ -171,10 +172,10 @@ def _first_batch_backward(
 
 
 def spread_samples(data: Federation, count: int) -> tuple[Tensor, Tensor]:
-    """Training samples and labels at even distances in the list of all clients'
-    samples.
+    """Training samples [B, ...] and labels [B, ...], B = `count`.
 
-    Samples repeat where the federation has fewer than `count`.
+    They lie at even distances in the list of all clients' samples, and repeat where the
+    federation has fewer.
     """
     samples = data.lists("train").flat
     positions = torch.linspace(0, len(samples) - 1, count).long()

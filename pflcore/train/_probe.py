@@ -1,9 +1,9 @@
-"""Probes: trials that show whether an engine computes what the module computes.
+"""Probes: trials of an engine against the module itself.
 
 A probe is a federation of a few small clients (of one client, for a large model),
-together with the losses and gradients that the module itself has on them under plain
-autograd: the reference. A candidate computes the same, and must match the reference at
-the initial weights plus noise: in training mode and, for "loop" and a chain, in
+together with their losses and gradients by the module itself under plain autograd: the
+reference. An engine computes the same losses and gradients at the initial weights plus
+noise. It must match the reference in training mode and, for "loop" and a chain, in
 evaluation mode.
 
 There is a probe in the model's own dtype, and one in float64. The one in float64 is
@@ -15,9 +15,10 @@ missing
 - for a large model on a CPU.
 
 On a CPU all numbers count. On a GPU only those in float64 count, where there are any;
-in the other dtype the candidate must only run without an error. For a GPU sums float32
-products in another order for each shape (and rounds them to TF32 where a library does
-not heed the flag that forbids it), and rectifiers and maxima magnify that rounding.
+in the other dtype the engine must only run without an error. The reason: a GPU sums
+float32 products in another order for each shape, and rounds them to TF32 where a
+library does not heed the flag that forbids it. Rectifiers and maxima magnify that
+rounding.
 
 Symbols: s clients of a probe; P weights of the model; B samples of a batch; w [s, P]
 the clients' weights; x, y samples and labels.
@@ -65,32 +66,45 @@ MAX_ROUNDING_ERRORS = 64
 class Mismatch(NamedTuple):
     """A difference between an engine and the module.
 
-    (A `MismatchError` is for users: model, data and loss do not fit together.)
+    It is a reason to take another engine. A `MismatchError` is for users: model, data
+    and loss do not fit together.
+
+    Attributes:
+        words: A phrase on the difference.
+        is_numeric: True where the engine gives other numbers than the module. False
+            where it gives no numbers, since it raised an error.
     """
 
     words: str
-    is_numeric: bool = False  # the engine gives other numbers; else it gives none
+    is_numeric: bool = False
 
 
 @dataclass
 class EngineProbe:
-    """A few small clients with the losses and gradients of the module itself."""
+    """A few small clients with the losses and gradients of the module itself.
 
-    clients: Clients  # `difference` gives them the engine that is tried
-    w: Tensor  # [s, P]
-    # "training" and "evaluation": losses [s], gradients [s, P]
+    Attributes:
+        clients: The clients. `difference` gives them the engine that is tried.
+        w: The clients' weights [s, P].
+        expected: The losses [s] and gradients [s, P] of the module, by mode: "training"
+            and "evaluation".
+        is_decisive: True where the engine's numbers count. False where only an error
+            does.
+    """
+
+    clients: Clients
+    w: Tensor
     expected: dict[str, list[Tensor]]
-    # If false, `first_mismatch` ignores other numbers; only an error counts.
     is_decisive: bool = True
 
     def difference(
         self, engine: Engine, graphs: GradientGraphs | None = None
     ) -> Mismatch | None:
-        """First difference of an engine's losses and gradients, or None.
+        """The first difference of an engine's losses and gradients, or None.
 
         With `graphs` the gradients of a replayed step are compared. The step is
-        captured before, at weights of half the size and with other random numbers: a
-        replay that still used those would differ.
+        captured before, at weights of half the size and with other random numbers. So a
+        replay that still uses those is found.
         """
         context = self.clients.context._replace(engine=engine, graphs=graphs)
         clients = replace(self.clients, context=context)
@@ -110,9 +124,9 @@ class EngineProbe:
         """Losses [s] and gradients [s, P] of each mode, by the clients' engine."""
         engine = clients.context.engine
         fit = clients.fit(self.w, epochs=1, lr=1.0)
-        # Each client has one batch, and so takes one step of plain SGD, without
-        # momentum and weight decay. With lr=1 that step subtracts the gradient:
-        # w - fit.w is the gradient, up to rounding.
+        # Each client has one batch, and takes one step of plain SGD, without momentum
+        # and weight decay. With lr=1 that step subtracts the gradient, so w - fit.w is
+        # the gradient, up to rounding.
         computed = {"training": (fit.loss, self.w - fit.w)}
         # vmap is for training alone; evaluation then runs as it does with "loop".
         if engine.name == "loop" or engine.chain:
@@ -123,12 +137,16 @@ class EngineProbe:
         return computed
 
     def _tolerances(self) -> tuple[float, float]:
-        """Largest difference: relative to the largest expected value, plus absolute.
+        """The tolerance of a difference: a relative and an absolute part, to be added.
+
+        The relative part is a share of the largest expected value, also where that is
+        below 1.
 
         The gradient of the training mode is `w - fit.w`, so it carries the rounding of
-        the weights: that is the absolute part. Values below it are not tested in this
-        dtype, such as a gradient of 1e-6 in float32; those of a loss in small units are
-        tested by the probe in float64.
+        the weights. The absolute part is the rounding of numbers as large as the
+        largest weight or sample, or as 1 where all are smaller. Values below it, such
+        as a gradient of 1e-6 in float32, are not tested in this dtype. The probe in
+        float64 tests those of a loss in small units.
         """
         relative = FLOAT32_TOLERANCE
         if self.w.dtype == torch.float64:
@@ -136,14 +154,14 @@ class EngineProbe:
         x = self.clients.context.data.x
         largest = max(1.0, float(self.w.abs().max()), float(x.abs().max()))
         epsilon = torch.finfo(self.w.dtype).eps
-        # The minimum is for tokens, whose numbers say nothing of sizes.
+        # The minimum is for tokens, whose large numbers are no sizes of values.
         return relative, min(relative, MAX_ROUNDING_ERRORS * epsilon * largest)
 
 
 def _describe_gap(
     got: Tensor, want: Tensor, relative: float, absolute: float
 ) -> str | None:
-    """Phrase on the largest difference, or None where it is within the tolerances.
+    """Phrase on the largest difference, or None within the tolerances.
 
     NaN matches NaN, and nothing else.
     """
@@ -156,41 +174,42 @@ def _describe_gap(
 
 
 def make_probes(net: Net, data: Federation) -> list[EngineProbe]:
-    """Probes: one in float64, where it can be had, and one in the model's dtype.
+    """The probes of a net: one in float64, where possible, and one in its own dtype.
 
-    On a CPU the numbers of both decide. On a GPU only those in float64 do, where that
-    probe can be had.
+    On a CPU the numbers of both decide. On a GPU only those in float64 do, where there
+    is that probe.
     """
     probes = []
     device = net.w0.device
     on_gpu = device.type == "cuda"
     is_small = net.size <= FULL_PROBE_MAX_WEIGHTS
     if net.dtype != torch.float64 and (on_gpu or is_small):
-        # A part that fixes its dtype raises one of these; so does a lack of memory.
+        # A part that fixes its dtype raises one of these errors, and so does a lack of
+        # memory. Errors of the second probe, below, are not suppressed.
         with suppress(RuntimeError, TypeError, ValueError):
             wide_net = net.to(device, torch.float64)
             probes.append(make_probe(wide_net, data))
-    # An error in the model's own dtype is not suppressed.
     probe = make_probe(net, data)
     probe.is_decisive = not (on_gpu and probes)
     return [*probes, probe]
 
 
 def make_probe(net: Net, data: Federation) -> EngineProbe:
-    """Small clients, at the initial weights plus noise of half of each weight's size.
+    """A probe in the dtype of `net`, at its initial weights plus noise.
 
     The noise lets clients differ, and lets a weight that starts at 0 take part.
     """
     sizes = PROBE_SIZES if net.size <= FULL_PROBE_MAX_WEIGHTS else PROBE_SIZES[:1]
     federation = _probe_federation(net, data, sizes)
-    training = Training(batch_size=max(sizes))  # so each client has one batch
+    # Each client has one batch.
+    training = Training(batch_size=max(sizes))
     workers = Workers(1, federation.x.device)
     context = TrainContext(net, federation, training, Engine("loop"), workers)
     ids = torch.arange(len(sizes))
     buffers = net.b0.repeat(len(sizes), 1)
     clients = Clients(context, ids, round=0, buffers=buffers)
     w = _noisy_weights(net, len(sizes))
-    # `Clients.fit` draws its minibatches by the same arguments; sizes are in
+    # `Clients.fit` draws its minibatches by the same arguments. The sizes are in
     # descending order, as `Batches` requires.
     key = (context.seed, clients.round)
     batches = Batches(federation, training, key, ids, BatchPlan(epochs=1), ragged=False)
@@ -206,17 +225,22 @@ def make_probe(net: Net, data: Federation) -> EngineProbe:
 
 
 def _noisy_weights(net: Net, clients: int) -> Tensor:
-    """Weights [s, P] of the clients, from a random stream of the probe's own."""
+    """Weights [s, P] of the clients: the initial ones plus noise.
+
+    The noise has half of each weight's size, and a little more. Its random stream
+    belongs to the probe.
+    """
     generator = torch.Generator().manual_seed(0)
-    # Drawn in float64: probes of both dtypes have the same noise.
+    # It is drawn in float64, so the probes of both dtypes have the same noise.
     noise = torch.randn(clients, net.size, generator=generator, dtype=torch.float64)
     return net.w0 + noise.to(net.w0) * (0.5 * net.w0.abs() + 0.01)
 
 
 def _probe_federation(net: Net, data: Federation, sizes: tuple[int, ...]) -> Federation:
-    """Federation of clients of these sizes, which test on copies of their samples.
+    """Federation of clients of these sizes, with a split "train" and a split "test".
 
-    The test samples are copies because no sample may be in two splits.
+    The test samples are copies of the training samples, because no sample may be in two
+    splits.
     """
     x, y = spread_samples(data, sum(sizes))
     if x.is_floating_point():
@@ -227,7 +251,8 @@ def _probe_federation(net: Net, data: Federation, sizes: tuple[int, ...]) -> Fed
     x = torch.cat([x, x])
     y = torch.cat([y, y])
     index = torch.arange(len(x), device=x.device)
-    lists = index.split([*sizes, *sizes])  # every client's "train", then every "test"
+    # First the lists "train" of all clients, then their lists "test".
+    lists = index.split([*sizes, *sizes])
     splits = {"train": lists[: len(sizes)], "test": lists[len(sizes) :]}
     return Federation(x, y, splits, data.classes, fields=data.fields)
 
@@ -277,8 +302,8 @@ def reference_gradient(
 def add_padding(x: Tensor, module: nn.Module) -> Tensor:
     """`x` with a padding token at the end of every other sample.
 
-    An embedding gives the row of its padding token no gradient. The samples of a probe
-    perhaps have no such token, and an engine that trains its row would go unnoticed.
+    An embedding gives the row of its padding token no gradient. Samples of a probe that
+    have no such token would hide an engine that trains that row.
     """
     for layer in module.modules():
         padding = layer.padding_idx if isinstance(layer, nn.Embedding) else None
@@ -291,7 +316,7 @@ def add_padding(x: Tensor, module: nn.Module) -> Tensor:
 def first_mismatch(
     probes: list[EngineProbe], engine: Engine, graphs: GradientGraphs | None = None
 ) -> Mismatch | None:
-    """An engine's first mismatch, or its error as one; None where there is none.
+    """The first mismatch of an engine in the probes, or None.
 
     An error in any of the probes is a mismatch, with or without a message. Running out
     of memory is not the engine's fault and is raised.

@@ -56,17 +56,30 @@ def make_context(  # noqa: PLR0913 (the options of a run)
     net: Net,
     data: Federation,
     training: Training,
-    engine: str = "auto",  # or "chain", "loop", "vmap"
+    engine: str = "auto",
     workers: int | None = None,
     seed: int = 0,
     rounds: int = 1,
     clients_per_block: int | None = None,
     graphs: bool = True,
 ) -> TrainContext:
-    """Everything that training needs, with the engine that the trial selects.
+    """The context of a run, with the engine that the trial selects.
 
-    Raises MismatchError where model, data and loss do not fit together, or where the
-    engine that is asked for does not match the module.
+    Facts of the model that the first batch shows are set in `net`. Raises MismatchError
+    where model, data and loss do not fit together, or where the engine that the user
+    named does not match the module.
+
+    Args:
+        net: The model as a function of a row.
+        data: The federation.
+        training: The options of training.
+        engine: "auto", "chain", "loop" or "vmap".
+        workers: The number of threads; by default the cores that the process may use.
+        seed: The seed of the run.
+        rounds: The number of rounds.
+        clients_per_block: The largest number of clients of a block under vmap; by
+            default 64 on a CPU and 128 on a GPU.
+        graphs: True for CUDA graphs of the steps on a GPU, where they can be captured.
     """
     device = net.w0.device
     with (
@@ -108,10 +121,12 @@ def select_engine(
 ) -> Engine:
     """The engine called `name`; for "auto" the first one that matches.
 
-    The order is that of the module's docstring; `name` is one of its words. Raises
-    MismatchError where the engine that is asked for does not match, and where "loop"
-    does not. "loop" calls the module as plain torch does, so the module is then no
-    function of its parameters, and nothing can train it.
+    The order of the trials is that of this file's docstring. `name` is "auto", "chain",
+    "loop" or "vmap".
+
+    Raises MismatchError where the engine of that name does not match, and where "loop"
+    does not. "loop" calls the module as plain torch does. If it does not match, the
+    module is no function of its parameters, and nothing can train it.
     """
     _check_loop(net, data, probes)
     if name == "loop":
@@ -131,7 +146,7 @@ def select_engine(
 
 def _check_loop(net: Net, data: Federation, probes: list[EngineProbe]) -> None:
     """Raises MismatchError where the module is no function of its parameters."""
-    # A module that counts its calls can match once by chance, and hardly twice.
+    # A module that counts its calls may match once by chance, but hardly twice.
     for _ in range(2):
         mismatch = first_mismatch(probes, Engine("loop"))
         if mismatch is not None:
@@ -153,7 +168,7 @@ def _required_vmap(probes: list[EngineProbe]) -> Engine:
 
 
 def _vmap_or_loop(net: Net, probes: list[EngineProbe]) -> Engine:
-    """Engine "vmap" where it is faster and matches the module, else "loop"."""
+    """The engine "vmap" where it is faster and matches the module, else "loop"."""
     reason = slow_under_vmap(net)
     if reason is not None:
         return Engine("loop", reason=reason)
@@ -177,14 +192,19 @@ def slow_under_vmap(net: Net) -> str | None:
 
 
 class ChainTrial(NamedTuple):
-    """The chain of a model, or None, and the reason for either."""
+    """The result of the search for a chain.
+
+    Attributes:
+        chain: The chain that matches the model, or None.
+        reason: The reason for either.
+    """
 
     chain: Chain | None
     reason: str
 
 
 def try_chain(net: Net, data: Federation, probes: list[EngineProbe]) -> ChainTrial:
-    """Looks for a chain in the model, and tries it on the probes.
+    """The chain of the model that matches the probes, with the reason.
 
     Warns where a chain was found whose numbers differ: that is an error of this
     library, while a model without a chain is not.
@@ -193,7 +213,7 @@ def try_chain(net: Net, data: Federation, probes: list[EngineProbe]) -> ChainTri
         chain = find_chain(net, data)
     except NotAChain as error:
         return ChainTrial(None, f"no chain of layers that the kernels know: {error}")
-    # Which engine the chain is a field of makes no difference to these gradients.
+    # The kernels compute these gradients, whichever engine carries the chain.
     mismatch = first_mismatch(probes, Engine("loop", chain))
     if mismatch is None:
         return ChainTrial(chain, "a chain of layers that the kernels know")
@@ -206,15 +226,16 @@ def try_chain(net: Net, data: Federation, probes: list[EngineProbe]) -> ChainTri
 def verified_graphs(
     probes: list[EngineProbe], engine: Engine, enabled: bool
 ) -> GradientGraphs:
-    """The CUDA graphs of a run, after captured steps of the probes were replayed.
+    """The CUDA graphs of a run, after a trial in which steps of probes were replayed.
 
-    Where a capture fails, or a replay does not match the module, the graphs refuse to
-    capture, and the run goes without them.
+    Where a capture fails, or a replay does not match the module, or `enabled` is false,
+    the graphs refuse to capture, and the run goes on without them.
     """
     device = probes[0].w.device
     graphs = GradientGraphs(device)
     if not enabled:
-        graphs.refusal_reason = "asked for"  # the words after "eager: " in the record
+        # The record then says "eager: asked for".
+        graphs.refusal_reason = "asked for"
         return graphs
     tried_graphs = GradientGraphs(device, capture_after_steps=0)
     mismatch = first_mismatch(probes, engine, tried_graphs)
