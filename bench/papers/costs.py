@@ -17,7 +17,7 @@ from pflcore import Algorithm, Federation, Net, Training, step
 from pflcore.check import PositiveInt, checked
 from pflcore.data._protocols import with_validation
 from pflcore.simulation.round import RunConfig, initial_state
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._engines import Engine
 from pflcore.train._workers import Workers, single_threaded
 

@@ -44,7 +44,7 @@ from pflcore.data._federation import Federation
 from pflcore.data._inputs import IGNORED_LABEL
 from pflcore.nn._context import forward_context, forward_state
 from pflcore.train import Clients, Fit, Net, Objective
-from pflcore.train._clients import Predict, predict_row
+from pflcore.train._evaluate import Predict, predict_row
 from pflcore.train._losses import (
     binary_cross_entropy,
     cross_entropy,

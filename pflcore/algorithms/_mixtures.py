@@ -42,7 +42,7 @@ from pflcore.check import (
 from pflcore.data._ragged import Ragged
 from pflcore.nn._context import forward_state
 from pflcore.train import Clients, Net, Objective
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._random import client_seeds, client_shuffles
 
 AtLeastTwo = Annotated[int, at.Ge(2)]

@@ -44,7 +44,7 @@ from pflcore.check import (
 )
 from pflcore.ops._sums import scatter_add
 from pflcore.train import Clients, Net
-from pflcore.train._clients import align_memory
+from pflcore.train._evaluate import align_memory
 from pflcore.train._random import client_seeds, client_uniforms
 
 

@@ -27,7 +27,7 @@ from pflcore.simulation._setup import RunOptions, peak_bytes, row_bytes
 from pflcore.simulation._state import RunConfig, State
 from pflcore.simulation._uploads import RoundOutcome
 from pflcore.train import Net
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import allows_tf32
 from pflcore.train._losses import loss_name
 from pflcore.train._random import STREAM_VERSION

@@ -19,9 +19,9 @@ from pflcore.check import checked, require
 from pflcore.metrics import Metric, measured_by
 from pflcore.simulation._state import RunConfig, State, client_rows
 from pflcore.train import Clients
-from pflcore.train._clients import assign_blocks, split_by_block
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
 from pflcore.train._losses import without_masked
+from pflcore.train._schedule import assign_blocks, split_by_block
 from pflcore.train._workers import single_threaded
 
 EVAL_CHUNK_BYTES = 1 << 26  # bytes of rows in files that are read at once

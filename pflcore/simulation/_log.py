@@ -23,7 +23,7 @@ from pflcore.simulation._uploads import (
     payload_bytes,
     update_norms,
 )
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 
 LOGGER = logging.getLogger("pflcore")
 # Without this handler Python would print warnings of the logger by itself.

@@ -53,7 +53,7 @@ from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.round import sample_cohort, step
 from pflcore.train import Training
 from pflcore.train import _memory as memory
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._losses import Loss
 from pflcore.train._validate import check_torch_modes
 

@@ -48,8 +48,8 @@ from pflcore.simulation._uploads import RoundOutcome, accept
 from pflcore.simulation.checkpoint import safetensors_bytes
 from pflcore.simulation.round import client_changes, commit, step, train_cohort
 from pflcore.train import Clients, Net
+from pflcore.train._first_batch import plan_single_samples
 from pflcore.train._losses import binary_cross_entropy, hinge
-from pflcore.train._select_engine import plan_single_samples
 from pflcore.train._validate import NoBatchAxis
 
 

@@ -34,7 +34,7 @@ from pflcore.simulation._state import (
 from pflcore.simulation._storage import check_disk_space
 from pflcore.train import Net, Training
 from pflcore.train import _memory as memory
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._engines import Engine
 from pflcore.train._losses import Loss, default_loss, ignored_label
 from pflcore.train._random import draw_without_replacement

@@ -31,7 +31,7 @@ from pflcore.check import PositiveInt, checked, require, summarize_kind
 from pflcore.simulation._settings import Robustness
 from pflcore.simulation._storage import check_disk_space, disk_bytes, stored_zeros
 from pflcore.train import Net
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 
 # Weights of all clients that are handled together. One thread passes through fewer in
 # a few milliseconds; on a busy machine, waking other threads takes longer.

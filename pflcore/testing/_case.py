@@ -32,7 +32,7 @@ from pflcore.testing._faults import (
 )
 from pflcore.testing._watch import watched_copy
 from pflcore.train import Net, Training
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._engines import Engine
 from pflcore.train._losses import default_loss
 from pflcore.train._workers import Workers
