@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from pflcore.algorithms import algorithm_of, name_of
+from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._protocol import Algorithm, Stop, Tensors, check_training
 from pflcore.check import (
-    EXPECT_MODEL,
+    BatchNormPolicy,
     Fraction,
     PositiveInt,
     Seed,
@@ -33,29 +32,33 @@ from pflcore.data._federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.simulation import _describe as describe
 from pflcore.simulation import checkpoint as store
-from pflcore.simulation._describe import Record
+from pflcore.simulation._describe import Record, RunDescription
 from pflcore.simulation._evaluate import evaluate, evaluate_clients
 from pflcore.simulation._history import History
+from pflcore.simulation._log import log_engine, log_round
 from pflcore.simulation._models import LazyModels
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._setup import (
+    ModelSource,
+    RunOptions,
     adjustable_clients_per_block,
-    peak_bytes,
     prepare_run,
     select_eval_clients,
     training_data,
 )
 from pflcore.simulation._signals import defer_signals
+from pflcore.simulation._state import RunConfig, State, check_state, copy_state
 from pflcore.simulation.callbacks import Callback, check_record
 from pflcore.simulation.checkpoint import Checkpoint
-from pflcore.simulation.round import State, check_state, copy_state, sample_cohort, step
-from pflcore.train import Net, Training
+from pflcore.simulation.round import sample_cohort, step
+from pflcore.train import Training
 from pflcore.train import _memory as memory
+from pflcore.train._context import TrainContext
 from pflcore.train._losses import Loss
 from pflcore.train._validate import check_torch_modes
 
-ModelSource = Net | nn.Module | Callable[[], nn.Module]  # a model
-# So many void rounds in a row end a run: with the same data and lr it cannot recover.
+# A run ends after this number of void rounds in a row: with the same data and learning
+# rate it cannot recover.
 MAX_VOID_ROUNDS = 3
 
 
@@ -63,30 +66,50 @@ MAX_VOID_ROUNDS = 3
 class Simulation:
     """One algorithm on one federation.
 
-    Where `model` is a function, what it draws comes from `seed`, whatever
-    `torch.manual_seed` it calls itself. To start from the weights that it makes
-    elsewhere, call it and give the module.
-
     >>> history = Simulation("waffle", model, data, rounds=20).run()   # doctest: +SKIP
+
+    Args:
+        algorithm: The algorithm: an instance, a class, a name, or "module:Class".
+        model: A module, a `Net` (a module with its loss), or a function that makes a
+            module. Random numbers of that function come from `seed`, whatever
+            `torch.manual_seed` it calls itself. To start from the weights that it makes
+            elsewhere, call it and give the module.
+        data: The federation.
+        training: The options of local training.
+        rounds: The number of rounds.
+        participation: The fraction of clients that take part in a round. Of N clients
+            these are max(1, floor(participation * N + 0.5)).
+        clients: The ids of the clients that may take part; None for all.
+        seed: The seed of all random numbers.
+        evaluation: When, on what and for which clients models are evaluated.
+        robustness: What is done about long updates, and clients that attack.
+        hardware: Where the run is computed.
+        batch_norm: The policy for running statistics: "average", "local", or "auto" for
+            the first that the algorithm names in its traits.
+        loss: A name, a function of (scores, y), or a module; None for the default of
+            the targets.
+
+    Attributes:
+        eligible_clients: The ids of the clients that may take part, ascending; None for
+            all.
+        eval_clients: The ids of the clients that are evaluated, ascending; None for
+            all.
+        metrics: The functions of the metrics of an evaluation, by name.
+        history: The history of the last call of `run`; None before the first one.
     """
 
-    # an instance, a class, a name, "module:Class"
     algorithm: Algorithm | type[Algorithm] | str
-    model: Annotated[ModelSource, EXPECT_MODEL]
+    model: ModelSource
     data: Federation
     training: Training = field(default_factory=Training)
     rounds: PositiveInt = 100
-    # max(1, floor(participation * N + 0.5)) clients a round
     participation: Fraction = 1.0
-    # ids of those who may take part; None: all
     clients: Tensor | Sequence[int] | None = None
     seed: Seed = 0
     evaluation: Evaluation = field(default_factory=Evaluation)
     robustness: Robustness = field(default_factory=Robustness)
     hardware: Hardware = field(default_factory=Hardware)
-    # running statistics: see `batch_norm_policy`
-    batch_norm: Literal["auto", "average", "local"] = "auto"
-    # a name, a function of (scores, y) or a module; None: by the targets
+    batch_norm: BatchNormPolicy = "auto"
     loss: Loss | None = None
 
     def __post_init__(self) -> None:
@@ -94,31 +117,56 @@ class Simulation:
         check_torch_modes()
         self.algorithm = algorithm_of(self.algorithm)
         check_training(self.algorithm, self.training)
-        self.data = training_data(self)
-        clients = self.clients
-        if clients is not None:
-            clients = ids_of("clients", clients, self.data.n).sort().values
-        self.clients = self.eligible_clients = clients
-        self.eval_clients = select_eval_clients(self)
-        self.history: History | None = None  # of the last call of `run`
-        # Of all rounds up to the state, by `run` or a checkpoint.
+        options = RunOptions(
+            algorithm=self.algorithm,
+            model=self.model,
+            data=self.data,
+            training=self.training,
+            rounds=self.rounds,
+            participation=self.participation,
+            clients=None,
+            seed=self.seed,
+            evaluation=self.evaluation,
+            robustness=self.robustness,
+            hardware=self.hardware,
+            batch_norm=self.batch_norm,
+            loss=self.loss,
+        )
+        self.data = training_data(options)
+        clients = None
+        if self.clients is not None:
+            clients = ids_of("clients", self.clients, self.data.n).sort().values
+        self.clients = clients
+        self.eligible_clients = clients
+        options = replace(options, data=self.data, clients=clients)
+        self.eval_clients = select_eval_clients(options)
+        self.history: History | None = None
+        # The records of all rounds up to the state, by `run` or a checkpoint.
         self._records: list[Record] = []
-        self.config, self._state = prepare_run(self, device_of(self.hardware.device))
+        config, self._state = prepare_run(options, device_of(self.hardware.device))
         # True where the caller may hold the state, so that the run needs a copy.
         self._state_shared = False
-        scores_classes = self.context.net.scores_classes
+        scores_classes = config.context.net.scores_classes
         self.metrics = metrics_of(self.evaluation.metrics, scores_classes)
+        self._run = RunDescription(
+            options, config, self.eval_clients, tuple(self.metrics)
+        )
 
-    # what it is ---------------------------------------------------------------
+    # the run ------------------------------------------------------------------
     @property
-    def context(self) -> Any:
-        """What training needs, see `TrainContext`."""
-        return self.config.context
+    def config(self) -> RunConfig:
+        """The options that a round needs, on their device."""
+        return self._run.config
+
+    @property
+    def context(self) -> TrainContext:
+        """The part of `config` that training needs."""
+        return self._run.context
 
     @property
     def name(self) -> str:
         """The algorithm's name in records."""
-        return name_of(self.config.algorithm)
+        return self._run.name
 
     @property
     def state(self) -> State:
@@ -145,22 +193,27 @@ class Simulation:
         ]
 
     def peak_bytes(self) -> int:
-        """An estimate of the run's peak memory beside its data."""
-        return peak_bytes(self.config, self.participation)
+        """An estimate of the run's peak memory besides its data."""
+        return self._run.peak_bytes()
 
     def header(self) -> Record:
-        """The description of the run that is the first line of its record."""
-        return describe.header(self)
+        """The description of the run, the first line of its record."""
+        return self._run.header()
+
+    def identity(self) -> Record:
+        """The description by which a checkpoint tells runs apart."""
+        return self._run.identity()
 
     # the rounds ---------------------------------------------------------------
     def iterate(self) -> Iterator[Record]:
-        """Plays the rounds, and yields the record of each.
+        """Plays the rounds that are left, and yields the record of each.
 
         The record's "eval" is None where the evaluation broke off. Where the run
-        diverges, or memory runs out ("failed"), the iteration ends early, after a
-        record with the key "stopped". The state is then that of the last round that was
-        yielded, and the run can continue from it.
+        diverges, or memory runs out, the iteration ends early, after a record with the
+        key "stopped". A lack of memory also sets "failed" in it. The state is then that
+        of the last round that was yielded, and the run can continue from it.
         """
+        log_engine(self.config.algorithm, self.context)
         while self._state.round < self.rounds:
             round = self._state.round + 1
             phase = "round"
@@ -170,16 +223,20 @@ class Simulation:
             try:
                 ids = self._start_round(round)
                 self._state, outcome = step(self.config, self._state, ids)
-                record = describe.round_record(self, outcome)
+                record = describe.round_record(self._run, self._state, outcome)
                 phase = "the evaluation after round"
-                record["report"] = describe.round_report(self, outcome)
+                record["report"] = describe.round_report(
+                    self._run, self._state, outcome
+                )
                 record["eval"] = self._evaluate_round(round)
             except BaseException as e:
                 # An error of memory holds the round's frames with their tensors, so
                 # only its request is kept.
                 error = memory.failed_request(e) if memory.is_out_of_memory(e) else e
-            if record:  # a round that was played but not evaluated is a round
+            if record:
+                # A round that was played counts, also without its evaluation.
                 record["seconds"] = float(f"{time.perf_counter() - start:.4g}")
+                log_round(record, self.rounds, outcome)
                 yield record
             if isinstance(error, BaseException):
                 raise error
@@ -189,11 +246,17 @@ class Simulation:
             void_rounds = self._state.void_rounds
             is_last = round >= self.rounds
             if void_rounds and (void_rounds >= MAX_VOID_ROUNDS or is_last):
-                yield {"stopped": describe.explain_void(self, outcome)}
+                reason = describe.explain_void(
+                    self._run, self._state, self._records, outcome
+                )
+                yield {"stopped": reason}
                 return
 
     def _start_round(self, round: int) -> Tensor:
-        """The ids of the round's cohort, after the state is made the run's own."""
+        """The ids of the round's cohort.
+
+        A state that the caller may hold is copied, so that the round can write to it.
+        """
         if self._state_shared:
             self._state = copy_state(self.config, self._state)
             self._state_shared = False
@@ -224,16 +287,15 @@ class Simulation:
     def evaluate(self, split: str) -> Tensors:
         """Evaluates each client's personalized model as it is now, values [N] float64.
 
-        See `pflcore.evaluate`. Where `evaluation.clients` was a number, the values are
-        of those clients alone, whose ids are in "clients".
+        See `pflcore.evaluate`. Where `evaluation.clients` is a number, there are only
+        values of the clients that were drawn, whose ids are in "clients".
         """
         metrics = self.metrics if split == self.evaluation.split else None
+        clients = self.eval_clients
         are_drawn = isinstance(self.evaluation.clients, int)
-        function: Any = evaluate_clients if are_drawn else evaluate
-        values: Tensors = function(
-            self.config, self._state, split, self.eval_clients, metrics
-        )
-        return values
+        if are_drawn and clients is not None:
+            return evaluate_clients(self.config, self._state, split, clients, metrics)
+        return evaluate(self.config, self._state, split, clients, metrics)
 
     @checked
     def run(
@@ -243,18 +305,19 @@ class Simulation:
     ) -> History:
         """Plays all rounds.
 
-        Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is.
-        Any other exception ends it too and is passed on; the rounds up to there are in
+        Ctrl-C, or a callback that raises `Stop`, ends the run and keeps its rounds so
+        far. Any other exception ends it too and is passed on. The rounds so far are in
         its attribute `history` and in the simulation's, and another `run()` continues
         from them.
 
         Args:
-            on_round: a function of (round, record), or several, that are called with
+            on_round: A function of (round, record), or several, that are called with
                 each record as it is made. In a run that continues from a checkpoint
-                they are called first with those of the rounds before.
-            checkpoint: a folder, or when and where. After a crash the same simulation's
-                `restore(folder).run()` returns what this one would have returned. A
-                checkpoint that cannot be written is a warning.
+                they are called first with the records of the rounds before.
+            checkpoint: A folder, or a `Checkpoint`, which has the times, too. After a
+                crash `restore(folder).run()` of the same simulation returns what this
+                call would have returned. A checkpoint that cannot be written is a
+                warning.
         """
         check_torch_modes()
         callbacks = [on_round] if callable(on_round) else on_round or []
@@ -312,7 +375,8 @@ class Simulation:
                 history.stopped = record["stopped"]
                 history.failed = record.get("failed", False)
                 return
-            with defer_signals():  # what is written is what was played
+            # A signal that ends the program would separate the record from the round.
+            with defer_signals():
                 history.rounds.append(record)
                 self._records.append(record)
                 names = [*record]
@@ -322,7 +386,7 @@ class Simulation:
             self._save_checkpoint_if_due(checkpoint, record)
 
     def _warn_of_problems(self, history: History) -> None:
-        """Warns of what ended a run early; of a whole run of what needs attention."""
+        """Warns of an early end, or of problems in a whole run."""
         if history.stopped:
             problems = [f"stopped early: {history.stopped}"]
         else:
@@ -331,7 +395,10 @@ class Simulation:
             warn_caller(f"{self.name}, seed {self.seed}, {problem}", RuntimeWarning)
 
     def _is_complete(self, rounds: Sequence[Record]) -> bool:
-        """True where all rounds were played and evaluated, and the last is not void."""
+        """True where no round is missing and the last one is whole.
+
+        The last round must be evaluated, if that is due, and not void.
+        """
         if not rounds or rounds[-1]["round"] < self.rounds:
             return False
         return not self._lacks_evaluation(rounds[-1]) and not self._state.void_rounds
@@ -346,10 +413,10 @@ class Simulation:
 
         It holds the state as it is now, the records of `run` so far, and the identity
         of the run. Raises OSError where it cannot be written, ValueError where another
-        run is in the folder.
+        run writes into the folder.
         """
         with store.lock(folder):
-            store.save_run(folder, self)
+            store.save_run(folder, self._run, self._state, self._records)
 
     def restore(self, folder: str | Path) -> Simulation:
         """Takes up the checkpoint in `folder`, and returns the simulation itself.
@@ -359,7 +426,8 @@ class Simulation:
         all records. Raises ValueError for a checkpoint that is absent, damaged, or of
         another run.
         """
-        self.config, self._state, self._records = store.restore_run(folder, self)
+        config, self._state, self._records = store.restore_run(folder, self._run)
+        self._run = replace(self._run, config=config)
         self._state_shared = False
         self.history = None
         return self
@@ -367,7 +435,7 @@ class Simulation:
     def _save_checkpoint_if_due(
         self, checkpoint: Checkpoint | None, record: Record
     ) -> None:
-        """Writes a checkpoint after a round where it is time for one."""
+        """Writes a checkpoint after a round, where it is time for one."""
         if checkpoint is None:
             return
         # A run with void rounds may be about to end. One that continues makes up for an
@@ -381,6 +449,6 @@ class Simulation:
     def _save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Writes a checkpoint; warns where it cannot be written."""
         try:
-            store.save_run(checkpoint.folder, self)
+            store.save_run(checkpoint.folder, self._run, self._state, self._records)
         except OSError as e:
             warn_caller(f"{e} The run goes on.", RuntimeWarning)

@@ -15,19 +15,21 @@ ENDING_SIGNALS = [
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Holds back a signal that would end the program until the block is done.
+    """Holds back a signal that would end the program during the block.
 
-    A second signal comes at once.
+    The signal comes at the end of the block; a second one comes at once.
     """
     handlers: dict[int, Any] = {}
     received: list[Any] = []  # the arguments of a handler for each signal
 
     def receive(*arguments: Any) -> None:
+        """Keeps the first signal, and passes on the second."""
         received.append(arguments)
         if len(received) > 1:
             handlers[arguments[0]](*arguments)
 
-    if threading.current_thread() is threading.main_thread():  # no other gets signals
+    # Python calls handlers of signals in the main thread only.
+    if threading.current_thread() is threading.main_thread():
         for number in ENDING_SIGNALS:
             handler = signal.getsignal(number)
             if callable(handler):

@@ -1,6 +1,7 @@
 """Who gets which sample: the papers' counts, the laws every partition obeys, and what
 is refused."""
 
+import doctest
 import hashlib
 
 import numpy as np
@@ -285,6 +286,25 @@ def test_examples_of_the_docstrings_are_true():
     exact = partition("pathological", y, 2, k=1, mode="exact_k")
     assert sorted(counts(exact, y)[:, :2].tolist()) == [[0, 3], [3, 0]]
     assert exact.facts == {"unused train samples": 2}
+
+    y = np.array([0] * 5 + [1] * 5)
+    uniform = counts(partition("A", y, 2), y)
+    assert uniform[:, :2].tolist() == [[2, 2], [3, 3]]
+    own_class = counts(partition("practical1", y, 2, groups=2, dominant=1), y)
+    assert own_class.sum(1).tolist() == [5, 5] and own_class[[0, 1], [0, 1]].min() >= 4
+    part = partition("unimodal", Y, 10, z=2)
+    assert {len(rows) for rows in whole(part)} == {20}  # 2 shards of 10 samples
+
+
+@pytest.mark.parametrize("function", [partition, sources.pad_sequences])
+def test_docstring_examples_run(function):
+    finder = doctest.DocTestFinder()
+    runner = doctest.DocTestRunner()
+
+    for example in finder.find(function, function.__name__, globs=vars(sources)):
+        runner.run(example)
+
+    assert runner.tries > 0 and runner.failures == 0
 
 
 # -- WAFFLe's subpopulations -------------------------------------------------

@@ -75,7 +75,7 @@ import importlib.util, pkgutil, pflcore
 names = [m.name for m in pkgutil.walk_packages(pflcore.__path__, "pflcore.")]
 flower = importlib.util.find_spec("flwr") is not None
 for name in names:
-    if not name.endswith(("__main__", "._C", ".lib_pflcore")) and (flower or ".flower" not in name):
+    if not name.endswith(("__main__", "._C", ".lib_pflcore")) and (flower or "flower" not in name):
         importlib.import_module(name)
 from pflcore.cli import main
 main("run feddwa --data digits --n 4 --rounds 1 --out made".split())

@@ -17,8 +17,8 @@ from pflcore.algorithms import (
     HypCluster,
     LGFedAvg,
 )
-from pflcore.algorithms._relations import simplex_qp
-from pflcore.simulation.round import batch_norm_policy
+from pflcore.algorithms._feddwa import simplex_qp
+from pflcore.simulation._state import batch_norm_policy
 
 SERVED = (
     "fedavg scaffold waffle weight_erosion clustered_fl finetune fedrod sfl per_fedavg"

@@ -29,7 +29,8 @@ from pflcore import (
 )
 from pflcore.algorithms import ALGORITHMS, FedAvg, fixed_options
 from pflcore.check import EXPECT_ANYTHING, expectation_of
-from pflcore.simulation.round import RunConfig, State, initial_state
+from pflcore.simulation._state import State
+from pflcore.simulation.round import RunConfig, initial_state
 
 WORDS, ROWS, LABELS = (
     ["a", "b"],
@@ -172,9 +173,11 @@ CASES = [
 
 @pytest.mark.parametrize("f, given", CASES)
 def test_what_an_annotation_does_not_allow_is_refused(f, given):
+    is_op = f.__module__.startswith("pflcore.ops")
     for name, kind in given.items():
+        shown = rf"{f.__name__}\({name}\)" if is_op else name
         for value in [v for v in JUNK if not kind.fits(v)]:
-            with sentence(f"{name}: expected .*, got "):
+            with sentence(f"{shown}: expected .*, got "):
                 f(**{**GOOD.get(f.__name__, {}), name: value})
 
 
