@@ -1,4 +1,4 @@
-"""What the logger "pflcore" says of a run."""
+"""The logger "pflcore" describes a run, and the description changes no bit."""
 
 import logging
 
@@ -10,7 +10,7 @@ from small import equals, images, layers
 
 @pytest.fixture
 def messages(caplog):
-    """Plays a run with the logger at a level; the messages of that level."""
+    """A function that plays a run at a level and returns the level's messages."""
 
     def play(level, run):
         caplog.clear()
