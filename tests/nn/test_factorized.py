@@ -1,4 +1,4 @@
-"""Factorized layers against their dense twins; initial scales; `factorize`."""
+"""Factorized layers against dense layers, initial scales, and `factorize`."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_convolution_is_its_dense_twin_both_ways(bias, how):
 
 
 def is_its_twin(layer, x, twin):
-    """Value and gradients."""
+    """Asserts that value and gradients are those of the dense layer."""
     leaves = [x.requires_grad_(), *layer.parameters()]
     y, z = layer(x), twin(x)
     near(y.detach(), z.detach(), 1e-12, 1e-12)
@@ -63,7 +63,7 @@ def test_initial_scales():
     torch.manual_seed(0)
     layer = FactorizedLinear(784, 200, 120)
     pi = (120 / 121) ** torch.arange(1, 121)
-    # the variance of sum_k b_k a_k w_k, with E[b_k] = pi_k
+    # The variance of sum_k b_k a_k w_k, with E[b_k] = pi_k.
     expected = (layer.w_a**2).mean() * (layer.w_b**2).mean() * pi.sum()
     near(expected, 2 / 984, 0.03)
     assert bool((layer.strength == 1).all())
@@ -71,7 +71,8 @@ def test_initial_scales():
     assert 0.08 < literal.strength.std() < 0.12
     for w in (literal.w_a, literal.w_b):
         near(w.var(), 2 / sum(w.shape), 0.03)
-    assert literal.weight.std() < 0.2 * layer.weight.std()  # why it learns slowly
+    # Its small weights are the reason why it learns slowly.
+    assert literal.weight.std() < 0.2 * layer.weight.std()
 
 
 # -- factorize ---------------------------------------------------------------
@@ -90,7 +91,7 @@ def test_what_is_replaced():
         nn.Linear,
     )
     assert tuple(map(type, made)) == made_of
-    # 3 for 5 outputs, rounded up
+    # Three factors for five outputs, rounded up.
     assert made[1].factors == made[3].factors == 5
     assert made[1].bias is not None and made[3].bias is None and made[1].w_a.dtype == D
     equals(made[5].weight, plain[5].weight)

@@ -1,4 +1,4 @@
-"""AdamW and clipping: who trains by them, and who refuses them."""
+"""AdamW and clipping: algorithms that train with them, or refuse them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A last batch of one sample, numbers of numpy, and what messages advise."""
+"""Last batches of one sample, numpy's numbers, and advice in error messages."""
 
 import json
 
@@ -32,7 +32,7 @@ def losses(model=normed_model, data=None, engine="auto", **training):
 # batch norm -----------------------------------------------------------------
 @ENGINES
 def test_a_last_batch_of_one_joins_the_one_before_for_batch_norm(engine):
-    """Of five samples four and one are one batch of five."""
+    """Batches of four and one sample become one of five."""
     four, five = (losses(batch_size=b, epochs=2, engine=engine) for b in (4, 5))
     equals(four, five)
     sizes = images((9, 8, 13))
@@ -83,7 +83,7 @@ def test_numpys_numbers_are_numbers(tmp_path):
     assert pflcore.Server(pflcore.FedAvg(), nn.Linear(2, 2), 2).join(one) == 1
 
 
-# sentences ------------------------------------------------------------------
+# error messages -------------------------------------------------------------
 PAIRS = [(torch.randn(8, 6), torch.arange(8) % 4)] * 2
 
 

@@ -1,5 +1,4 @@
-"""Evaluation of all clients side by side says what evaluating them one after another
-says."""
+"""Clients that are evaluated together have the results of each alone."""
 
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ MODELS = {**BODIES, "scores per place": ("Conv1d 2 K 1", (2, 3))}
 
 
 def weighted(scores, y):
-    """A batch's loss is no mean of its samples'."""
+    """Weighted cross entropy, which is no mean over a batch's samples."""
     return F.cross_entropy(scores, y, torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
 
@@ -31,8 +30,10 @@ def at_work(
     ids=range(5),
     empty=None,
 ):
-    """Clients with statistics that are not the model's own; `empty` has no test
-    samples."""
+    """Clients of one round with their own batch norm statistics.
+
+    The statistics differ from the model's. The client `empty` has no test samples.
+    """
     n = 2 * sum(SIZES)
     torch.manual_seed(0)
     several, labels = loss in ("cross_entropy", weighted), loss not in NUMBERS
@@ -53,8 +54,7 @@ def at_work(
 
 
 def check(clients, rows):
-    """Loss and share of right answers are those of each client's module on its
-    samples."""
+    """Asserts that losses and accuracies are those of each client's own module."""
     loss, hits = clients.evaluate({"w": rows}, "train")
     net, data = clients.net, clients.context.data
     for k, i in enumerate(clients.ids.tolist()):
@@ -63,7 +63,7 @@ def check(clients, rows):
             scores = net.load(net.build, rows[k], clients.buffers[k]).eval()(x)
         near(loss[k], net.loss_fn(scores, y), 1e-5, 1e-6)
         assert (hits is None) == (data.classes is None)
-        if hits is not None:  # exactly: a share of whole samples
+        if hits is not None:  # Exact: a share of whole samples.
             near(
                 hits[k],
                 metrics.is_correct(scores.movedim(1, -1), y).double().mean(),
@@ -91,7 +91,7 @@ def test_side_by_side_is_one_by_one(engine, loss, relabel):
 def test_one_model_for_all_is_one_pass_over_all_samples(
     engine, model, relabel, monkeypatch
 ):
-    # somebody is not looked at
+    # One client, number 2, is not evaluated.
     clients = at_work(engine, model, relabel=relabel, ids=[4, 0, 1, 3])
     clients = replace(clients, block_numbers=torch.zeros(4, dtype=torch.int64))
     batches, forward = [], Net.__call__
@@ -129,7 +129,7 @@ def test_engines_evaluate_alike_and_without_samples_nobody_is_looked_at():
         found.append(evaluated(engine, 2))
         assert found[-1]["loss"].isnan().tolist() == [False, False, True, False, False]
         assert found[-1]["size"].tolist() == [1, 300, 0, 125, 126]
-    # batches of one shared model cross clients, where nobody is without samples
+    # Where every client has samples, a batch of one shared model holds several clients.
     found.append(evaluated("loop"))
     for key in ("loss", "accuracy"):
         for other in found[1:]:
@@ -138,19 +138,24 @@ def test_engines_evaluate_alike_and_without_samples_nobody_is_looked_at():
 
 @pytest.mark.parametrize("engine", ["chain", "loop"])
 def test_a_nan_is_no_right_answer_and_spoils_nobody_else(engine):
-    """A NaN for one class alone, the largest number for an argmax, is not the answer of
-    the samples of that class."""
+    """A NaN score is no right answer and affects no other client.
+
+    `argmax` takes NaN for the largest number. If only one class scores NaN, its samples
+    would count as right answers.
+    """
     clients = at_work(engine)
     rows = clients.net.w0.repeat(5, 1)
-    rows[3, -1] = torch.nan  # the last layer's bias for the last class
+    rows[3, -1] = torch.nan  # bias of the last class in the last layer
     loss, accuracy = clients.evaluate({"w": rows}, "train")
     assert loss.isnan().tolist() == [False, False, False, True, False]
     assert accuracy[3] == 0 and (accuracy[[1, 4]] > 0).all()
 
 
 class Given(torch.nn.Module):
-    """A chain of layers whose scores are what the samples say: infinite where they
-    overflow."""
+    """Chain of layers whose scores follow from the samples.
+
+    The scores are infinite where they overflow.
+    """
 
     def __init__(self, outputs):
         super().__init__()
@@ -169,7 +174,7 @@ class Given(torch.nn.Module):
     [("cross_entropy", 2), ("hinge", 1), ("binary_cross_entropy", 1)],
 )
 def test_every_engine_and_metric_counts_infinite_scores_alike(loss, outputs):
-    # the last is infinite in the first layer, and 0 times that is NaN
+    # The last sample overflows in the first layer, and 0 times infinity is NaN.
     x = torch.tensor([[a, b] for a in (-1.0, 1e-30, 1.0) for b in (-1.0, 1e-30, 1e10)])
     x = torch.cat([x, x])
     y = torch.arange(len(x)) // 9

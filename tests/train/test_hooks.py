@@ -1,5 +1,4 @@
-"""Local training: what a step is, which batches it takes, and that all engines do
-the same."""
+"""Local training: steps, batches, and agreement of all engines."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +18,7 @@ from pflcore import Federation, Net, Objective, Training, evaluate, step
 from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import RunConfig, initial_state
 
-# with batches of 20: one short batch, one whole, a whole and a short one
+# Batches of 20 samples: one short batch, one whole batch, a whole and a short one.
 SIZES = (7, 20, 31)
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 NO_CHAIN = pytest.mark.unless(
@@ -50,17 +49,19 @@ def made(model="mlp", engine="loop", data=None, workers=2, dtype=F64, **training
 
 
 def custom_loss(net, w, x, y, extra):
-    """A row with two columns more than the model has; the columns and the client's own
-    numbers enter the loss."""
+    """Loss of a row with two columns more than the model has.
+
+    The additional columns and the client's own numbers enter the loss.
+    """
     z = net(w[: net.size], x) * (1 + w[net.size :].square().sum())
     return F.cross_entropy(z + extra["shift"], y) + 0.01 * w[-1]
 
 
-CASES = golden("fits")  # options of Training, of fit
+CASES = golden("fits")  # pairs: options of Training, options of fit
 
 
 def options(given, net, n=3):
-    """The start rows and fit's arguments, with tensors in place of the cases' words."""
+    """Start rows and arguments of fit, with tensors for the cases' words."""
     gen = torch.Generator().manual_seed(1)
 
     def noise(*shape):
@@ -96,7 +97,7 @@ def fitted(engine, model, case, workers=2, dtype=F64):
 
 
 def same(a, b, rtol=0.0, atol=0.0):
-    """Two fits, or tuples of tensors."""
+    """Asserts that two fits, or two tuples of tensors, are equal."""
     one, two = (
         [*x.rows.values(), *x[1:]] if hasattr(x, "rows") else [*x] for x in (a, b)
     )
@@ -104,7 +105,7 @@ def same(a, b, rtol=0.0, atol=0.0):
 
 
 def starts(s):
-    """The model's own row for each of three clients."""
+    """The model's initial row for each of three clients."""
     return s.net.w0.repeat(3, 1)
 
 
@@ -142,8 +143,10 @@ COMPANY = [
 
 
 def company_cases():
-    """Every body with every activation that the engine trains, most of them in the
-    deep suite."""
+    """Cases of every body with every activation that the engine trains.
+
+    Most of them belong to the deep suite.
+    """
     cases = list(COMPANY)
     for kind, activation in product(company.BODIES, company.ACTIVATIONS):
         cases.append(("loop", kind, activation))
@@ -167,8 +170,10 @@ def test_the_others_change_no_bit(engine, body, activation, optimizer):
 
 
 def test_the_others_change_no_bit_of_many_steps_of_adamw():
-    """Its powers of .9 and .999, too, have other last digits where torch takes
-    several at once."""
+    """AdamW's powers of its betas do not depend on the other clients.
+
+    Torch's vectorized power has other last digits than the power of a single number.
+    """
     how = {"dtype": F64, "local_optimizer": "adamw", "epochs": 24}
     s = company.simulation("chain", "mlp", "Tanh", **how).context
     whole, one = (
@@ -199,7 +204,10 @@ def test_the_size_of_blocks_changes_last_digits_alone(body):
 
 
 def test_neighbours_share_the_batches_of_a_common_model(monkeypatch):
-    """A batch for each of many small clients would take several times as long."""
+    """Clients with a common model are evaluated in common batches.
+
+    A batch for each of many small clients would take several times as long.
+    """
     run = company.simulation("loop", "mlp", "SiLU", dtype=F64)
     whole = evaluate(run.config, run.state)["loss"]
     batches, forward = [], Net.__call__
@@ -215,8 +223,10 @@ def test_neighbours_share_the_batches_of_a_common_model(monkeypatch):
 
 
 def recording(n):
-    """The run's loss, and a list for each client of the batches (x, y) that it saw,
-    in order."""
+    """An objective that records batches, and the list of each client's batches.
+
+    The batches (x, y) are in the order in which they were seen.
+    """
     seen = [[] for _ in range(n)]
 
     def loss(net, w, x, y, extra):
@@ -260,7 +270,7 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
     net, t = s.net, s.training
     start, o = options(CASES[case][1], net)
     done = fit(at_work(s), start, **o)
-    same(fit(at_work(s), start, **o), done)  # no moments are left from another round
+    same(fit(at_work(s), start, **o), done)  # no moments of another round
     masks = o.get("mask", torch.ones(net.size)).expand(3, -1) > 0
     for i, batches in enumerate(recorded(s)):
         module = net.load(build(model), start[i], net.b0).train()
@@ -272,7 +282,7 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
             losses.append(float(loss.detach()))
             if t.clip_grad is not None:
                 norms.append(float(g.norm()))
-                g = g * min(1.0, t.clip_grad / (norms[-1] + 1e-6))  # as torch's
+                g = g * min(1.0, t.clip_grad / (norms[-1] + 1e-6))  # as torch does
             total += g + (t.weight_decay * w if t.local_optimizer == "sgd" else 0)
             g = g + o["shift"][i] if "shift" in o else g
             g = g + o["prox"][0] * (w - o["prox"][1][i]) if "prox" in o else g
@@ -331,7 +341,7 @@ def test_the_minibatches_of_one_step_are_drawn_apart():
     for which in range(3):
         one_pass = torch.cat(seen[which:6:3])
         equals(one_pass.sort().values, own.sort().values)
-    # the whole ones of both epochs, six in all, have other samples each
+    # The six whole minibatches of both epochs have different samples.
     assert len({tuple(x.sort().values.tolist()) for x in seen if len(x) == 20}) == 6
 
 
@@ -339,7 +349,7 @@ def test_the_minibatches_of_one_step_are_drawn_apart():
 
 
 def numbered(sizes=SIZES, **training):
-    """Every sample's x is its own number."""
+    """A setting in which every sample's x is the sample's number."""
     at = torch.arange(sum(sizes))
     x = at.double()[:, None].repeat(1, 6)
     data = Federation(x, at % 4, {"train": list(at.split(list(sizes)))}, 4)
@@ -354,7 +364,7 @@ def test_batches_are_cut_as_a_data_loader_cuts_them(drop_last):
         loader = torch.utils.data.DataLoader(
             own, 20, True, drop_last=drop_last and len(own) >= 20
         )
-        cuts = [len(x) for x in loader]  # a client of less than a batch has one
+        cuts = [len(x) for x in loader]  # a smaller client has one batch
         assert [len(y) for _, y in batches] == 3 * cuts
         x = [x[:, 0] for x, _ in batches]
         orders = [torch.cat(x[e * len(cuts) : (e + 1) * len(cuts)]) for e in range(3)]
@@ -431,7 +441,7 @@ def test_an_error_in_a_worker_reaches_the_caller(engine):
     s = made(engine=engine)
     with pytest.raises(ZeroDivisionError, match="mine"):
         at_work(s).fit(starts(s), Objective(loss=loss))
-    assert at_work(s).fit(starts(s)).w.isfinite().all()  # the engine lives on
+    assert at_work(s).fit(starts(s)).w.isfinite().all()  # the engine still works
 
 
 # float buffers --------------------------------------------------------------
@@ -457,7 +467,7 @@ def test_training_writes_nothing_and_statistics_are_the_clients_own(engine):
     near(step(setup, state, torch.tensor([0, 2]))[0].buffers, want)
 
 
-# looking --------------------------------------------------------------------
+# evaluation -----------------------------------------------------------------
 
 
 @ENGINES
@@ -476,7 +486,7 @@ def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
             x, y = s.data.client(i, split)
             module = s.net.load(build(model), rows[i], local.buffers[i]).eval()
             value = F.cross_entropy(module(x), y)
-            # with batch norm, the gradient on "train" is that of training
+            # With batch norm, the gradient on "train" is computed in training mode.
             if engine == "chain" or split == "test":
                 want = torch.autograd.grad(value, list(module.parameters()))
                 near(grads[i], torch.cat([g.reshape(-1) for g in want]), 1e-7, 1e-7)

@@ -1,5 +1,7 @@
-"""Losses and what scores stand for: one a label, one for each class, a number; in
-training, in what is measured, and in what a model predicts."""
+"""Losses and the meaning of scores: in training, metrics and predictions.
+
+A model gives one score for each label, one for each class, or a number.
+"""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -31,7 +33,7 @@ COUNTS = (2 * X[:, :, 0].exp()).floor()
 
 
 def trained(model, data, rounds=20, loss=None, algorithm="fedavg", **options):
-    """What was evaluated last, and the first client's model."""
+    """The last evaluation of a run, and the first client's model."""
     given = {"model": model, "training": Training(lr=0.5, batch_size=10), "every": 1000}
     run = simulation(
         algorithm, data, rounds=rounds, loss=loss, **given, **options
@@ -90,8 +92,10 @@ def test_a_client_elsewhere_has_its_column_of_scores_in_the_targets_shape():
 
 
 def pairs(s, other, y):
-    """Each pair of samples in the right order: a loss of scores [B, 1] and their
-    transpose."""
+    """Loss of the order of each pair of samples.
+
+    It compares scores [B, 1] with their transpose.
+    """
     y = y.reshape(-1, 1)
     return (1 - (s - other) * (y - y.mT).sign()).relu().mean()
 
@@ -108,7 +112,7 @@ def test_a_loss_of_all_pairs_is_as_it_is_or_refused():
     torch.manual_seed(0)
     want = evaluated(ranks, column, COUNTS[:, :, None])["loss"]
     torch.manual_seed(0)
-    # a row has no .mT
+    # A row has no .mT, so only a column of scores works.
     assert evaluated(lambda s, y: pairs(s, s.mT, y), column, COUNTS)["loss"] == want
     assert want[0] > 0
 
@@ -212,7 +216,7 @@ def test_whole_numbers_have_no_accuracy_and_may_have_an_error(loss):
         ("binary_cross_entropy", column, True),
         ("hinge", column, True),
         (lambda s, y: F.cross_entropy(s, y), lambda: nn.Linear(3, 2), True),
-        # probabilities have none by their sign
+        # The sign of a probability tells no class.
         (
             lambda s, y: F.binary_cross_entropy(s, y.float()),
             lambda: layers("Linear 3 1, Sigmoid, Flatten 0"),
@@ -225,8 +229,10 @@ def test_scores_of_classes_have_an_accuracy(loss, model, classes):
 
 
 class Steps(nn.Module):
-    """Scores of every step: [B, T] or [B, T, 1] of one score, [B, C, T] of C
-    classes."""
+    """Model with scores for every step of a sequence.
+
+    One score gives [B, T] or [B, T, 1]; C classes give [B, C, T].
+    """
 
     def __init__(self, scores=1, last=False):
         super().__init__()
@@ -244,8 +250,10 @@ class Steps(nn.Module):
 
 
 def steps(classes=2, length=5, left_out=""):
-    """Sequences; by a "mask", or by "labels" of -100, some of their steps are left
-    out."""
+    """A federation of sequences.
+
+    Some steps are left out, by a "mask" or by "labels" of -100.
+    """
     torch.manual_seed(1)
     clients = []
     for _ in range(3):
@@ -293,8 +301,10 @@ def test_labels_that_are_left_out_need_no_mask():
 
 
 def void(number, length=5, seed=1):
-    """Clients of whose labels, of steps or of samples (`length` 0), about half are
-    `number`."""
+    """Clients of whose labels about half are `number`.
+
+    The labels are those of steps, or of samples where `length` is 0.
+    """
     gen = torch.Generator().manual_seed(seed)
     clients = []
     for _ in range(3):
@@ -322,8 +332,10 @@ def scorer(length, normal=False):
 
 
 def by_hand(model, x, y, number):
-    """The share of right labels, and the mean over both classes, of those that
-    count."""
+    """Accuracy and balanced accuracy over the labels that count.
+
+    Accuracy is the mean over samples; balanced accuracy is the mean over both classes.
+    """
     right, counts = (model(x).argmax(1) == y).float(), y != number
     each = [right[i][counts[i]].mean() for i in range(len(y)) if bool(counts[i].any())]
     balanced = torch.stack([right[y == c].mean() for c in (0, 1)]).nanmean()

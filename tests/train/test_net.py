@@ -1,4 +1,4 @@
-"""Modules as functions of flat rows."""
+"""Modules as functions of flat rows of parameters."""
 
 from functools import partial
 
@@ -18,8 +18,10 @@ def small():
 
 
 class Tied(nn.Module):
-    """One matrix encodes and decodes; the head has a name of its own; batch norm has
-    buffers."""
+    """Model with a tied weight, a named head and batch norm.
+
+    One matrix both encodes and decodes; batch norm has buffers.
+    """
 
     def __init__(self):
         super().__init__()
@@ -48,7 +50,7 @@ def test_rows_and_modules_round_trip(build):
     equals(nn.utils.parameters_to_vector(module.parameters()), row)
     equals(torch.cat([row[s] for s in net.slices.values()]), row)
     copy, want = net.load(build(), row, net.b0).eval(), module(x)
-    # of which neither the row nor the copy is a view
+    # Neither the row nor the copy is a view of the module.
     nn.init.zeros_(next(module.parameters()))
     equals(net.row(copy), row)
     assert not torch.equal(net.row(module), row)
@@ -61,7 +63,10 @@ def nested():
 
 @pytest.mark.parametrize("build", [small, nested])
 def test_a_module_keeps_its_weights_and_is_drawn_anew_as_one_that_is_made(build):
-    """Its layers in the order in which they stand."""
+    """A module keeps its weights; `init` draws as a new module does.
+
+    Layers are drawn in the order in which they stand in the module.
+    """
     net, state = Net(module := build()), torch.random.get_rng_state()
     equals(net.w0, net.row(module))
     for seed in (0, 4):
@@ -141,7 +146,7 @@ def test_what_does_not_fit_a_net_is_refused_in_a_sentence():
 
 
 class Silent(nn.Module):
-    """Its last layer starts at zero, whatever the layer's own start."""
+    """Model whose last layer starts at zero, unlike the layer's default."""
 
     def __init__(self):
         super().__init__()
@@ -164,7 +169,10 @@ def test_a_parent_has_the_last_word_on_its_childrens_start():
 
 
 class HeadFirst(nn.Module):
-    """The classifier (36 parameters) is registered before the encoder (56)."""
+    """Model that registers its classifier before its encoder.
+
+    The classifier has 36 parameters, the encoder 56.
+    """
 
     def __init__(self, logarithms=False):
         super().__init__()
@@ -177,7 +185,7 @@ class HeadFirst(nn.Module):
 
 
 class HeadLast(HeadFirst):
-    """The same in the usual order."""
+    """The same model with its classifier registered last."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +193,7 @@ class HeadLast(HeadFirst):
 
 
 class Stem(HeadFirst):
-    """An attribute `head` that is not the head."""
+    """Model with an attribute `head` that is not the head."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +213,7 @@ def played(algorithm, model, rounds=1):
         *((a, 56, HeadFirst) for a in ("fedper", "fedrep", "fedbabu")),
         ("fedper", 56, HeadLast),
         ("fedper", 56, lambda: HeadFirst(True)),
-        # an attribute of that name is believed only until the model has met data
+        # With data, the head is found by its place, not by an attribute's name.
         ("fedper", 56 + 42, Stem),
         ("lg_fedavg", 36, HeadFirst),
         ("lg_fedavg", 36, HeadLast),
@@ -235,7 +243,7 @@ def test_without_data_it_is_asked_for():
         Server("fedper", HeadFirst(), 4)
     assert Net(HeadFirst, head="classifier").head_slice == slice(0, 36)
     blocks = nn.Sequential(nn.Linear(4, 4), layers("Linear 4 4, ReLU"))
-    assert Net(blocks).head_name == "1.0"  # of plain nn.Sequentials
+    assert Net(blocks).head_name == "1.0"  # in plain nn.Sequentials
 
 
 @pytest.mark.parametrize("patterns", [(), ("0.*",), ("*.bias",), ("*",)])

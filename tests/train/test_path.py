@@ -1,5 +1,8 @@
-"""The path that trains a model is the model: what may be written out, what must not,
-and what is said where it may not."""
+"""An engine trains exactly the module that the user gave.
+
+Some modules may be written out as chains of layers, others must not; the header gives
+the reason.
+"""
 
 import copy
 import dataclasses
@@ -79,7 +82,7 @@ def projected():
     "build, data, why",
     [
         (projected, federation((7, 6)), "with an LSTM"),
-        # a padding row is not trained
+        # The row of the padding token is not trained.
         (
             tokens,
             federation((7,), tokens=True),
@@ -152,7 +155,7 @@ def test_an_error_without_words_is_an_error():
 
 
 CHAIN, VMAP, LOOP = ("vmap", "chain"), ("vmap", "vmap"), ("loop", "module")
-VECTORS = {  # model, engine and form, the samples' shape
+VECTORS = {  # model, (engine, form), shape of the samples
     "mlp": (mlp, CHAIN),
     "an activation twice": (repeated, CHAIN),
     "a layer twice": (tied, VMAP),
@@ -192,7 +195,7 @@ VECTORS = {  # model, engine and form, the samples' shape
 def test_what_trains_is_the_model(name):
     build, path, *shape = VECTORS[name]
     with warnings.catch_warnings():
-        # a form that does not apply is no form that differs
+        # A form that does not apply must not warn that it differs.
         warnings.filterwarnings("error", "pflcore")
         assert same_as_by_hand(build, *map(federation, shape))[:2] == path
 
@@ -238,7 +241,10 @@ def test_targets_of_every_kind_on_every_path(target, model):
 
 
 class Average(nn.Module):
-    """A running mean of the inputs, put anew into its place by every pass."""
+    """A running mean of the inputs.
+
+    Every pass assigns it again, in the way that `how` names.
+    """
 
     def __init__(self, how):
         super().__init__()
@@ -275,7 +281,7 @@ def test_a_buffer_is_what_the_forward_made_of_it(how, engine):
 
 
 class Counted(nn.Module):
-    """Its outputs depend on how often it was called."""
+    """Model whose outputs depend on the number of its calls."""
 
     def __init__(self, where):
         super().__init__()
@@ -300,7 +306,7 @@ def test_what_one_client_leaves_to_the_next_is_refused(where, engine):
 
 
 class LeNet(nn.Module):
-    """Two convolutions and three linear layers on [1, 16, 16], all sizes small."""
+    """Two convolutions and three linear layers on [1, 16, 16], all small."""
 
     def __init__(self):
         super().__init__()
@@ -316,14 +322,14 @@ class LeNet(nn.Module):
         return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))
 
 
-class Functions(LeNet):  # torch's tutorials and MNIST example
+class Functions(LeNet):  # the style of torch's tutorials and MNIST example
     def forward(self, x):
         x = F.max_pool2d(F.relu(self.conv1(x)), (2, 2))
         x = self.drop(F.max_pool2d(F.relu(self.conv2(x)), kernel_size=2, stride=2))
         return F.log_softmax(self.top(torch.flatten(x, 1)), dim=1)
 
 
-class Features(LeNet):  # FL-bench's base and classifier
+class Features(LeNet):  # the style of FL-bench: base and classifier
     def __init__(self):
         super().__init__()
         first, second = (

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused in one sentence before anything is written."""
+"""Untrainable models and data are refused before anything is written."""
 
 import copy
 import random
@@ -47,7 +47,7 @@ def old_norm():
 
 
 WORDS = torch.arange(24 * 6).view(24, 6) % 9
-DATA = {  # as tests/golden/untrainable.json names it
+DATA = {  # names in tests/golden/untrainable.json
     "labels": {},
     "two classes": {"y": torch.arange(24) % 2},
     "two labels": {"y": torch.arange(48).view(24, 2) % 4},
@@ -72,7 +72,10 @@ def refused(said, model, data, loss=None):
 
 
 class Hidden(nn.Module):
-    """Its weight stands in a list too, which is what it uses."""
+    """Model that uses its weight from a list.
+
+    The weight is a registered parameter as well.
+    """
 
     def __init__(self):
         super().__init__()
@@ -84,7 +87,7 @@ class Hidden(nn.Module):
 
 
 LINEAR = nn.Linear(6, 4)
-BROKEN = [  # model, sentence, loss
+BROKEN = [  # model, error message, loss (optional)
     (
         Own(lambda m, x: (m.layer(x), x)),
         r"model: expected its forward pass to give one tensor of scores, got a tuple",
@@ -181,12 +184,15 @@ def test_data():
     assert federation(WORDS.int()).x.dtype == torch.int64
 
 
-# a refusal names the cause that is there, and what it says to do can be done --
+# an error names the real cause, and its advice works ---------------------------
 
 
 class Frozen(nn.Module):
-    """Batch norm that stays in evaluation mode by an overridden `train`, or a layer of
-    fixed numbers in its place."""
+    """A module with a first layer in evaluation mode.
+
+    Its overridden `train` keeps batch norm in evaluation mode. A layer of fixed numbers
+    may stand in its place.
+    """
 
     def __init__(self, norm, override):
         super().__init__()
@@ -262,8 +268,7 @@ def test_autocast_is_named():
 
 
 class Annealed(nn.Module):
-    """A loss that counts its calls, or as it should not: takes its factor from
-    outside."""
+    """Loss that divides by the number of its calls if `counts`."""
 
     def __init__(self, counts):
         super().__init__()
@@ -296,7 +301,7 @@ def test_a_model_without_numbers_is_named():
         model = nn.Linear(6, 4)
     with sentence("build: the model is on the device 'meta', .*; make it on the CPU"):
         simulation(model=model, data=federation())
-    # made on the CPU
+    # The advice works: the model is made on the CPU.
     assert simulation(model=nn.Linear(6, 4), data=federation()).run().rounds
 
 
