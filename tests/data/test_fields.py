@@ -1,5 +1,4 @@
-"""Inputs of several tensors, and sequences of several lengths: what the model and the
-loss get of them."""
+"""Inputs of several tensors, and sequences of several lengths."""
 
 import pytest
 import torch
@@ -27,7 +26,10 @@ WORDS, STEPS, CLASSES = 11, 6, 3
 
 
 class Tagger(nn.Module):
-    """A class for every step; the mask keeps padding out of the context."""
+    """Model with scores of each step, or of the whole sequence.
+
+    The mask keeps padding out of the context.
+    """
 
     def __init__(self, per_step):
         super().__init__()
@@ -46,7 +48,7 @@ class Tagger(nn.Module):
 
 
 def sequences(n):
-    """Fields, a label of each sequence, and one of each step."""
+    """Fields of n sequences, their labels, and labels of each step."""
     texts = [torch.randint(1, WORDS, (t,)) for t in torch.randint(1, STEPS + 1, (n,))]
     tokens, mask = pad_sequences(texts, length=STEPS)
     fields = {"tokens": tokens, "mask": mask, "age": torch.rand(n)}
@@ -104,7 +106,7 @@ def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
             assert last["share"][i] == pytest.approx(float(each[there].mean()))
             each = torch.stack([r[t].mean() for r, t in zip(each, there, strict=True)])
         assert last["accuracy"][i] == pytest.approx(float(each.mean()))
-        # one model for all is evaluated as many are
+        # A client that is evaluated alone has the same results.
         alone = evaluate(
             RunConfig(run.algorithm, run.context), run.state, clients=torch.tensor([i])
         )
@@ -150,7 +152,7 @@ def test_a_newcomer_brings_the_same_fields():
         history.predict(0, few)
 
 
-# fields and targets, where "c" is there of a second client
+# Fields, targets, part of the error message. A field "c" asks for a second client.
 BAD = """\
 {} | [0, 1] | x: expected tensors by name, a row per sample
 {"a": [[0, 0], [0, 0]], "b": [0, 0, 0]} | [0, 1] | x: expected tensors by name, a row per sample
@@ -190,7 +192,7 @@ def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
         model.load_state_dict(module.state_dict())
         sgd = torch.optim.SGD(model.parameters(), 0.3)
         each = []
-        # one sequence at a time, cut to its length: no padding, no mask
+        # One sequence at a time, cut to its length, without padding and mask.
         for j, t in enumerate(x["mask"].sum(1).tolist()):
 
             def alone(v, j=j, t=t):

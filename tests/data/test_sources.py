@@ -1,5 +1,7 @@
-"""Where data comes from: image sets by name, data with clients of its own, made-up data
-with known answers."""
+"""Sources of data: image sets, data with clients, and synthetic data.
+
+Synthetic data have known answers.
+"""
 
 import builtins
 import gzip
@@ -33,7 +35,7 @@ from pflcore.data import federation_of, load
 
 
 def cells(path, clients):
-    """MALSAR's cells X and Y."""
+    """Writes a .mat file with MALSAR's cells X and Y."""
     io = pytest.importorskip("scipy.io")
     x, y = (np.empty((1, len(clients)), dtype=object) for _ in range(2))
     for i, (a, b) in enumerate(clients):
@@ -86,7 +88,7 @@ def test_images_of_packages_are_one_fixed_stratified_split():
         28,
     )
     assert source.y_train.bincount().tolist() == [400] * 10
-    # the same split in every release
+    # Every release makes the same split.
     assert source.x_train.double().sum().item() == pytest.approx(3724.3, abs=0.5)
     fed = federation_of(source, "A*", n=8, seed=1)
     assert fed.n == 8 and fed.name == "mnist5k A*" and fed.relabel is not None
@@ -103,7 +105,11 @@ def test_images_of_packages_are_one_fixed_stratified_split():
 
 
 def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
-    """The shapes and quirks of torchvision's classes, without its downloads."""
+    """Torchvision's data sets are read.
+
+    Stand-ins have the shapes and peculiarities of torchvision's classes, without
+    downloads.
+    """
     tries = []
 
     def cifar10(root, train, download):
@@ -132,7 +138,7 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     torch.testing.assert_close(cifar.x_train, blue.view(3, 1, 1).expand(4, 3, 32, 32))
     letters = load("emnist_letters", tmp_path)
     assert letters.y_train.tolist() == [0, 25, 1] and letters.classes == 26
-    assert letters.x_train[0, 0].argmax() == 20 * 28 + 5  # upright
+    assert letters.x_train[0, 0].argmax() == 20 * 28 + 5  # the image is turned upright
     own, cache = tmp_path / "own", tmp_path / "home" / ".cache" / "pflcore"
     own.mkdir()
     said = "'cifar100' can be neither read from", "cannot reach it at all"
@@ -154,8 +160,11 @@ IDX = [
 
 @pytest.fixture
 def tiny_mnist(tmp_path, monkeypatch):
-    """A folder with twenty training and ten test images in MNIST's files, two of them
-    not gzipped, and the arrays. They need not be the published ones here."""
+    """A folder with MNIST's files of small size, and their arrays.
+
+    There are twenty training images and ten test images. The test files are not
+    gzipped. The digest of the published files is not checked.
+    """
     monkeypatch.setitem(
         catalogue.SOURCES, "mnist", catalogue.SOURCES["mnist"]._replace(digest=None)
     )
@@ -211,8 +220,11 @@ def test_idx_files_are_read_normalised_and_cut_by_class(tiny_mnist, monkeypatch)
 
 
 def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch):
-    """Files in the right format are not enough: Fashion-MNIST's would load as MNIST,
-    and so would a part of either."""
+    """Files that are not the published ones are refused.
+
+    Fashion-MNIST's files, or a part of either set, have the right format and would load
+    as MNIST.
+    """
     root, arrays = tiny_mnist
     mine = hashlib.blake2b(
         b"".join(a.tobytes() for a in arrays), digest_size=8
@@ -223,7 +235,7 @@ def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch):
             catalogue.SOURCES, name, catalogue.SOURCES[name]._replace(digest=digest)
         )
 
-    published("mnist", mine)  # packed or not, these are the published ones
+    published("mnist", mine)  # the digest does not depend on gzip
     assert len(load("mnist", root).y_train) == 20
     published("mnist", mine[::-1])
     sentence(
@@ -255,7 +267,7 @@ def test_school_facts_and_motleys_protocol():
     fed = school(real("school"))
     assert fed.n == 139 and len(fed.y) == 15_362 and fed.shape == (28,)
     assert fed.size().aminmax() == (22, 251) and (fed.x[:, 27] == 1).all()
-    # scores are whole numbers
+    # The scaled scores come from whole numbers.
     torch.testing.assert_close(
         (fed.y * 69 + 1).round() / 69 - 1 / 69, fed.y, atol=1e-6, rtol=0
     )
@@ -302,7 +314,7 @@ def test_leaf_folders(tmp_path):
     a, b = map(json.loads, USERS.splitlines())
     write_leaf(tmp_path / "data" / "train" / "part_2.json", {"ann": a})
     write_leaf(tmp_path / "data" / "train" / "part_10.json", {"bob": b})
-    # users without test samples
+    # The user ann has no test samples.
     write_leaf(
         tmp_path / "data" / "test" / "part.json", {"bob": a, "ann": {"x": [], "y": []}}
     )
@@ -312,7 +324,7 @@ def test_leaf_folders(tmp_path):
     assert fed.client(0)[0].tolist() == a["x"] and fed.client(1)[1].tolist() == [1]
     assert leaf(tmp_path, classes=None).y.dtype == torch.float32
     assert federation_of(f"leaf:{tmp_path}").size("test").tolist() == [0, 2]
-    # LEAF's split by user
+    # LEAF's other split: some users are held out.
     write_leaf(tmp_path / "data" / "test" / "part.json", {"cid": a})
     held = leaf(tmp_path)
     assert held.n == 3 and held.splits == ("train",)
@@ -346,8 +358,8 @@ def csv(at, **files):
     return at
 
 
-# files, options, how many classes, and the rows and labels of each client: 2 stands
-# before 10, Excel marks its UTF-8, pandas numbers the columns of an array, and quotes
+# Files, options, number of classes, then rows and labels of each client. c2 comes
+# before c10. Excel marks its UTF-8. pandas numbers the columns and quotes names.
 TABLES = r"""{"c10": "a,b,z\n1,2,0\n3,4,1\n", "c2": "5,6,2\n\n"} | {} | 3 | [[[5, 6]], [2]] | ROWS
 {"c10": "1,2,0\n3,4,1\n", "c2": "5,6,2\n"} | {"classes": null} | null | [[[5, 6]], [2]] | ROWS
 {"c": "5,6,2\n"} | {"target": 0, "classes": 6} | 6 | [[[6, 2]], [5]]
@@ -373,7 +385,8 @@ def test_what_lies_beside_csv_files(tmp_path):
     (tmp_path / "README.md").write_text("about")
     (tmp_path / "._a.csv").write_bytes(b"hidden")
     assert federation_of(f"folder:{tmp_path}", fractions={"test": 0.5}).n == 1
-    (tmp_path / "holiday.jpg").write_bytes(b"")  # a download folder is no federation
+    # Other files suggest that the folder is no federation.
+    (tmp_path / "holiday.jpg").write_bytes(b"")
     sentence(OSError, lambda: folder(tmp_path), "holiday.jpg")
 
 
@@ -391,7 +404,7 @@ def test_a_folder_of_npz_files(tmp_path):
     assert fed.size("test").tolist() == [4] and fed.classes == 4
 
 
-# made-up data ------------------------------------------------------------
+# synthetic data ----------------------------------------------------------
 
 
 def test_synthetic_linear_has_its_optimum():
@@ -433,10 +446,10 @@ def test_synthetic_clusters_disagree_between_groups():
     assert federation_of("synthetic_linear", n=3, seed=1, dim=2).shape == (2,)
 
 
-# what is refused ---------------------------------------------------------
+# errors ------------------------------------------------------------------
 
 
-# what federation_of is given, and what is said
+# Arguments of federation_of, type of the error, parts of its message.
 WRONG = """\
 mnist5k | {"partition": "Z"} | ValueError | partition: expected one of A, B, C, A* | 'Z'
 synthetic_linear | {"partition": "A"} | ValueError | none, as synthetic_linear has clients
