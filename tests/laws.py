@@ -1,6 +1,8 @@
-"""The ops' laws on drawn inputs, for all that runs them: the CPU's kernels and the
-references (tests/ops), the CUDA kernels on a card (tests/gpu) and on the CPU
-(tests/internal/cuda_on_cpu)."""
+"""Properties of the ops on drawn inputs, for everything that runs them.
+
+tests/ops runs the CPU's kernels and the references. tests/gpu runs the CUDA kernels on
+a card, and tests/internal/cuda_on_cpu runs them on the CPU.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,21 +23,23 @@ identical = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
 class Machine(NamedTuple):
-    """`put(t, draw)` gives a matrix's values in memory of its own for `ops`, NaN around
-    them, in a place that hypothesis draws; where they are to be written, in one that
-    may be written."""
+    """A set of ops, and the places of their inputs.
+
+    `put(t, draw)` gives a matrix's values in memory of its own, with NaN around them,
+    at a place that hypothesis draws. With `write=True` the place may be written.
+    """
 
     ops: Any
     put: Callable[..., Tensor]
-    sizes: Sequence[int] = SIZES  # columns
+    sizes: Sequence[int] = SIZES  # numbers of columns
     device: str = "cpu"
-    rows: Sequence[int] = (0, 1, 2, 3, 7, 17)  # of matrices whose distances are taken
-    tensor_cores: bool = False  # a card whose tensor cores have float64 at speed
-    # columns of the distances of weights
+    rows: Sequence[int] = (0, 1, 2, 3, 7, 17)  # numbers of rows, for distances
+    tensor_cores: bool = False  # True for a card with fast float64 in tensor cores
+    # Numbers of columns of the distances, for weights.
     clients: Sequence[int] = (1, 2, 3, 17, 67, 300, 1100)
 
     def place(self, t: Tensor | None, draw: Any, **how: bool) -> Tensor | None:
-        """The same for a tensor of any number of axes, or none."""
+        """The result of `put` for a tensor with any axes, or None."""
         if t is None:
             return None
         rows = t.flatten(0, -2) if t.dim() > 1 else t[None]
@@ -64,21 +68,27 @@ def of(*values):
 
 
 def exact(a, b=None):
-    """The definition in float64."""
+    """The definition of squared distances in float64."""
     b = a if b is None else b
     return (a.double()[:, None] - b.double()).square().sum(-1)
 
 
 def listed(all_pairs, index):
-    """The entries of all pairs; padding (-1) is infinitely far."""
+    """The entries of all pairs that the index lists.
+
+    Padding (-1) is infinitely far.
+    """
     return torch.nn.functional.pad(all_pairs, (1, 0), value=torch.inf).gather(
         1, index + 1
     )
 
 
 def sqdist(on, dtype, draw):
-    """The definition; symmetric, 0 with itself; listed pairs have the bits of all
-    pairs, or are close to them where tensor cores may have made the matrix."""
+    """Distances are those of the definition, symmetric, and 0 on the diagonal.
+
+    Listed pairs have the bits of all pairs. They are only close to them where tensor
+    cores may have made the matrix.
+    """
     m, n, p = draw(of(*on.rows)), draw(of(5, 11, *on.rows)), draw(of(*on.sizes))
     rows = matrix(draw, m + n, p, dtype, draw(scales(dtype)))
     rows[:1, :1] *= draw(of(1.0, 1.0, torch.nan, torch.inf))
@@ -105,8 +115,11 @@ def sqdist(on, dtype, draw):
 
 
 def distances(rows, n, seed):
-    """Ugly distances: ties, zeros, huge and tiny, absent clients, below 0 by
-    rounding."""
+    """Distances with difficult values.
+
+    They have ties, zeros, huge and tiny numbers, absent clients, and values below 0 by
+    rounding.
+    """
     kind, size = (
         integers(seed, 0, 9, rows, n),
         10.0 ** integers(seed + 1, -3, 4, rows, 1),
@@ -120,9 +133,9 @@ def distances(rows, n, seed):
 
 
 def weights(on, dtype, draw):
-    """Both rules are their references, of any dtype in any place."""
+    """Both ops of weights agree with their references, for any place."""
     rows, n, seed = (
-        draw(of(0, 1, 3, 17, 33)),  # of blocks of 16
+        draw(of(0, 1, 3, 17, 33)),  # with blocks of 16
         draw(of(*on.clients)),
         draw(st.integers(0, 99)),
     )
@@ -146,7 +159,10 @@ def weights(on, dtype, draw):
 
 
 def scattered(weight, index, n):
-    """The dense [M, N] weights in float64; an index named twice adds up."""
+    """The dense [M, N] weights in float64.
+
+    The weights of an index that is named twice are added.
+    """
     if index is None:
         return weight.double()
     return torch.zeros(len(weight), n, dtype=F64).scatter_add_(
@@ -155,8 +171,10 @@ def scattered(weight, index, n):
 
 
 def close_mix(got, updates, weight, index=None, base=None, lr=1.0):
-    """`got` is base + lr * (weight @ updates), its error measured by the sizes of
-    the addends."""
+    """Asserts that `got` is base + lr * (weight @ updates).
+
+    The error is measured by the sizes of the addends.
+    """
     u, w = updates.double(), scattered(weight, index, len(updates))
     start = torch.zeros((), dtype=F64) if base is None else base.double()
     size = start.abs() + abs(lr) * (
@@ -164,14 +182,18 @@ def close_mix(got, updates, weight, index=None, base=None, lr=1.0):
     )
     assert got.dtype == (updates if base is None else base).dtype
     exactly = got.dtype == F64 and updates.dtype == F64
-    # accumulated in float32, or rounded to it in the end
+    # The sum is accumulated in float32, or rounded to it in the end.
     rounding = F32 if got.dtype in (F32, F64) and not exactly else got.dtype
     assert_close(got.cpu(), start + lr * (w @ u), "aggregate", rounding, size)
 
 
 def aggregate(on, dtype, draw):
-    """The formula, dense and by index, onto any base; into `out`, which may be the base
-    itself, the same bits, and none beside. What has no weight by index is not read."""
+    """Mixtures are those of the formula.
+
+    They are dense or by index, and onto any base. Written into `out`, which may be the
+    base itself, they have the same bits, and the memory around `out` stays. An update
+    without weight is not read by index.
+    """
     n, m, p = (
         draw(of(0, 1, 2, 7, 20)),
         draw(of(0, 1, 2, 8, 9, 13, 33, 100)),
@@ -215,13 +237,15 @@ def aggregate(on, dtype, draw):
 
 
 def dense(x, w_a, lam, w_b):
-    """x times the dense weight sum_f lam_f w_a[:, f] w_b[f, :], clients' axes
-    broadcast."""
+    """The product of x and the dense weight.
+
+    That weight is sum_f lam_f w_a[:, f] w_b[f, :]. Clients' axes are broadcast.
+    """
     return x @ (w_a * lam[..., None, :] @ w_b).mT
 
 
 def factors(b, i, f, o, dtype=F64, leads=((),) * 4, active=1.0, seed=0):
-    """x, w_a, lam, w_b; so many of the factors are not off."""
+    """Arguments x, w_a, lam, w_b, with a share `active` of active factors."""
     shapes = ((b, i), (o, f), (f,), (f, i))
     out = [
         randn(seed + k, *lead, *shape)
@@ -233,8 +257,11 @@ def factors(b, i, f, o, dtype=F64, leads=((),) * 4, active=1.0, seed=0):
 
 
 def close_layer(args, there=None, need=(True,) * 4, call=ops.rank1_linear):
-    """Value and gradients against autograd through the dense weight in float64, errors
-    measured by the same of the absolute values."""
+    """Asserts value and gradients of the factorized layer.
+
+    They are compared with autograd through the dense weight in float64. Errors are
+    measured by the same computation on absolute values.
+    """
     leaves = [
         t.detach().requires_grad_(w) for t, w in zip(there or args, need, strict=True)
     ]
@@ -259,8 +286,10 @@ def close_layer(args, there=None, need=(True,) * 4, call=ops.rank1_linear):
 
 
 def rank1(on, dtype, draw):
-    """The layer and the gradients that are wanted, clients' axes where they may be,
-    factors off."""
+    """The layer and the wanted gradients are those of the dense weight.
+
+    Clients' axes may stand wherever they are allowed, and factors may be inactive.
+    """
     sizes = [draw(of(1, 2, 3, 7, 8, 13, 17, 33, 67, 0)) for _ in range(4)]
     has, need = (draw(st.tuples(*[st.booleans()] * 4)) for _ in range(2))
     clients = draw(of(3, 3, 0))
@@ -276,7 +305,7 @@ def rank1(on, dtype, draw):
 
 
 def stepped(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay):
-    """In float64: new w, new buffer."""
+    """The formula of a step: the new w and the new buffer."""
     d = grad if shift is None else grad + shift
     if anchor is not None:
         d = d + (mu[:, None] if isinstance(mu, Tensor) else mu) * (w - anchor)
@@ -287,8 +316,11 @@ def stepped(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay
 
 
 def sgd(on, dtype, draw):
-    """The formula, each tensor in a place of its own; what is masked does not move, nor
-    what lies between the rows. A row alone takes the same step, bit for bit."""
+    """A step is that of the formula.
+
+    Each tensor is in its own place. Masked entries do not move, and the memory between
+    the rows stays. A row alone takes the same step, bit for bit.
+    """
     s, q = draw(of(0, 1, 2, 5, 17)), draw(of(*on.sizes))
     seed, kind = draw(st.integers(0, 99)), draw(of(None, "number", "rows"))
     t = [randn(seed + k, s, q, dtype=dtype) for k in range(5)]
@@ -315,7 +347,7 @@ def sgd(on, dtype, draw):
     )
     for got, value in zip((w, buffer), want, strict=True):
         if got is not None:
-            # ten terms of size 2
+            # Ten terms of size 2.
             assert_close(got.cpu(), value, "sgd", dtype, 20 * torch.ones_like(value))
             assert intact(got)
     one = [on.place(None if x is None else x[:1], draw, write=True) for x in t]
@@ -340,7 +372,7 @@ LAWS = {
 
 
 def inputs(p, dtype, device):
-    """What tests/golden/calls.json names."""
+    """Inputs by the names that tests/golden/calls.json uses."""
 
     def r(seed, *shape):
         return randn(seed, *shape, dtype=dtype).to(device)
@@ -378,7 +410,10 @@ def inputs(p, dtype, device):
 
 
 def calls(run, backward, p, dtype=F32, device="cpu"):
-    """Each op, in the ways that its kernels take: what is called, and with what."""
+    """Functions and their inputs, by name.
+
+    They are the ops in the ways that their kernels take.
+    """
 
     def step(w, *others):
         run.sgd_step_(w, *others)

@@ -1,4 +1,4 @@
-"""The ops under torch.compile, and what the package says about what runs them."""
+"""The ops under torch.compile, and the report of the backend."""
 
 import os
 
@@ -24,7 +24,7 @@ def server_step(guide, model, out):
 
 
 def local_step(w, grad, mu):
-    """In place, with a pull of each client's own."""
+    """A step in place, with a proximal weight for each client."""
     buffer = torch.ones_like(w)
     ops.sgd_step_(
         w, grad, 0.1, momentum=0.9, buffer=buffer, mu=mu, anchor=torch.zeros_like(w)

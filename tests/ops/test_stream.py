@@ -1,4 +1,4 @@
-"""Rows from files and maps: what comes out has the bits of the same ops in memory."""
+"""Rows in files give the same bits as rows in memory."""
 
 import numpy as np
 import pytest
@@ -15,15 +15,17 @@ KERNELS = pflcore.backend().kernels
 
 
 def mapped(t, folder, name="rows", mode="r"):
-    """The same rows in a file."""
+    """The same rows as a map of a file."""
     path = folder / f"{name}.npy"
     np.save(path, t.numpy())
     return np.load(path, mmap_mode=mode)
 
 
 def same(got, want):
-    """To the last bit; the references sum all rows in one product, whose order torch
-    chooses: to the rounding of so long a sum."""
+    """Asserts equal bits, or equality up to rounding on the references.
+
+    The references sum all rows in one product, and torch chooses the order of its sums.
+    """
     assert got.dtype == want.dtype and got.shape == want.shape
     atol = 32 * torch.finfo(want.dtype).eps * float(want.abs().max())
     assert (
@@ -35,14 +37,17 @@ def same(got, want):
 
 @pytest.fixture
 def few_bytes(monkeypatch):
-    """Blocks of five rows of 67 float32 numbers."""
+    """Makes blocks hold five rows of 67 float32 numbers."""
     monkeypatch.setattr(stream, "BLOCK_BYTES", 5 * 67 * 4)
 
 
 @pytest.mark.usefixtures("few_bytes")
 @pytest.mark.parametrize("dtype", [F32, F64, F16])
 def test_distances(tmp_path, recwarn, dtype):
-    """A map that was opened for reading is not written and warns of nothing."""
+    """Distances of mapped rows have the bits of rows in memory.
+
+    A read-only map is not written, and reading it does not warn.
+    """
     a, b = randn(1, 23, 67, dtype=dtype), randn(2, 11, 67, dtype=dtype)
     files = mapped(a, tmp_path), mapped(b, tmp_path, "b")
     got = stream.pairwise_sqdist(*files)
@@ -69,8 +74,11 @@ def test_dense_mixtures(tmp_path, n, dtype, precise):
 
 @pytest.mark.usefixtures("few_bytes")
 def test_mixtures_by_index(tmp_path):
-    """What has no weight is not read; a weight that is small in its own dtype
-    counts."""
+    """Mixtures by index of mapped rows have the same bits.
+
+    Rows with weight 0 are not read. A weight counts also where its product with lr is
+    too small for the weight's own dtype.
+    """
     rows, index = randn(1, 40, 67, dtype=F32), integers(0, 0, 40, 9, 4)
     weight = randn(4, 9, 4).abs()
     weight[2], weight[4, 2], weight[:, 1] = 0, -0.7, 0
@@ -130,7 +138,7 @@ ROWS, WEIGHT = randn(1, 5, 7, dtype=F32), torch.ones(1, 5)
     [
         ("weight", (np.zeros((4, 7), np.float32), WEIGHT)),
         ("index", (ROWS, WEIGHT, torch.full((1, 5), 5))),
-        # of many rows, too
+        # Many rows: more than one block.
         ("base", (randn(1, 200, 5), torch.ones(2, 200), None, torch.ones(4))),
         ("base", (randn(1, 200, 5), torch.ones(2, 200), None, torch.ones(1, 5))),
     ],
