@@ -1,11 +1,12 @@
-"""Mutants of the package, drawn by a library, and whether a test notices each:
-`make mutants`.
+"""Mutants of the package: does a test notice each? `make mutants`.
 
 cosmic-ray draws a place and an operator, for example `<` for `<=`. Each mutant is tried
-in a copy of the tree with the tests that reach its line, as the two suites under
-coverage have it (kept in build/mutants/; `--record` makes it again): the quick suite's
-first and the quickest of them first, until one fails. A mutant that survives is a
-property that no test knows: write the test, or see that the mutant computes the same.
+in a copy of the tree, with the tests that reach its line, until one fails. The quick
+suite's tests come first, and the quickest of them first.
+
+The tests of a line are known from the two suites under coverage. That table is kept in
+build/mutants/; `--record` makes it again. A mutant that survives is a property that no
+test knows: write the test, or see that the mutant computes the same.
 """
 
 import argparse
@@ -27,8 +28,8 @@ from places import ROOT, ran
 KEPT = ROOT / "build" / "mutants"
 SUITES = ("fast", "deep")
 PACKAGES = ("ops", "algorithms", "train", "simulation")
-SECONDS = 120  # that the tests of one mutant may take
-TRIED = 40  # seconds under coverage of the tests that are tried in a suite
+SECONDS = 120  # limit for the tests of one mutant in a suite
+TRIED = 40  # seconds of tests, as coverage counts them, tried in a suite
 
 
 # mutants ---------------------------------------------------------------------
@@ -37,7 +38,7 @@ MESSAGES = (ast.Raise, ast.JoinedStr, ast.Assert, ast.AnnAssign)
 
 
 def messages(source):
-    """The lines of errors, warnings, checks, decorators and docstrings."""
+    """Lines of errors, warnings, checks, decorators and docstrings."""
     lines = set()
     for node in ast.walk(ast.parse(source)):
         aside = list(getattr(node, "decorator_list", []))
@@ -60,7 +61,10 @@ def messages(source):
 
 
 def drawn_mutants(count, seed):
-    """So many mutants, drawn over the packages' code by the size of their files."""
+    """A list of `count` mutants of the packages' code.
+
+    Files are drawn by their size.
+    """
     from cosmic_ray.ast import Visitor, get_ast
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator, operator_names
@@ -106,8 +110,10 @@ def drawn_mutants(count, seed):
 
 
 def record(suite):
-    """Plays a suite under coverage: which tests reach which lines, and the seconds that
-    they take."""
+    """Runs a suite under coverage, and writes its results to files.
+
+    The files tell which tests reach which lines, and how many seconds each test takes.
+    """
     KEPT.mkdir(parents=True, exist_ok=True)
     (KEPT / "rc").write_text(
         f"[run]\nbranch = False\nsource = {ROOT / 'pflcore'}, "
@@ -129,7 +135,7 @@ def pytest(place, words, env, seconds=None):
 
 
 class Reached:
-    """The tests of each line, the quickest first."""
+    """The tests that reach each line, the quickest first."""
 
     def __init__(self, suite):
         from coverage import CoverageData
@@ -151,7 +157,7 @@ class Reached:
     def tests(self, path, first, last):
         lines = self.data.contexts_by_lineno(str(path))
         some = {c for n in range(first, last + 1) for c in lines.get(n, [])} - {""}
-        # of a line that runs when the module is imported: whoever uses the module
+        # A line that runs at import is reached by all tests that use the module.
         if not some:
             some = {c for contexts in lines.values() for c in contexts} - {""}
         tests = sorted({c.rpartition("|")[0] for c in some}, key=self.cost)
@@ -181,7 +187,7 @@ def tried(mutant, place, reached):
         for suite in SUITES:
             tests = reached[suite].tests(path, mutant["line"], mutant["line"])
             words = f"--suite {suite} -x -q --tb=line -p no:randomly".split()
-            # in a file: they may be too many for a command
+            # The names are in a file, since a command may not hold all of them.
             (place / "tried.txt").write_text("\n".join(tests), encoding="utf-8")
             try:
                 done = (
@@ -191,7 +197,7 @@ def tried(mutant, place, reached):
                 )
                 code = done.returncode if done else 0
             except subprocess.TimeoutExpired:
-                return suite  # it runs for ever, or far longer than it should
+                return suite  # the mutant runs far too long, or endlessly
             if code not in (0, 5):
                 return suite
         return "survived"

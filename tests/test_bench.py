@@ -1,4 +1,7 @@
-"""The bench's arithmetic and its table. Nothing here looks at a time."""
+"""The bench's arithmetic and its table.
+
+No test here measures a time.
+"""
 
 import itertools
 import json
@@ -39,7 +42,7 @@ def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):
     monkeypatch.setattr(
         gpu, "models", lambda n, p, seed: problem.models(n, 500, seed=seed)
     )
-    for name in gpu.OPS:  # their own sizes are tried below
+    for name in gpu.OPS:  # other tests try their own sizes
         monkeypatch.setattr(bench.suite(name), "sizes", lambda quick: [])
     small_rounds = [("lenet5", 2, 8), ("ResNet-18, quarter width", 2, 8)]
     monkeypatch.setattr(card_rounds, "SIZES", small_rounds)
@@ -52,8 +55,10 @@ def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_provider_is_right(name):
-    """At a small size, where all are there; Gram's float32 distances are what the bench
-    shows to be wrong."""
+    """Every provider gives the right result at a small size.
+
+    Gram's float32 distances are an exception: the bench shows that they are wrong.
+    """
     module = bench.suite(name)
     for size in itertools.islice(
         (s for s in module.sizes(True) if s.get("N", 10) <= 10), 6
@@ -119,8 +124,10 @@ def test_rows_tell_errors_limits_losses_and_what_is_left_out(monkeypatch):
 
 
 def command(tmp_path, capsys, words):
-    """What the command line prints, and the measurements and the table that it
-    writes."""
+    """The output, the measurements and the table of a command.
+
+    The last two are read from the files that the command writes.
+    """
     pytest.importorskip("tyro")
     files = tmp_path / "bench.json", tmp_path / "bench.md"
     named = f"{words} --json {files[0]} --markdown {files[1]}"
@@ -184,8 +191,10 @@ def test_arithmetic_of_a_linear_model_and_sizes_by_a_power_law():
 
 
 def test_a_plain_round_is_fedavg(monkeypatch):
-    """With one batch a client the plain loop's round is pflcore's: the same model
-    after two."""
+    """The plain loop's round is pflcore's FedAvg.
+
+    With one batch a client, both have the same model after two rounds.
+    """
     changes = SMALL | {"cohort": 6, "batch": 1000, "rounds": 1, "power": 1.0}
     w = replace(workload.WORKLOADS["flute-lr"], **changes)
     model = w.build()
@@ -224,8 +233,11 @@ def test_how_numbers_grow_with_the_clients():
 
 
 def test_a_gram_matrix_loses_what_models_after_a_round_differ_by():
-    """Alike it says what exact distances say; of rows 1e-4 apart on a common offset it
-    chooses other neighbours, and is heard if asked."""
+    """A Gram matrix finds wrong neighbours of close models.
+
+    For distant rows it agrees with exact distances. For rows 1e-4 apart on a common
+    offset it chooses other neighbours.
+    """
     from bench import neighbours
 
     far = torch.randn(8, 500)

@@ -1,9 +1,8 @@
-"""What was altered, cut off or exchanged on its way: the reader says so in one
-sentence, or what it gives is what was written.
+"""Damaged files are refused, or give what was written.
 
-Where a digest promises it (checkpoints), nothing else is ever given. Where there is
-none (records, models of other people's), a value may have become another, but no reader
-ends with somebody else's error.
+A file may be altered, cut off or exchanged on its way. Where a digest protects it
+(checkpoints), nothing else is ever read. Without a digest (records, models of other
+packages), a value may have changed, but the error is always pflcore's own.
 """
 
 import copy
@@ -43,7 +42,7 @@ damages = st.tuples(
 
 
 def damaged(before, damage):
-    """The bytes with one thing done to them, at one place or between two."""
+    """The bytes with one change, at one place or between two places."""
     how, here, there, byte = damage
     i, j = sorted((int(here * len(before)), int(there * len(before))))
     half = (j - i) // 2
@@ -52,7 +51,7 @@ def damaged(before, damage):
         "cut": before[:i],
         "insert": before[:i] + bytes([byte]) * (byte % 9 + 1) + before[i:],
         "remove": before[:i] + before[j:],
-        # two neighbouring blocks
+        # Two neighbouring blocks change places.
         "exchange": before[:i]
         + before[i + half : j]
         + before[i : i + half]
@@ -68,8 +67,10 @@ def one_sentence(error):
 
 
 def refused_or(read, words):
-    """What `read()` gives; None where it says in one sentence, with these words,
-    that it cannot."""
+    """The result of `read()`, or None where it refuses in one sentence.
+
+    The sentence has these words.
+    """
     try:
         return read()
     except ValueError as e:
@@ -78,7 +79,7 @@ def refused_or(read, words):
 
 @contextmanager
 def damaged_file(path, damage):
-    """The file is damaged inside, and whole again afterwards."""
+    """Damages a file for the block inside, and restores it afterwards."""
     before = path.read_bytes()
     path.write_bytes(damaged(before, damage))
     try:
@@ -129,7 +130,7 @@ def test_a_damaged_record_is_read_as_far_as_it_goes(record, damage):
     for run in runs:
         assert run.rounds_played >= 0 and len(run.rounds) <= 9
     if damage[0] == "cut":
-        # what a killed run left
+        # A killed run leaves such a record.
         assert len(runs) <= 1 and all(table([r]) for r in runs)
         for r in (r for run in runs for r in run.rounds):
             want = a_long_run()[1]["eval"]["loss"]
@@ -171,7 +172,7 @@ HEADER = a_run(rounds=0)[0]["header"] | {
 
 
 def whole_record():
-    """Lines with all that is read of a record."""
+    """Lines of a record with everything that is read of one."""
     own = {
         "relative_update_norm": [1.0, 2.0, None, 30.0],
         "clipped": [1],
@@ -248,7 +249,10 @@ def test_an_odd_line_is_named_and_costs_only_itself(row, tmp_path):
 
 
 def test_a_number_in_a_line_asks_for_no_memory(tmp_path):
-    """Where the header that would count the clients is lost."""
+    """A huge client number in a line allocates no memory.
+
+    The header that would give the number of clients is lost.
+    """
     lines = whole_record()[3:]
     lines[0]["report"]["index"] = [[0, 10**9]]
     (run,) = read(write(tmp_path / "r.jsonl", lines))
@@ -278,7 +282,7 @@ ODD += [[[1], [1, 2]], [1, 2], [-1], [10**9], ["a"], {"a": 1}, {"array": 5}]
 
 
 def places(value, path=""):
-    """The way to every value in a line."""
+    """Yields the path of keys to every value in a line."""
     keys = (
         value
         if isinstance(value, dict)
@@ -293,7 +297,7 @@ EVERYWHERE = [
     f"{at} {path}"
     for at, one in enumerate(whole_record(), 1)
     for path in places(one)
-    if path and "held out" not in path  # whose key has spaces
+    if path and "held out" not in path  # this key has spaces
 ]
 
 
@@ -326,7 +330,10 @@ def test_a_bad_file_costs_a_folder_only_itself(tmp_path):
 
 
 def test_an_earlier_format_is_no_damage(tmp_path):
-    """Long lists in a file beside the record, as {"array": [file, offset]}."""
+    """Lines of an earlier format are left out with their own message.
+
+    That format keeps long lists in a separate file, as {"array": [file, offset]}.
+    """
     lines = whole_record()
     lines[0]["header"]["size"] = {"array": ["record.arrays", 0]}
     lines[1]["eval"]["loss"] = {"array": ["record.arrays", 1234]}
@@ -342,7 +349,7 @@ def test_an_earlier_format_is_no_damage(tmp_path):
 
 # models ---------------------------------------------------------------------
 def Array(data):
-    """Flower's own, of bytes as they came."""
+    """Flower's Array of these bytes."""
     made = pytest.importorskip("flwr.app").Array
     return made(dtype="float32", shape=(3, 4), stype="numpy.ndarray", data=data)
 
@@ -396,7 +403,7 @@ def test_headers_that_no_writer_makes(header):
 
 
 class Trap:
-    """Its pickle, once read, leaves a mark."""
+    """Object whose pickle touches a file when it is loaded."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -406,14 +413,16 @@ class Trap:
 
 
 def test_a_pickle_is_never_run(tmp_path):
-    """A Flower array, an .npz, a checkpoint's tensors, a trained state: no code of a
-    file runs."""
+    """No reader runs the code of a pickle.
+
+    The pickles are in a Flower array, an .npz, a checkpoint and a trained state.
+    """
     from entry_points import folder
 
     mark = tmp_path / "ran"
     trap = np.array([Trap(mark)], dtype=object)
     pickle.loads(pickle.dumps(Trap(mark)))
-    assert mark.exists()  # or this test could not fail
+    assert mark.exists()  # the trap works
     mark.unlink()
     with sentence("client 0"):
         pack([{"w": Array(npy(trap))}])

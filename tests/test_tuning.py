@@ -1,5 +1,7 @@
-"""Motley's protocol: splits that leak nothing, grids that cannot see test data, records
-that resume."""
+"""Motley's protocols and the search of options.
+
+Splits leak nothing, grids cannot see test data, and records resume.
+"""
 
 import math
 from dataclasses import replace
@@ -34,7 +36,7 @@ from pflcore.simulation.round import RunConfig, initial_state
 
 
 def regression():
-    """Labels as numbers, and a model for them."""
+    """A protocol whose labels are numbers, and a model for them."""
     p = PROTOCOLS["silo"]()
     data = replace(p.data, y=p.data.y.float(), classes=None)
     return replace(p, data=data), Net(lambda: layers("Linear 4 1"), "squared")
@@ -50,7 +52,10 @@ def search(
 
 
 def confidence(scores, y):
-    """Mean of the largest score: grows with the steps that training takes."""
+    """The mean of the largest score.
+
+    It grows with the number of training steps.
+    """
     return scores.max(1).values.mean().item()
 
 
@@ -84,10 +89,14 @@ def test_cross_device_roles_and_halves():
 
 
 def test_cross_silo_sizes_and_what_blind_hides():
-    """A client of one sample does not stop the others."""
+    """Cross-silo splits have their sizes, and tuning sees no test split.
+
+    A client of one sample does not stop the others.
+    """
     parts = [(torch.randn(m, 4), torch.arange(m) % 3) for m in (1, 2, 20, 22)]
     p = cross_silo(Federation.from_clients(parts, classes=3))
-    # of 22: ceil(3.3), ceil(18 * .15 / .85)
+    # Of 22 samples, ceil(3.3) are test samples, and ceil(18 * .15 / .85) of the rest
+    # validate.
     sizes = [p.data.size(s).tolist() for s in ("train", "val", "test")]
     assert sizes == [[1, 1, 14, 14], [0, 0, 3, 4], [0, 1, 3, 4]]
     assert "clients without val samples: 2" in p.data.summary()
@@ -107,7 +116,10 @@ def test_cross_silo_sizes_and_what_blind_hides():
     "make, roles", [(cross_silo, [0.2, 0.2, 3]), (cross_device, [2, 2, 2])]
 )
 def test_statistics_of_what_is_held_out_never_shape_the_features(make, roles):
-    """They are standardised after the split, by personalization samples alone."""
+    """Features are standardized by the personalization samples alone.
+
+    That happens after the split.
+    """
     fed = federation(n=6, size=24)
     data = make(fed, *roles, standardize=True).data
     for x, _ in map(data.client, range(6)):
@@ -174,8 +186,11 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
 
 
 def test_late_options_share_a_state_and_others_do_not(tmp_path):
-    """Six candidates on two trained states, late options fastest; the value of each is
-    that of an evaluation by itself."""
+    """Candidates that differ in late options share a trained state.
+
+    Six candidates have two states, and late options vary fastest. The value of each
+    candidate is that of a separate evaluation.
+    """
     tuned = search(KnnPer(k=3), KNN, 2, folder=tmp_path)
     named = [
         (t.candidate.algorithm.server_lr, t.candidate.algorithm.lam)
@@ -211,7 +226,10 @@ def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
 
 
 def test_a_candidate_that_loses_clients_cannot_win():
-    """It would be the best of all where only those count that survived it."""
+    """A candidate with non-finite clients loses.
+
+    It would be the best one if only its surviving clients counted.
+    """
 
     class Selective(KnnPer):
         def model(self, down, client_state, clients):
@@ -228,7 +246,7 @@ def test_a_candidate_that_loses_clients_cannot_win():
     )
     good, lost = tuned.trials
     survivors = lost.values[0][~lost.values[0].isnan()]
-    assert len(survivors) == 7 and survivors.mean() > good.score  # so it looked better
+    assert len(survivors) == 7 and survivors.mean() > good.score  # it looks better
     assert (
         tuned.best is good and lost.score == -math.inf and lost.stopped in tuned.table()
     )
@@ -237,7 +255,7 @@ def test_a_candidate_that_loses_clients_cannot_win():
 
 def test_a_client_without_a_value_loses_no_candidate():
     def low(scores, y):
-        """Minus the largest score; none for the clients of most samples."""
+        """Minus the largest score, or NaN for clients with many samples."""
         return math.nan if len(y) > 4 else -scores.max().item()
 
     p = PROTOCOLS["silo"]()
@@ -254,7 +272,7 @@ def test_without_an_accuracy_the_loss_chooses():
     p = PROTOCOLS["silo"]()
     p = replace(p, data=replace(p.data, y=p.data.y % 2, classes=2, relabel=None))
 
-    def own(scores, y):  # nobody knows what one score of it means
+    def own(scores, y):  # the meaning of one score is unknown
         return binary_cross_entropy_with_logits(scores[:, 0], y.float())
 
     tuned = search(p=p, net=Net(lambda: layers("Linear 4 1"), own))
@@ -281,7 +299,7 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path):
     assert scores(again) == scores(whole)
     assert load(b)[1] == load(a)[1]
     equals(again.report()["accuracy"], whole.report()["accuracy"])
-    file.unlink()  # the states stay behind, and are not those of another search
+    file.unlink()  # the states remain, but belong to another search
     assert scores(search(alg, KNN, 1, folder=b)) == scores(search(alg, KNN, 1))
 
 
@@ -348,7 +366,7 @@ def test_what_cannot_be_tuned_is_refused(options, words):
         search("local", **options)
 
 
-# what selects ---------------------------------------------------------------
+# metrics that select --------------------------------------------------------
 @pytest.mark.parametrize(
     "metric, up, lr",
     [

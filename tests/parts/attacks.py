@@ -1,4 +1,4 @@
-"""What the tests of attacks share."""
+"""Shared data and runs of the tests of attacks."""
 
 import torch
 from entry_points import synthetic_clusters

@@ -1,4 +1,4 @@
-"""What the tests of devices share."""
+"""Runs and checks that real and pretended cards share."""
 
 import pytest
 import torch
@@ -11,13 +11,16 @@ from pflcore import Training, ops, step
 
 
 def convolved():
-    """No chain of linear layers, so that the general engine runs it."""
+    """Model that is no chain of linear layers.
+
+    The general engine runs it.
+    """
     return layers(
         "Conv2d 1 3 3 1 1, BatchNorm2d 3, ReLU, MaxPool2d 2, Flatten, Linear 12 4"
     )
 
 
-# a model, the engine that is asked for, and the form that trains it on a card
+# Model, requested engine, and the form in which a card trains it.
 FORMS = {
     "MLP": (tiny_model(), "auto", "chain"),
     "MLP by vmap": (tiny_model(), "vmap", "vmap"),
@@ -27,8 +30,10 @@ FORMS = {
 
 
 def rounds(name, model, data, device, training, engine="auto", form="chain"):
-    """One round after another of everybody, on that device, by this engine, which
-    has this form."""
+    """Yields the state after each round of all clients on a device.
+
+    Asserts that the engine trains the model in this form.
+    """
     how = {"training": training, "engine": engine, "device": str(device)}
     run = simulation(name, data, model=model, **how)
     assert run.context.engine.form == form, run.context.engine.reason
@@ -55,8 +60,7 @@ def models(run):
 
 
 def assert_resumed(kind, data, device, folder):
-    """A run that went on from its checkpoint has the bits of one that was not
-    broken."""
+    """Asserts that a resumed run has the bits of an uninterrupted one."""
     model, engine, form = FORMS[kind]
     how = {
         "training": Training(0.05, 5),
@@ -75,7 +79,7 @@ def assert_resumed(kind, data, device, folder):
         assert torch.equal(one, third), "a resumed run has other bits"
 
 
-# an op, its arguments, and which of them is on the CPU
+# Op, arguments, name of the argument that is on the CPU.
 APART = """\
 pairwise_sqdist | {"a": "a", "b": "cpu"} | b
 aggregate | {"updates": "a", "weight": "half on the cpu"} | weight
@@ -90,8 +94,10 @@ sgd_step_ | {"w": "a", "grad": "a", "lr": 0.1, "mu": "ones", "anchor": "a"} | mu
 
 
 def on_two_devices(device):
-    """Every op refuses tensors of `device` beside those of the CPU; gives what is on
-    `device`."""
+    """Asserts that every op refuses tensors of two devices.
+
+    Returns a matrix and weights on `device`, and an index on the CPU.
+    """
     a, half = torch.ones(3, 4, device=device), torch.full((3, 3), 0.5, device=device)
     index = torch.zeros(3, 3, dtype=torch.int64)
     of = {"a": a, "half": half, "half on the cpu": half.to("cpu"), "lam": half[0]}

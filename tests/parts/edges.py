@@ -1,4 +1,4 @@
-"""What the tests of edges share."""
+"""Shared settings of the tests of edge cases."""
 
 from small import images, layers, make_setting, wide
 

@@ -1,4 +1,4 @@
-"""What the tests of factorized waffle share."""
+"""Shared settings of the tests of factorized WAFFLE."""
 
 from small import images, layers, make_setting, wide
 

@@ -1,4 +1,4 @@
-"""What the tests of path share."""
+"""Models and checks of the tests of training paths."""
 
 import copy
 
@@ -9,7 +9,7 @@ from small import layers
 
 from pflcore import Federation, Training
 
-BODIES = {  # the layers for K scores, a sample's shape
+BODIES = {  # layers for K scores, shape of a sample
     "mlp": ("Linear 6 5, Tanh, Linear 5 K", (6,)),
     "linear": ("Linear 6 K, Identity", (6,)),
     "conv": ("Conv2d 1 2 3, Tanh, AvgPool2d 2, Flatten, Linear 8 K", (1, 6, 6)),
@@ -23,7 +23,7 @@ def body(words, scores=4):
 
 
 class Own(nn.Module):
-    """A layer and a function of (itself, x)."""
+    """A linear layer and a forward pass f(module, x)."""
 
     def __init__(self, f):
         super().__init__()
@@ -56,7 +56,7 @@ def federation(shape=(6,), y=None, tokens=False):
     clients = []
     for n in (9, 14, 7):
         x = torch.randn(n, *shape, generator=gen)
-        if tokens:  # one sample, which no look at a few finds, is padding alone
+        if tokens:  # one sample is padding alone; the first few are not
             x = torch.randint(1, 5, x.shape, generator=gen)
             x[5] = 0
         target = torch.randint(0, 4, (n,), generator=gen) if y is None else y(gen, n)
@@ -75,8 +75,10 @@ def played(
 
 
 def same_as_by_hand(build, data=None, engine="auto"):
-    """What trained in one FedAvg round of one step of each client, and why: engine,
-    form, why. The model is that of the module trained by hand."""
+    """Compares a FedAvg round of one step with training by hand.
+
+    Returns engine, form and reason from the run's header.
+    """
     torch.manual_seed(1)
     model, data = build(), data or federation()
     run = played(model, data, engine)

@@ -1,4 +1,4 @@
-"""What the tests of rivals share."""
+"""Shared values of the tests of kNN-Per and FedFomo."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from small import near, t
 from pflcore.algorithms import SharedRows
 
 GOLDEN = golden("feddwa_family")
-# a query among stored samples of kNN-Per
+# Stored samples of kNN-Per, and a query among them.
 Z, QUERY = t([[0, 0], [1, 0], [0, 2], [3, 1], [2, 2]]), t([[0.5, 0.25]])
 
 
@@ -21,8 +21,10 @@ def close(got, want, rtol=1e-8, atol=1e-10):
 
 
 class Losses:
-    """A cohort of one whose validation loss is told for each model; training changes
-    nothing."""
+    """A cohort of one with a given validation loss for each model.
+
+    Training changes nothing.
+    """
 
     def __init__(self, losses, n):
         self.losses, self.context = losses, SimpleNamespace(data=SimpleNamespace(n=n))

@@ -1,11 +1,13 @@
-"""What the tests of states share."""
+"""Equality of states."""
 
 import torch
 
 
 def same(a, b, only=slice(None)):
-    """Whether two states are equal, to the last bit, or what they hold of `only`
-    these clients."""
+    """True where two states have the same bits.
+
+    With `only`, rows of other clients are not compared.
+    """
     one, two = (
         {
             **s.server,

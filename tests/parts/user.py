@@ -1,4 +1,4 @@
-"""What the tests of user share."""
+"""Simulations as a user starts them, with short defaults."""
 
 from small import grouped, images, tiny_model
 
