@@ -94,7 +94,9 @@ def senseless(item):
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    suite, kept, left = config.getoption("--suite"), [], []
+    suite = config.getoption("--suite")
+    kept = []
+    left = []
     for item in [i for i in items if not senseless(i)]:
         if item.path.stem in ONE_PROCESS:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
@@ -205,7 +207,8 @@ def on_references() -> Iterator[None]:
 @contextlib.contextmanager
 def on_path(name: str) -> Iterator[str]:
     """Makes the ops run this path of the kernels, or their references."""
-    before, threads = library.cpu_isa(), torch.get_num_threads()
+    before = library.cpu_isa()
+    threads = torch.get_num_threads()
     beside = name == "references" and before is not None
     with on_references() if beside else contextlib.nullcontext():
         try:

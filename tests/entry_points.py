@@ -66,7 +66,8 @@ def views(alg, state, setting, ids=None):
 
     The models are those of the clients `ids`, or of all clients.
     """
-    ids, seen = torch.arange(setting.data.n) if ids is None else ids, []
+    ids = torch.arange(setting.data.n) if ids is None else ids
+    seen = []
 
     class Watched(type(alg)):
         def model(self, down, client_state, clients):

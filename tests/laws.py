@@ -89,12 +89,16 @@ def sqdist(on, dtype, draw):
     Listed pairs have the bits of all pairs. They are only close to them where tensor
     cores may have made the matrix.
     """
-    m, n, p = draw(of(*on.rows)), draw(of(5, 11, *on.rows)), draw(of(*on.sizes))
+    m = draw(of(*on.rows))
+    n = draw(of(5, 11, *on.rows))
+    p = draw(of(*on.sizes))
     rows = matrix(draw, m + n, p, dtype, draw(scales(dtype)))
     rows[:1, :1] *= draw(of(1.0, 1.0, torch.nan, torch.inf))
-    a, b = on.put(rows[:m], draw), on.put(rows[m:], draw)
+    a = on.put(rows[:m], draw)
+    b = on.put(rows[m:], draw)
     call = on.ops.pairwise_sqdist
-    both, own = call(a, b).cpu(), call(a).cpu()
+    both = call(a, b).cpu()
+    own = call(a).cpu()
     assert_close(both, exact(rows[:m], rows[m:]), "sqdist", dtype)
     assert_close(own, exact(rows[:m]).fill_diagonal_(0), "sqdist", dtype)
     assert own.dtype == F64
@@ -104,7 +108,8 @@ def sqdist(on, dtype, draw):
         index = integers(
             draw(st.integers(0, 99)), -1, pairs.shape[1], draw(of(0, 1, 3, 9)), m
         ).T
-        got, want = call(a, other, index.to(on.device)).cpu(), listed(pairs, index)
+        got = call(a, other, index.to(on.device)).cpu()
+        want = listed(pairs, index)
         if on.tensor_cores and dtype is F32 and len(a) > 20:
             assert_close(got, want, "sqdist", dtype)
         else:
@@ -120,10 +125,8 @@ def distances(rows, n, seed):
     They have ties, zeros, huge and tiny numbers, absent clients, and values below 0 by
     rounding.
     """
-    kind, size = (
-        integers(seed, 0, 9, rows, n),
-        10.0 ** integers(seed + 1, -3, 4, rows, 1),
-    )
+    kind = integers(seed, 0, 9, rows, n)
+    size = 10.0 ** integers(seed + 1, -3, 4, rows, 1)
     d = randn(seed, rows, n).abs() * size
     for turn, value in enumerate(
         (0.0, 2.5, torch.inf, torch.nan, -1e-9)[: 2 + seed % 2 * 3]
@@ -134,21 +137,19 @@ def distances(rows, n, seed):
 
 def weights(on, dtype, draw):
     """Both ops of weights agree with their references, for any place."""
-    rows, n, seed = (
-        draw(of(0, 1, 3, 17, 33)),  # with blocks of 16
-        draw(of(*on.clients)),
-        draw(st.integers(0, 99)),
-    )
+    rows = draw(of(0, 1, 3, 17, 33))  # with blocks of 16
+    n = draw(of(*on.clients))
+    seed = draw(st.integers(0, 99))
     k = draw(of(1, 2, 5, 16, 31, 32, 33, 34, 255, 2000))
-    d, target = distances(rows, n, seed).to(dtype), integers(seed, 0, n, rows)
+    d = distances(rows, n, seed).to(dtype)
+    target = integers(seed, 0, n, rows)
     there = on.put(d, draw)
-    (weight, index), (want, near) = (
-        on.ops.feddwa_weights(there, k),
-        reference.feddwa_weights(d, k),
-    )
+    weight, index = on.ops.feddwa_weights(there, k)
+    want, near = reference.feddwa_weights(d, k)
     assert torch.equal(index.cpu(), near)
     torch.testing.assert_close(weight.cpu(), want, rtol=1e-12, atol=1e-300)
-    omega, psi = draw(of(0.0, 0.2, 0.7, 1.0, 1.3)), draw(of(0.0, 0.3, 0.9))
+    omega = draw(of(0.0, 0.2, 0.7, 1.0, 1.3))
+    psi = draw(of(0.0, 0.3, 0.9))
     for tie in ("closed", "uniform"):
         got = on.ops.waffle_weights(there, target.to(on.device), omega, psi, tie).cpu()
         want = reference.waffle_weights(d, target, omega, psi, tie == "uniform")
@@ -175,7 +176,8 @@ def close_mix(got, updates, weight, index=None, base=None, lr=1.0):
 
     The error is measured by the sizes of the addends.
     """
-    u, w = updates.double(), scattered(weight, index, len(updates))
+    u = updates.double()
+    w = scattered(weight, index, len(updates))
     start = torch.zeros((), dtype=F64) if base is None else base.double()
     size = start.abs() + abs(lr) * (
         scattered(weight.abs(), index, len(updates)) @ u.abs()
@@ -194,12 +196,11 @@ def aggregate(on, dtype, draw):
     base itself, they have the same bits, and the memory around `out` stays. An update
     without weight is not read by index.
     """
-    n, m, p = (
-        draw(of(0, 1, 2, 7, 20)),
-        draw(of(0, 1, 2, 8, 9, 13, 33, 100)),
-        draw(of(*on.sizes)),
-    )
-    seed, scale = draw(st.integers(0, 99)), draw(scales(dtype))
+    n = draw(of(0, 1, 2, 7, 20))
+    m = draw(of(0, 1, 2, 8, 9, 13, 33, 100))
+    p = draw(of(*on.sizes))
+    seed = draw(st.integers(0, 99))
+    scale = draw(scales(dtype))
     updates = matrix(draw, n, p, dtype, scale)
     sparse = draw(st.booleans())
     k = draw(of(0, 1, 2, 5, 9, 40)) if sparse and n else n
@@ -214,7 +215,8 @@ def aggregate(on, dtype, draw):
         if shape is None
         else randn(seed + 1, *shape, scale=scale).to(draw(of(*kinds)))
     )
-    lr, precise = draw(of(1.0, 0.5, -0.1, 0.0, 1e-3)), draw(st.booleans())
+    lr = draw(of(1.0, 0.5, -0.1, 0.0, 1e-3))
+    precise = draw(st.booleans())
     seen = updates.clone()
     if sparse:
         seen[~torch.isin(torch.arange(n), index[weight * lr != 0])] = torch.nan
@@ -321,8 +323,10 @@ def sgd(on, dtype, draw):
     Each tensor is in its own place. Masked entries do not move, and the memory between
     the rows stays. A row alone takes the same step, bit for bit.
     """
-    s, q = draw(of(0, 1, 2, 5, 17)), draw(of(*on.sizes))
-    seed, kind = draw(st.integers(0, 99)), draw(of(None, "number", "rows"))
+    s = draw(of(0, 1, 2, 5, 17))
+    q = draw(of(*on.sizes))
+    seed = draw(st.integers(0, 99))
+    kind = draw(of(None, "number", "rows"))
     t = [randn(seed + k, s, q, dtype=dtype) for k in range(5)]
     for k, wanted in ((2, draw(st.booleans())), (3, kind), (4, draw(st.booleans()))):
         t[k] = t[k] if wanted else None
@@ -330,10 +334,12 @@ def sgd(on, dtype, draw):
     mask = None if shape is None else randn(seed + 5, *shape).gt(0).to(dtype)
     rates = torch.rand(s, generator=torch.Generator().manual_seed(seed), dtype=F64)
     mu = {None: 0.0, "number": 0.3, "rows": rates}[kind]
-    momentum, decay = 0.0 if t[4] is None else 0.9, draw(of(0.0, 0.01))
+    momentum = 0.0 if t[4] is None else 0.9
+    decay = draw(of(0.0, 0.01))
     there = [on.place(x, draw, write=k in (0, 4)) for k, x in enumerate(t)]
     held = on.place(mask, draw)
-    w, buffer = there[0], there[4]
+    w = there[0]
+    buffer = there[4]
     there_mu = mu.to(on.device) if kind == "rows" else mu
 
     def step(w, grad, shift, anchor, buffer, mask, mu):
@@ -377,7 +383,9 @@ def inputs(p, dtype, device):
     def r(seed, *shape):
         return randn(seed, *shape, dtype=dtype).to(device)
 
-    rows, weight, wide = r(0, 20, p), randn(3, 20, 20).to(device), dtype in (F32, F64)
+    rows = r(0, 20, p)
+    weight = randn(3, 20, 20).to(device)
+    wide = dtype in (F32, F64)
     args = factors(17, 57, 61, 31, dtype, ((6,), (), (6,), ()), 0.7)
     x, w_a, lam, w_b = (t.to(device) for t in args)
     w = rows.to(dtype if wide else F32)

@@ -71,7 +71,8 @@ def drawn_mutants(count, seed):
 
     class Places(Visitor):
         def __init__(self, operator):
-            self.operator, self.lines = operator, []
+            self.operator = operator
+            self.lines = []
 
         def visit(self, node):
             self.lines += [
@@ -82,16 +83,19 @@ def drawn_mutants(count, seed):
     names = [
         n for n in operator_names() if "Variable" not in n and "Decorator" not in n
     ]
-    chance, out = random.Random(seed), []
+    chance = random.Random(seed)
+    out = []
     files = [
         p for name in PACKAGES for p in sorted((ROOT / "pflcore" / name).rglob("*.py"))
     ]
     weight = [p.stat().st_size for p in files]
     while len(out) < count:
-        (path,), name = chance.choices(files, weight), chance.choice(names)
+        (path,) = chance.choices(files, weight)
+        name = chance.choice(names)
         source = path.read_text(encoding="utf-8")
         operator = get_operator(name)()
-        places, aside = Places(operator), messages(source)
+        places = Places(operator)
+        aside = messages(source)
         places.walk(get_ast(source))
         fitting = [k for k, line in enumerate(places.lines) if line not in aside]
         if fitting:
@@ -181,7 +185,8 @@ def copied(to):
 
 def tried(mutant, place, reached):
     """The suite that kills the mutant, or "survived"."""
-    path, here = ROOT / mutant["where"], place / mutant["where"]
+    path = ROOT / mutant["where"]
+    here = place / mutant["where"]
     here.write_text(mutant["source"], encoding="utf-8")
     try:
         for suite in SUITES:
@@ -217,14 +222,16 @@ def main():
     option("--survivors", type=int, default=0, help="so many are no failure")
     option("--record", action="store_true", help="play the suites under coverage again")
     given = parser.parse_args()
-    start, mutants = time.monotonic(), drawn_mutants(given.count, given.seed)
+    start = time.monotonic()
+    mutants = drawn_mutants(given.count, given.seed)
     mutants = [
         m for m in mutants if re.search(given.only, f"{m['where']} {m['operator']}")
     ]
     for suite in SUITES:
         if given.record or not (KEPT / f"{suite}.coverage").exists():
             record(suite)
-    reached, places = {s: Reached(s) for s in SUITES}, Queue()
+    reached = {s: Reached(s) for s in SUITES}
+    places = Queue()
     count = dict.fromkeys((*SUITES, "survived", "untried"), 0)
     for i in range(2):
         shutil.rmtree(KEPT / str(i), ignore_errors=True)

@@ -34,7 +34,8 @@ def listed():
 
     Each module itself is (module, "").
     """
-    module, text = "", (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    module = ""
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     for section, name in re.findall(r"^(?:## `(pflcore[\w.]*)`|- `(\w+)`)", text, re.M):
         module = section or module
         yield module, name

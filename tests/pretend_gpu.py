@@ -290,7 +290,8 @@ def dispatch(func, args, kwargs):
         else dict(kwargs)
     )
     plainly.pop("pin_memory", None)
-    real_args, real_kwargs = tree_map(real, args), tree_map(real, plainly)
+    real_args = tree_map(real, args)
+    real_kwargs = tree_map(real, plainly)
     with _disable_current_modes():
         out = compute(*real_args, **real_kwargs)
     if target.type != "cpu":
@@ -352,7 +353,8 @@ class _Function(TorchFunctionMode):
         if func is torch.Tensor.new_tensor and isinstance(args[0], Pretend):
             kwargs.setdefault("dtype", args[0].dtype)
             kwargs.setdefault("device", args[0].device)
-            func, args = torch.tensor, args[1:]
+            func = torch.tensor
+            args = args[1:]
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
@@ -390,7 +392,9 @@ def pretended_gpu(index=0, cards=1):
     }
     for seen in (waits, unrepeated, contexts):
         seen.clear()
-    _cards[0], _current[0], _given[0] = cards, 0, index
+    _cards[0] = cards
+    _current[0] = 0
+    _given[0] = index
     with contextlib.ExitStack() as stack:
         for name, new in changes.items():
             stack.enter_context(patch(name, new))

@@ -194,7 +194,8 @@ def quadratics(a, b, lr=0.1, start=None, engine="loop", rows=1, noise=0.0, **tra
     It is `sum_k a_ik (m_k - b_ik)^2 / 2`. With `noise`, the b of a client's `rows`
     samples differ, and their mean stays. A batch is one sample.
     """
-    a, b = t(a), t(b)
+    a = t(a)
+    b = t(b)
     x = a.sqrt()[:, None].expand(-1, rows, -1)
     y = x * (b[:, None] + noise * torch.linspace(-1, 1, rows, dtype=F64)[:, None])
     net = Net(Scale([0.0] * a.shape[1] if start is None else start), loss=half_square)
@@ -264,7 +265,8 @@ def play(alg, s, rounds=None, ids=None):
 
     `ids(round)` gives the cohort, by default all clients.
     """
-    state, found = None, []
+    state = None
+    found = []
     for r in range(1, (s.rounds if rounds is None else rounds) + 1):
         state, done = after(alg, s, 1 if ids is None else [ids(r)], state)
         found.append((copied(state), done))
@@ -276,7 +278,8 @@ def after(alg, s, cohorts=1, state=None):
 
     `cohorts` is a number of rounds of all clients, or the cohort of each round.
     """
-    state, done = initial_state(alg, s.net, s.data.n) if state is None else state, None
+    state = initial_state(alg, s.net, s.data.n) if state is None else state
+    done = None
     for ids in [range(s.data.n)] * cohorts if isinstance(cohorts, int) else cohorts:
         state, done = step(RunConfig(alg, s), state, torch.tensor(ids))
     return state, done
@@ -293,7 +296,8 @@ def joined(alg, s):
 
     The server's state is as before any round.
     """
-    state, everybody = initial_state(alg, s.net, s.data.n), torch.arange(s.data.n)
+    state = initial_state(alg, s.net, s.data.n)
+    everybody = torch.arange(s.data.n)
     cohort = Cohort(everybody, s.data.size("train"), s.data.n)
     for key, rows in alg.init_client(
         alg.send(state.server, cohort), s.net, s.data.n
@@ -373,7 +377,8 @@ def lead(alg, x0, n, uploads):
 
     A round is given by its uploads and its cohort.
     """
-    state, found = alg.init(x0, n), []
+    state = alg.init(x0, n)
+    found = []
     for up, cohort in uploads:
         changes, mix = alg.update(state, up, cohort)
         state = apply(copied(state), changes)

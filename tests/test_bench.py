@@ -243,11 +243,10 @@ def test_a_gram_matrix_loses_what_models_after_a_round_differ_by():
     far = torch.randn(8, 500)
     near = 1.0 + 1e-4 * torch.randn(8, 500)
     for rows, same in ((far, True), (near, False)):
-        exact, by_gram = neighbours.Asked(k=3), neighbours.Asked(k=3, by_gram=True)
-        (weight, index), (other, where) = (
-            exact.mixing_weights(rows, rows),
-            by_gram.mixing_weights(rows, rows),
-        )
+        exact = neighbours.Asked(k=3)
+        by_gram = neighbours.Asked(k=3, by_gram=True)
+        weight, index = exact.mixing_weights(rows, rows)
+        other, where = by_gram.mixing_weights(rows, rows)
         assert exact.seen == by_gram.seen and len(exact.seen) == 1
         assert (exact.seen[0][0] == 0) == same and torch.equal(index, where) == same
         assert torch.equal(weight, other) == same or same

@@ -238,7 +238,8 @@ def test_an_odd_line_is_named_and_costs_only_itself(row, tmp_path):
     where, value, said = row.split(" | ")
     lines = whole_record()
     put(lines, where, json.loads(value))
-    path, number = write(tmp_path / "r.jsonl", lines), where.split()[0]
+    path = write(tmp_path / "r.jsonl", lines)
+    number = where.split()[0]
     want = re.escape(f"{path}: 1 damaged line(s) are left out ({number});")
     with pytest.warns(UserWarning, match=f"^{want}.* Line {number}: {re.escape(said)}"):
         (run,) = read(path)
@@ -373,15 +374,19 @@ def test_a_damaged_model_is_named_with_its_client(form, damage, tmp_path_factory
         path.write_bytes(data)
         return path
 
+    def array(i, data):
+        return {"w": Array(data)}
+
     if form == "array":
-        whole, made = npy(ROW), lambda i, data: {"w": Array(data)}
+        whole = npy(ROW)
+        model = array
     else:
         save = pytest.importorskip("safetensors.torch").save
-        whole, made = (
-            save({k: torch.from_numpy(row) for k, row in zip("abc", ROW, strict=True)}),
-            file,
+        whole = save(
+            {k: torch.from_numpy(row) for k, row in zip("abc", ROW, strict=True)}
         )
-    models = [made(0, whole), made(1, damaged(whole, damage))]
+        model = file
+    models = [model(0, whole), model(1, damaged(whole, damage))]
     packed = refused_or(lambda: pack(models), "client 1")
     assert packed is None or packed.rows.shape == (2, 12)
     assert packed is None or packed.rows[0].tolist() == ROW.ravel().tolist()

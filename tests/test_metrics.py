@@ -105,7 +105,8 @@ def test_laws_of_any_shares(values, by):
     The worst decile is between the worst client and the mean, in any order. A shift
     moves the mean and keeps the deviation. No client is hurt by its own baseline.
     """
-    mean, worst = metrics.mean(values), metrics.worst_decile(values)
+    mean = metrics.mean(values)
+    worst = metrics.worst_decile(values)
     assert min(values) - 1e-12 <= worst <= mean + 1e-12
     assert worst == pytest.approx(metrics.worst_decile(values[::-1]))
     assert metrics.worst_decile(values, share=1) == pytest.approx(mean)
@@ -139,13 +140,15 @@ def test_scores_that_are_not_of_these_samples(shape):
 
 
 def test_a_score_that_is_not_a_number_wins_no_class():
-    lost, y = torch.full((4, 3), NAN), torch.tensor([0, 0, 1, 2])
+    lost = torch.full((4, 3), NAN)
+    y = torch.tensor([0, 0, 1, 2])
     assert f1(lost, y) == 0.0 and balanced_accuracy(lost, y) == 0.0
     some = torch.eye(3)[y]
     some[0] = NAN
     assert balanced_accuracy(some, y) == pytest.approx((0.5 + 1 + 1) / 3)
     assert f1(some, y) == pytest.approx((2 / 3 + 1 + 1) / 3)
-    single, binary = torch.tensor([NAN, -1.0, 1.0, NAN]), torch.tensor([0, 0, 1, 1])
+    single = torch.tensor([NAN, -1.0, 1.0, NAN])
+    binary = torch.tensor([0, 0, 1, 1])
     # One right answer and one NaN in class 1: precision 1, recall 1/2.
     assert f1(single, binary) == pytest.approx(2 / 3)
     assert balanced_accuracy(single, binary) == pytest.approx(0.5)
@@ -187,15 +190,18 @@ def test_scores_may_be_a_column_and_of_any_dtype():
 
 def test_metrics_are_those_of_scikit_learn():
     metrics = pytest.importorskip("sklearn.metrics")
-    scores, y = torch.randn(60, 3), torch.randint(0, 3, (60,))
-    p, won = scores.softmax(1).double(), scores.argmax(1)
+    scores = torch.randn(60, 3)
+    y = torch.randint(0, 3, (60,))
+    p = scores.softmax(1).double()
+    won = scores.argmax(1)
     ovr = metrics.roc_auc_score(y, p, multi_class="ovr")
     assert auc(scores, y) == pytest.approx(ovr) == auc(p, y)
     assert f1(scores, y) == metrics.f1_score(y, won, average="macro")
     assert balanced_accuracy(scores, y) == pytest.approx(
         metrics.balanced_accuracy_score(y, won)
     )
-    two, label = scores[:, :2], (y > 0).long()
+    two = scores[:, :2]
+    label = (y > 0).long()
     assert auc(two, label) == pytest.approx(
         metrics.roc_auc_score(label, two.softmax(1)[:, 1])
     )
@@ -222,7 +228,8 @@ def test_a_metric_without_a_value_is_nan():
         r2(torch.ones(1), torch.ones(1)),
     )
     assert all(map(math.isnan, values))
-    scores, y = torch.randn(6, 3), torch.tensor([0, 0, 0, 1, 1, 1])
+    scores = torch.randn(6, 3)
+    y = torch.tensor([0, 0, 0, 1, 1, 1])
     shares = scores.softmax(1)
     present = [auc(shares[:, c : c + 1] - 0.5, (y == c).long()) for c in (0, 1)]
     # Class 2, which has no samples, does not count.

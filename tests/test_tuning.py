@@ -83,7 +83,8 @@ def test_cross_device_roles_and_halves():
             i in p.report_clients
         )
         assert i in p.train_clients or len(train) == data.size()[i] // 2
-    few, size = p.keep(0.5).data.size(), p.data.size()
+    few = p.keep(0.5).data.size()
+    size = p.data.size()
     equals(few[p.train_clients], size[p.train_clients])
     equals(few[p.report_clients], (size[p.report_clients] + 1) // 2)
 
@@ -144,7 +145,8 @@ GRIDS = {
 @pytest.mark.parametrize("setting", PROTOCOLS)
 @pytest.mark.parametrize("name", GRIDS)
 def test_poisoned_test_labels_change_no_choice(setting, name):
-    p, (alg, grid) = PROTOCOLS[setting](), GRIDS[name]
+    p = PROTOCOLS[setting]()
+    alg, grid = GRIDS[name]
     y = p.data.y.clone()
     for rows in p.data.index["test"]:
         y[rows] = (y[rows] + 1) % 3
@@ -153,19 +155,19 @@ def test_poisoned_test_labels_change_no_choice(setting, name):
     assert a.best.candidate.options == b.best.candidate.options and scores(a) == scores(
         b
     )
-    clean, wrong = (
-        a.report()["accuracy"][p.report_clients],
-        b.report()["accuracy"][p.report_clients],
-    )
+    clean = a.report()["accuracy"][p.report_clients]
+    wrong = b.report()["accuracy"][p.report_clients]
     assert not clean.isnan().any() and not torch.equal(clean, wrong)
     assert a.report()["accuracy"].isfinite().sum() == len(p.report_clients)
     assert a.states(a.best.candidate, 0)[0].context.data.splits == ("train", "val")
 
 
 def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result():
-    p, lrs = PROTOCOLS["device"](), [0.001, 0.3]
+    p = PROTOCOLS["device"]()
+    lrs = [0.001, 0.3]
     tuned = search("fedavg", {"training.lr": lrs}, 4, p)
-    found, results = [], []
+    found = []
+    results = []
     for lr in lrs:
         options = {
             "rounds": 4,
@@ -207,7 +209,8 @@ def test_late_options_share_a_state_and_others_do_not(tmp_path):
 
 
 def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
-    (p, net), lrs = regression(), [1e30, 0.01]
+    p, net = regression()
+    lrs = [1e30, 0.01]
     tuned = search("fedavg", {"training.lr": lrs}, 6, p, net, folder=tmp_path)
     first, second = tuned.trials
     assert (
@@ -291,8 +294,11 @@ def test_a_candidate_with_an_infinite_value_is_lost():
 
 
 def test_a_grid_goes_on_where_it_stopped(tmp_path):
-    alg, a, b = KnnPer(k=3), tmp_path / "a", tmp_path / "b"
-    whole, file = search(alg, KNN, 3, folder=a), b / "checkpoint.safetensors"
+    alg = KnnPer(k=3)
+    a = tmp_path / "a"
+    b = tmp_path / "b"
+    whole = search(alg, KNN, 3, folder=a)
+    file = b / "checkpoint.safetensors"
     with pytest.raises(KeyboardInterrupt):
         search(alg, KNN, 3, folder=b, log=fails(print, 4, KeyboardInterrupt()))
     again = search(alg, KNN, 3, folder=b)
@@ -307,11 +313,9 @@ def test_results_of_other_searches_are_not_used_again(tmp_path):
     def net(act="ReLU", seed=0):
         return Net(lambda: layers(f"Linear 4 5, {act}, Linear 5 3"), seed=seed)
 
-    data, grid, once = (
-        federation(relabel=True),
-        {"server_lr": [0.1]},
-        {"folder": tmp_path},
-    )
+    data = federation(relabel=True)
+    grid = {"server_lr": [0.1]}
+    once = {"folder": tmp_path}
     search("fedavg", grid, 1, cross_silo(data), net(), **once)
     for other, *how in (
         (replace(data, x=data.x + 1), net()),
@@ -400,7 +404,8 @@ def test_a_metric_of_ones_own_says_its_direction():
 
 
 def test_integers_that_are_numbers_to_the_loss_are_measured_as_numbers():
-    net, grid = regression()[1], {"training.lr": [0.01]}
+    net = regression()[1]
+    grid = {"training.lr": [0.01]}
     assert math.isfinite(search("fedavg", grid, 2, None, net, metric="mae").best.score)
 
 

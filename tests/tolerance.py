@@ -5,7 +5,10 @@ One table by op and dtype has a reason in each line.
 
 import torch
 
-F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+F64 = torch.float64
+F32 = torch.float32
+F16 = torch.float16
+BF16 = torch.bfloat16
 FLOATS = (F32, F64, F16, BF16)
 
 # Half the gap between neighbouring numbers near 1: what one rounding of a result costs.
@@ -53,7 +56,8 @@ def assert_close(got, want, op, dtype=None, size=None):
         f"shape {list(got.shape)} instead of {list(want.shape)}"
     )
     dtype = got.dtype if dtype is None else dtype
-    a, finite = got.detach().double(), want.isfinite()
+    a = got.detach().double()
+    finite = want.isfinite()
     same = (a == want) | (a.isnan() & want.isnan())
     assert bool((same | finite).all()), (
         f"NaN or Inf in other places: {got} instead of {want}"

@@ -71,7 +71,8 @@ def test_clients_sizes_counts_and_labels():
     assert small(relabel=None).client(1)[1].tolist() == [1, 0]
     shared = {"train": index([0], [1]), "test": index([4, 5], [5, 4])}
     assert sizes(small(index=shared), "test") == [2, 2]  # a test set may be shared
-    tokens, numbers = torch.zeros(3, 4).long(), torch.rand(3, 2)
+    tokens = torch.zeros(3, 4).long()
+    numbers = torch.rand(3, 2)
     other = Federation(tokens, numbers, {"train": index([0], [1, 2])})
     assert other.classes is None and other.client(1)[1].shape == (2, 2)
     with sentence("counts: expected labels"):
@@ -103,7 +104,8 @@ def test_another_device_holds_everything():
 
 # -- constructors ------------------------------------------------------------
 
-X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.array([0, 1] * 4)
+X = np.arange(24, dtype=np.float32).reshape(8, 3)
+Y = np.array([0, 1] * 4)
 
 
 def test_arrays_of_any_memory():
@@ -163,7 +165,8 @@ def test_clients_datasets():
 
 
 def test_from_partition_joins_the_pools():
-    x, y = torch.rand(40, 3), torch.arange(40) % 10
+    x = torch.rand(40, 3)
+    y = torch.arange(40) % 10
     part = partition("A*", y[:30], 3, test_labels=y[30:], shift_seed=2)
     fed = Federation.from_partition(x[:30], y[:30], part, x_test=x[30:], y_test=y[30:])
     equals(fed.x, x)
@@ -273,7 +276,8 @@ def test_halves_laws(n, seed):
     total = fed.size() + fed.size("test")
     half = fed.split_in_half(range(0, n, 2), seed)
     for i in range(n):
-        a, b = half.index["train"][i], half.index["test"][i]
+        a = half.index["train"][i]
+        b = half.index["test"][i]
         if i % 2:
             equals((a, b), (fed.index["train"][i], fed.index["test"][i]))
         else:
@@ -310,7 +314,8 @@ def test_standardised_by_training_samples_only():
     x = fed.x.clone()
     x[:, 1] = 7  # a constant feature
     fed = replace(fed, x=x)
-    plain, (mean, deviation) = fed.standardize(), fed.standardize().scaling
+    plain = fed.standardize()
+    mean, deviation = fed.standardize().scaling
     for i in range(5):
         train = plain.client(i)[0]
         assert (
@@ -447,7 +452,8 @@ ARRAYS = [
         "y: expected int64 labels in 0..1 (classes=None for regression), got [-1, 1]",
     ),
 ]
-TWO, IID = Federation.from_clients([(X, Y), (X, Y)]), partition("iid", Y, 2)
+TWO = Federation.from_clients([(X, Y), (X, Y)])
+IID = partition("iid", Y, 2)
 # Method, arguments, beginning of the error message. In `of`, None is all splits.
 CALLS = """\
 small.client | {"i": 2} | client: expected a number from 0 to 1, got 2
@@ -496,7 +502,8 @@ def method(call):
     return getattr({"small": small(), "two": TWO, "made": Federation}[name], called)
 
 
-made, PAIRS = Federation.from_clients, BAD_CLIENTS.replace("PAIR", PAIR)
+made = Federation.from_clients
+PAIRS = BAD_CLIENTS.replace("PAIR", PAIR)
 REFUSED = [  # function, arguments, beginning of the error message
     *((small, {"index": lists(of)}, words) for of, words in tabled(INDEX)),
     *((small, tensors(change), words) for change, words in tabled(LABELS)),

@@ -22,7 +22,9 @@ from pflcore import (
 from pflcore.data import pad_sequences
 from pflcore.simulation.round import RunConfig
 
-WORDS, STEPS, CLASSES = 11, 6, 3
+WORDS = 11
+STEPS = 6
+CLASSES = 3
 
 
 class Tagger(nn.Module):
@@ -33,12 +35,14 @@ class Tagger(nn.Module):
 
     def __init__(self, per_step):
         super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, 4), nn.Linear(5, CLASSES)
+        self.embed = nn.Embedding(WORDS, 4)
+        self.head = nn.Linear(5, CLASSES)
         self.per_step = per_step
 
     def forward(self, x):
         assert [v.dtype for v in x.values()] == [torch.int64, torch.bool, torch.float32]
-        mask, age = x["mask"].float()[..., None], x["age"][:, None]
+        mask = x["mask"].float()[..., None]
+        age = x["age"][:, None]
         z = self.embed(x["tokens"]) * mask
         context = z.sum(1) / mask.sum(1)
         if not self.per_step:
@@ -89,7 +93,8 @@ def run_of(algorithm, per_step, **options):
 def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
     seen = {"share": lambda scores, y: float((scores.argmax(-1) == y).double().mean())}
     run = run_of(algorithm, per_step, rounds=5, evaluation=Evaluation(metrics=seen))
-    history, data = run.run(), run.data
+    history = run.run()
+    data = run.data
     last = history.rounds[-1]["eval"]
     together = evaluate(RunConfig(run.algorithm, run.context), run.state)
     for i in range(data.n):
@@ -166,7 +171,8 @@ COMPLEX = {"a": [1j, 0]}, [0, 1], "x['a']: expected a tensor of floats, int64 or
 
 @pytest.mark.parametrize("x, y, words", [*tabled(BAD), COMPLEX])
 def test_bad_fields_are_one_sentence(x, y, words):
-    x, y = {name: torch.tensor(v) for name, v in x.items()}, torch.tensor(y)
+    x = {name: torch.tensor(v) for name, v in x.items()}
+    y = torch.tensor(y)
     with pytest.raises(ValueError) as caught:
         if "c" in x:
             Federation.from_clients([(x, y), (torch.zeros(2, 3), y)])
@@ -179,7 +185,8 @@ def test_bad_fields_are_one_sentence(x, y, words):
 @pytest.mark.parametrize("per_step", [False, True])
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
-    data, module = federation(per_step), Tagger(per_step)
+    data = federation(per_step)
+    module = Tagger(per_step)
     training = Training(lr=0.3, batch_size=100)
     hardware = Hardware(engine, workers=1)
     setting = Simulation(
@@ -188,7 +195,8 @@ def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
     got = at_work(setting).fit(setting.net.w0.expand(data.n, -1)).w
     for i in range(data.n):
         rows, y = data.client(i)
-        x, model = data.fields.split_fields(rows), Tagger(per_step)
+        x = data.fields.split_fields(rows)
+        model = Tagger(per_step)
         model.load_state_dict(module.state_dict())
         sgd = torch.optim.SGD(model.parameters(), 0.3)
         each = []

@@ -139,7 +139,8 @@ def test_a_large_table_is_read_as_fast_as_by_numpy(tmp_path):
 
 # npz --------------------------------------------------------------------------
 
-X, Y = np.ones((3, 2)), np.array([0, 1, 1])
+X = np.ones((3, 2))
+Y = np.array([0, 1, 1])
 
 
 def test_a_pickled_file_is_named_and_never_read(tmp_path):

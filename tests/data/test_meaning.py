@@ -161,7 +161,8 @@ def test_a_column_of_labels_is_labels(reader, tmp_path):
 
 
 def test_labels_of_sequences_of_one_step_stay_theirs():
-    x, y = torch.randn(3, 1, 4), torch.tensor([[0], [1], [0]])
+    x = torch.randn(3, 1, 4)
+    y = torch.tensor([[0], [1], [0]])
     assert Federation.from_clients([(x, y)]).y.shape == (3, 1)
 
 
@@ -275,7 +276,8 @@ def test_vehicles_signs_are_the_tables(tmp_path):
     (tmp_path / "vehicle").mkdir()
     x, y = (np.empty((1, 2), dtype=object) for _ in range(2))
     for i, of in enumerate([[-1.0, 1, 1], [1.0, 1, 1]]):
-        x[0, i], y[0, i] = np.array(X), np.array(of)[:, None]
+        x[0, i] = np.array(X)
+        y[0, i] = np.array(of)[:, None]
     io.savemat(tmp_path / "vehicle" / "vehicle.mat", {"X": x, "Y": y})
     as_they_are = {"fractions": {}, "standardize": False}
     same(federation_of("vehicle", root=tmp_path, **as_they_are), [0, 1, 1, 1, 1, 1], 2)
@@ -324,7 +326,8 @@ def test_whole_numbers_that_are_no_classes_are_predicted_as_numbers():
 
 
 def test_void_labels_are_told_what_they_may_be():
-    x, y = torch.zeros(2, 3), np.array([[0, 255, 1], [1, 0, 255]])
+    x = torch.zeros(2, 3)
+    y = np.array([[0, 255, 1], [1, 0, 255]])
     with sentence(
         "y: expected int64 labels in 0..1 .*; labels that count in nothing are -100"
     ):

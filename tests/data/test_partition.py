@@ -37,7 +37,8 @@ def tens(low, high):
     return st.lists(st.integers(low, high), min_size=10, max_size=10)
 
 
-Y, YT = labels_with([20] * 10), labels_with([7] * 10, 1)
+Y = labels_with([20] * 10)
+YT = labels_with([7] * 10, 1)
 
 # -- published partitions ----------------------------------------------------
 
@@ -134,15 +135,18 @@ def test_concept_shift_is_independent_per_client_and_of_the_seed():
     st.integers(0, 3),
 )
 def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed):
-    y, yt = labels_with(have, seed), labels_with([h // 2 + 6 for h in have], seed + 1)
+    y = labels_with(have, seed)
+    yt = labels_with([h // 2 + 6 for h in have], seed + 1)
     groups = {
         "practical1": {"groups": min(n, 4)},
         "multimodal": {"minority_clients": n // 3 or 1},
     }
     options = {"seed": seed, **groups.get(name, {})}
     part = partition(name, y, n, test_labels=yt, **options)
-    train, test = torch.cat(part.index["train"]), torch.cat(part.index["test"])
-    both, pool = torch.cat([train, test]).tolist(), range(len(y) + len(yt))
+    train = torch.cat(part.index["train"])
+    test = torch.cat(part.index["test"])
+    both = torch.cat([train, test]).tolist()
+    pool = range(len(y) + len(yt))
     assert (
         len(part.index["train"]) == len(part.index["test"]) == n
         and min(sizes(part)) > 0
@@ -161,7 +165,8 @@ def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed
 
 
 def test_dirichlet_cuts_both_pools_alike_and_pools_them_four_to_one():
-    y, yt = labels_with([1000] * 10), labels_with([500] * 10, 1)
+    y = labels_with([1000] * 10)
+    yt = labels_with([500] * 10, 1)
     part = partition("dirichlet", y, 8, test_labels=yt, alpha=0.3)
     a, b = (counts(part, np.concatenate([y, yt]), s) for s in ("train", "test"))
     assert np.abs(a / 2 - b).max() <= 1.5 and not part.facts["moved samples"]
@@ -228,7 +233,8 @@ def test_other_numbers_of_classes_have_equal_shares_alone(classes):
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 9))
 def test_shards_bound_the_classes_and_test_classes_match(n, k, seed):
-    y, yt = labels_with([120 * n] * 10), labels_with([12 * n] * 10, 1)
+    y = labels_with([120 * n] * 10)
+    yt = labels_with([12 * n] * 10, 1)
     part = partition("pathological", y, n, test_labels=yt, k=k, seed=seed)
     a, b = (counts(part, np.concatenate([y, yt]), s) > 0 for s in ("train", "test"))
     assert a.sum(1).max() <= k * (
@@ -240,7 +246,8 @@ def test_shards_bound_the_classes_and_test_classes_match(n, k, seed):
 @given(st.integers(1, 25), st.integers(1, 10), tens(30, 90), st.integers(0, 5))
 def test_exact_k_laws(n, k, have, seed):
     supply = {"train": np.array(have), "test": np.full(10, 40)}
-    y, yt = labels_with(have, seed), labels_with([40] * 10, 1)
+    y = labels_with(have, seed)
+    yt = labels_with([40] * 10, 1)
     part = partition(
         "pathological", y, n, test_labels=yt, mode="exact_k", k=k, seed=seed
     )

@@ -36,9 +36,11 @@ def test_a_list_of_tuples_is_samples_however_many(count, kind):
     x = torch.arange(12.0).view(4, 3)[:count]
     y = -x
     if kind == "numbers":
-        x, y = x[:, 0].tolist(), (-y[:, 0]).tolist()
+        x = x[:, 0].tolist()
+        y = (-y[:, 0]).tolist()
     if kind == "lists":
-        x, y = x.tolist(), y.tolist()
+        x = x.tolist()
+        y = y.tolist()
 
     got = Federation.from_clients([list(zip(x, y, strict=True))], classes=None)
 
@@ -98,7 +100,8 @@ def test_two_samples_are_two_everywhere():
 
 class Items(Dataset):
     def __init__(self, make):
-        self.make, self.read = make, []
+        self.make = make
+        self.read = []
 
     def __len__(self):
         return 3
@@ -212,7 +215,8 @@ class Arrow:
     """
 
     def __init__(self, of):
-        self.of, self.column_names = of, list(of)
+        self.of = of
+        self.column_names = list(of)
         self.columns = [Column(v) for v in of.values()]
 
     def __getitem__(self, name):
@@ -232,7 +236,8 @@ class HuggingFace(Arrow):
     columns = property(lambda self: pytest.fail("it has none"))
 
     def __init__(self, of):
-        self.of, self.column_names = of, list(of)
+        self.of = of
+        self.column_names = list(of)
 
     def __getitem__(self, name):
         return list(self.of[name])
@@ -332,7 +337,8 @@ def test_a_frame_is_no_client():
 
 
 def test_a_test_pool_needs_a_partition_that_knows_it():
-    x, y = torch.rand(40, 3), torch.arange(40) % 4
+    x = torch.rand(40, 3)
+    y = torch.arange(40) % 4
     pool = {"x": x[:30], "y": y[:30], "x_test": x[30:], "y_test": y[30:]}
     with sentence(
         r"partition: expected one of .*test_labels=y_test\)\), got \{'train': 30\}"

@@ -39,7 +39,8 @@ def cells(path, clients):
     io = pytest.importorskip("scipy.io")
     x, y = (np.empty((1, len(clients)), dtype=object) for _ in range(2))
     for i, (a, b) in enumerate(clients):
-        x[0, i], y[0, i] = np.asarray(a), np.asarray(b)[:, None]
+        x[0, i] = np.asarray(a)
+        y[0, i] = np.asarray(b)[:, None]
     path.parent.mkdir(exist_ok=True, parents=True)
     io.savemat(path, {"X": x, "Y": y})
 
@@ -139,7 +140,8 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     letters = load("emnist_letters", tmp_path)
     assert letters.y_train.tolist() == [0, 25, 1] and letters.classes == 26
     assert letters.x_train[0, 0].argmax() == 20 * 28 + 5  # the image is turned upright
-    own, cache = tmp_path / "own", tmp_path / "home" / ".cache" / "pflcore"
+    own = tmp_path / "own"
+    cache = tmp_path / "home" / ".cache" / "pflcore"
     own.mkdir()
     said = "'cifar100' can be neither read from", "cannot reach it at all"
     sentence(OSError, lambda: load("cifar100", own), *said)
@@ -168,7 +170,8 @@ def tiny_mnist(tmp_path, monkeypatch):
     monkeypatch.setitem(
         catalogue.SOURCES, "mnist", catalogue.SOURCES["mnist"]._replace(digest=None)
     )
-    draw, arrays = np.random.RandomState(0).randint, []
+    draw = np.random.RandomState(0).randint
+    arrays = []
     (tmp_path / "mnist").mkdir()
     for name, n in zip(IDX, (20, 20, 10, 10), strict=True):
         a = draw(0, 256, (n, 28, 28)) if "images" in name else np.arange(n) % 10
@@ -294,7 +297,8 @@ def test_vehicle_cells(tmp_path):
         for i, (x, y) in enumerate(clients)
     }
     write_leaf(tmp_path / "all.json", users)
-    a, signs = vehicle(tmp_path), leaf(tmp_path / "all.json")
+    a = vehicle(tmp_path)
+    signs = leaf(tmp_path / "all.json")
     assert a.classes == 2 and a.counts().tolist() == [[7, 13]] * 4
     equals((a.x, a.y), (signs.x, signs.y))
     fed = federation_of("vehicle", root=tmp_path)
@@ -391,7 +395,8 @@ def test_what_lies_beside_csv_files(tmp_path):
 
 
 def test_a_folder_of_npz_files(tmp_path):
-    x, y = np.random.rand(4, 2), np.array([0.5, 1.5, 2.0, 3.0])
+    x = np.random.rand(4, 2)
+    y = np.array([0.5, 1.5, 2.0, 3.0])
     np.savez(tmp_path / "a.npz", x=x, y=y)
     np.savez(tmp_path / "b.npz", x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
     fed = folder(tmp_path)
@@ -424,7 +429,8 @@ def test_synthetic_linear_has_its_optimum():
 
 
 def test_synthetic_quadratic_is_that_quadratic():
-    a, b = torch.rand(2, 2), torch.randn(2, 2)
+    a = torch.rand(2, 2)
+    b = torch.randn(2, 2)
     fed = synthetic_quadratic(a, b)
     for w in (torch.zeros(2), torch.tensor([2.0, -5.0])):
         for i in range(2):

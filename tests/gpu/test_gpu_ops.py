@@ -106,11 +106,14 @@ def test_sqdist_scales_and_bad_rows(scale, m):
     """
     a = randn(0, m, 20_011).float() * scale
     a[3] = a[1]
-    got, moved = ops.pairwise_sqdist(a.cuda()), randn(3, m).argsort().cuda()
+    got = ops.pairwise_sqdist(a.cuda())
+    moved = randn(3, m).argsort().cuda()
     equals(ops.pairwise_sqdist(lay(a.cuda(), "off by one")), got)
     equals(ops.pairwise_sqdist(a.cuda()[moved]), got[moved][:, moved])
-    a[2, 7], a[5, 9] = torch.nan, torch.inf
-    got, want = ops.pairwise_sqdist(a.cuda()).cpu(), reference.pairwise_sqdist(a, None)
+    a[2, 7] = torch.nan
+    a[5, 9] = torch.inf
+    got = ops.pairwise_sqdist(a.cuda()).cpu()
+    want = reference.pairwise_sqdist(a, None)
     laws.assert_close(got, want, "sqdist", F32)
 
 
@@ -123,8 +126,10 @@ def test_sqdist_by_tensor_cores_and_by_windows_agree(m, n):
     """
     base = randn(0, 2, 60_007)[torch.arange(m + (n or 0)) % 2]
     rows = (base * (1 + 1e-5 * randn(1, *base.shape))).float()
-    rows[4], rows[7] = rows[2], 1e3 * rows[7]
-    a, b = rows[:m].cuda(), None if n is None else rows[m:].cuda()
+    rows[4] = rows[2]
+    rows[7] = 1e3 * rows[7]
+    a = rows[:m].cuda()
+    b = None if n is None else rows[m:].cuda()
     everybody = torch.arange(n or m, device="cuda").expand(m, -1)
     got = ops.pairwise_sqdist(a, b)
     torch.testing.assert_close(
@@ -141,7 +146,8 @@ def test_aggregate_has_the_same_bits_in_every_kernel(n, dtype):
     That holds for dense weights with any number of results, by index, and for any
     alignment.
     """
-    updates, weight = randn(0, n, 5002).to(dtype).cuda(), randn(1, 101, n).cuda()
+    updates = randn(0, n, 5002).to(dtype).cuda()
+    weight = randn(1, 101, n).cuda()
     want = ops.aggregate(updates, weight)
     every = torch.arange(n, device="cuda").expand(101, n)
 
@@ -187,7 +193,8 @@ def test_rank1_linear_skips_inactive_factors(op):
         return [y, *backward(torch.ones_like(y), *inputs, True, True, False, True)]
 
     want = found()
-    w_a[:, ::3], w_b[::3] = torch.nan, torch.inf
+    w_a[:, ::3] = torch.nan
+    w_b[::3] = torch.inf
     laws.identical(found(), want)
 
 
@@ -218,9 +225,12 @@ def test_follows_the_current_stream(case):
     default stream is free.
     """
     call, inputs = case
-    want, held = call(copies(inputs)), copies(inputs)
+    want = call(copies(inputs))
+    held = copies(inputs)
     torch.cuda.synchronize()
-    side, done, free = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
+    side = torch.cuda.Stream()
+    done = torch.cuda.Event()
+    free = torch.cuda.Event()
     # A first call, since memory for a new stream may wait for the device.
     with torch.cuda.stream(side):
         call(copies(inputs))
@@ -244,7 +254,8 @@ def test_captured_in_a_graph(case):
         t * 1.5 if isinstance(t, Tensor) and t.is_floating_point() else t
         for t in inputs
     ]
-    want, held = call(copies(fresh)), copies(inputs)
+    want = call(copies(fresh))
+    held = copies(inputs)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):  # graphs need a warm-up
         call(copies(held))
@@ -277,10 +288,8 @@ def test_mixed_devices_are_refused_with_a_sentence():
 
 
 def test_an_index_out_of_range_is_nan_not_a_crash():
-    a, weight = (
-        torch.ones(3, 1000, device="cuda"),
-        torch.full((2, 1), 1.0, device="cuda"),
-    )
+    a = torch.ones(3, 1000, device="cuda")
+    weight = torch.full((2, 1), 1.0, device="cuda")
     got = ops.aggregate(a, weight, torch.tensor([[7], [1]], device="cuda"))
     assert got[0].isnan().all() and (got[1] == 1).all()
 

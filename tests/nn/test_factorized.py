@@ -49,7 +49,8 @@ def test_convolution_is_its_dense_twin_both_ways(bias, how):
 def is_its_twin(layer, x, twin):
     """Asserts that value and gradients are those of the dense layer."""
     leaves = [x.requires_grad_(), *layer.parameters()]
-    y, z = layer(x), twin(x)
+    y = layer(x)
+    z = twin(x)
     near(y.detach(), z.detach(), 1e-12, 1e-12)
     grads = (torch.autograd.grad(v.square().sum(), leaves) for v in (y, z))
     for g, h in zip(*grads, strict=True):

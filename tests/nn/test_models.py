@@ -22,10 +22,8 @@ def test_parameter_counts(name, shape, classes, options, parameters, factors):
     for lenet5 are 10 fewer.
     """
     model = model_for(name, shape, classes, **options)
-    net, x = (
-        Net(factorize(model, factors) if factors else model),
-        torch.randn(2, *shape),
-    )
+    net = Net(factorize(model, factors) if factors else model)
+    x = torch.randn(2, *shape)
     assert net.size == parameters and net.classes == (classes or 1)
     scores = net(net.w0, x)
     assert scores.shape == (2, classes or 1)
@@ -53,7 +51,8 @@ def test_initial_weights_are_golden(name, total):
 
 @pytest.mark.parametrize("name", [name for name, _ in tabled(SUMS)])
 def test_no_layer_is_drawn_and_thrown_away(name, monkeypatch):
-    drawn, own = [], nn.modules.conv._ConvNd.reset_parameters
+    drawn = []
+    own = nn.modules.conv._ConvNd.reset_parameters
 
     def reset_parameters(layer):
         drawn.append(layer)
@@ -106,7 +105,8 @@ def test_deep_layer_aggregation_joins_each_half_with_the_one_after_it():
     model = model_for("dla", (3, 32, 32), 10).eval()
     roots = [m for name, m in model.named_modules() if name.endswith("root")]
     assert [r[0].in_channels // r[0].out_channels for r in roots] == [2] * 8
-    x, sizes = model[:3](torch.zeros(1, 3, 32, 32)), []
+    x = model[:3](torch.zeros(1, 3, 32, 32))
+    sizes = []
     for tree in model[3:7]:
         x = tree(x)
         sizes.append(tuple(x.shape[1:]))

@@ -51,7 +51,8 @@ def test_the_error_does_not_grow_with_the_clients(n, form, dtype):
     weight = torch.full((7 if form == "dense" else 2, n), 1 / n, dtype=F64)
     index = torch.arange(n).expand(2, n) if form.startswith("sparse") else None
     if form == "sparse":  # the index names a few rows many times
-        updates, index = updates[:50], index % 50
+        updates = updates[:50]
+        index = index % 50
     got = aggregate(updates, weight, index, torch.ones(67)).double() - 1
     assert float((got - float(updates[0, 0])).abs().max()) <= 2e-6
 
@@ -94,7 +95,8 @@ def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow, flush):
     if flush and not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush subnormals")
     try:
-        every, one = bits(narrow), torch.ones(1, 1)
+        every = bits(narrow)
+        one = torch.ones(1, 1)
         identical(aggregate(every, one), every)
         ties = torch.tensor(
             [[0x1000], [0x8000], [0x0800], [-1], [1]], dtype=torch.int32
@@ -123,7 +125,8 @@ def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow, flush):
 @given(dtypes, st.sampled_from([2, 7, 20]), st.sampled_from(SIZES), st.integers(0, 99))
 def test_a_weight_of_one_copies_its_row(dtype, n, p, seed):
     """A weight of one copies a row bit for bit."""
-    rows, one = randn(seed, n, p, dtype=dtype), integers(seed, 0, n, 5, 1)
+    rows = randn(seed, n, p, dtype=dtype)
+    one = integers(seed, 0, n, 5, 1)
     assert torch.equal(aggregate(rows, torch.ones(5, 1), one), rows[one[:, 0]])
     assert torch.equal(aggregate(rows, torch.eye(n)), rows)
 
@@ -148,10 +151,12 @@ def test_a_row_that_is_not_finite_shows_where_it_counts_alone(dtype, bad):
 )
 @both_forms
 def test_a_column_has_the_same_bits_wherever_it_stands(m, n, p, sparse):
-    updates, base = randn(0, n, p, dtype=F32), randn(2, m, p, dtype=F32)
+    updates = randn(0, n, p, dtype=F32)
+    base = randn(2, m, p, dtype=F32)
     weight = randn(1, m, 5 if sparse else n, dtype=F32)
     index = integers(2, 0, n, m, 5) if sparse else None
-    want, out = aggregate(updates, weight, index, base), torch.empty(m, p)
+    want = aggregate(updates, weight, index, base)
+    out = torch.empty(m, p)
     assert torch.equal(aggregate(updates, weight, index, base, out=out), want)
     assert torch.equal(
         aggregate(updates[:, 77:], weight, index, base[:, 77:]), want[:, 77:]
@@ -192,7 +197,8 @@ def test_large_results_leave_what_lies_between_their_rows(p, gap, shift, sparse)
     m = (8 << 20) // (4 * p) + 100 if p < 100 else 7
     home = torch.full((16 + m * (p + gap),), 7.0)
     out = home[shift : shift + m * (p + gap)].view(m, p + gap)[:, :p]
-    updates, base = randn(0, 5, p, dtype=F32), randn(4, p, dtype=F32)
+    updates = randn(0, 5, p, dtype=F32)
+    base = randn(4, p, dtype=F32)
     weight = randn(1, m, 2 if sparse else 5, dtype=F32)
     index = integers(2, 0, 5, m, 2) if sparse else None
     assert aggregate(updates, weight, index, base, 0.5, out=out) is out
@@ -233,7 +239,8 @@ def test_out_is_no_other_input(arguments):
 
 
 def test_out_may_be_other_rows_of_the_same_memory():
-    home, array = torch.ones(6, 6), np.ones((4, 7))
+    home = torch.ones(6, 6)
+    array = np.ones((4, 7))
     aggregate(home[2:4], PAIR, base=home[4], out=home[:2])
     assert torch.equal(home[:2], torch.full((2, 6), 3.0))
     tail = torch.from_numpy(array[2:])
@@ -241,7 +248,8 @@ def test_out_may_be_other_rows_of_the_same_memory():
         torch.ones(2, 7, dtype=F64), PAIR, base=tail, out=torch.from_numpy(array[2:])
     )
     assert torch.equal(tail, torch.full((2, 7), 3.0, dtype=F64))
-    grad, meta = torch.ones(2, 6, requires_grad=True), torch.empty(2, 6, device="meta")
+    grad = torch.ones(2, 6, requires_grad=True)
+    meta = torch.empty(2, 6, device="meta")
     with torch.no_grad():
         aggregate(grad, PAIR, out=torch.zeros(2, 6))
     assert aggregate(meta, PAIR.to("meta"), out=meta.clone()).is_meta

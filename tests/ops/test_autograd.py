@@ -102,7 +102,8 @@ def test_a_learning_rate_is_no_tensor():
 
     The op gives no gradient for it.
     """
-    w, lr = torch.ones(2, 3), torch.tensor(0.1, requires_grad=True)
+    w = torch.ones(2, 3)
+    lr = torch.tensor(0.1, requires_grad=True)
     with refuses("aggregate", "lr", TypeError):
         ops.aggregate(w, w[:1, :2], lr=lr)
     with refuses("sgd_step_", "lr", TypeError):
@@ -120,8 +121,11 @@ def test_vmap_over_index_and_target():
 
     The values of mapped tensors cannot be read, so they are not checked.
     """
-    updates, weight, index = randn(1, 4, 7), randn(2, 3, 2), integers(3, 0, 4, 5, 3, 2)
-    d, target = randn(4, 5, 6).abs(), torch.tensor([0, 3, 5, 1, 2])
+    updates = randn(1, 4, 7)
+    weight = randn(2, 3, 2)
+    index = integers(3, 0, 4, 5, 3, 2)
+    d = randn(4, 5, 6).abs()
+    target = torch.tensor([0, 3, 5, 1, 2])
     for call, given in (
         (lambda i: ops.aggregate(updates, weight, i), [index]),
         (lambda row, t: ops.waffle_weights(row, t, 0.5), [d, target]),
@@ -146,7 +150,8 @@ def test_autocast():
 
 
 def test_references_are_called_as_their_ops():
-    a, b = torch.randn(4, 7, dtype=F64), torch.randn(3, 7, dtype=F64)
+    a = torch.randn(4, 7, dtype=F64)
+    b = torch.randn(3, 7, dtype=F64)
     weight = torch.rand(2, 4, dtype=F64)
     for got, want in (
         (reference.pairwise_sqdist(a), ops.pairwise_sqdist(a)),

@@ -54,8 +54,11 @@ def z(*shape, dtype=F32, **on):
     return torch.zeros(shape, dtype=dtype, **on)
 
 
-INT, META = torch.int64, {"device": "meta"}
-W, ROWS, MIX = z(2, 3), z(4, 3), {"updates": z(3, 5), "weight": torch.ones(2, 3)}
+INT = torch.int64
+META = {"device": "meta"}
+W = z(2, 3)
+ROWS = z(4, 3)
+MIX = {"updates": z(3, 5), "weight": torch.ones(2, 3)}
 GOOD = {  # valid arguments of each op
     ops.pairwise_sqdist: {"a": z(2, 3), "b": z(4, 3)},
     ops.aggregate: MIX,

@@ -31,9 +31,13 @@ def data(draw):
     There is noise of any size, and there are duplicates, zeros, constant rows, rows
     that are not finite, few columns and many.
     """
-    p, n, m = draw(of(1, 2, 7, 67)), draw(st.integers(1, 40)), draw(st.integers(0, 9))
-    seed, groups = draw(st.integers(0, 999)), draw(st.integers(1, 9))
-    own, some = integers(seed, 0, groups, n + m), integers(seed + 2, 0, 10, 2, n + m)
+    p = draw(of(1, 2, 7, 67))
+    n = draw(st.integers(1, 40))
+    m = draw(st.integers(0, 9))
+    seed = draw(st.integers(0, 999))
+    groups = draw(st.integers(1, 9))
+    own = integers(seed, 0, groups, n + m)
+    some = integers(seed + 2, 0, 10, 2, n + m)
     noise = draw(of(0.0, 1e-7, 1e-3, 1.0)) * randn(seed + 1, n + m, p)
     every = draw(of(1e-30, 1e-3, 1.0, 1e4)) * (randn(seed, groups, p)[own] + noise)
     if draw(st.booleans()):

@@ -79,10 +79,8 @@ def test_a_factor_that_is_off_may_hold_anything(isa, dtype):
         on = args[2] != 0
         assert torch.equal(got[3][on], want[3][on]) and not bool(got[3][2].isfinite())
         assert_close(reference.rank1_linear(*broken), want[0])
-        got, fewer = (
-            all_of(rank1_linear, broken, False),
-            all_of(rank1_linear, args, False),
-        )
+        got = all_of(rank1_linear, broken, False)
+        fewer = all_of(rank1_linear, args, False)
         equal = [torch.equal(g, w) for g, w in zip(got, fewer, strict=True)]
         assert all(equal) or isa == "references"
 
@@ -110,9 +108,7 @@ def test_vmap_forward_and_backward(axes):
 
 
 def test_vmap_in_vmap():
-    args, axes = (
-        factors(5, 7, 6, 3, F64, ((2, 4), (), (2, 4), ()), 0.6),
-        (0, None, 0, None),
-    )
+    args = factors(5, 7, 6, 3, F64, ((2, 4), (), (2, 4), ()), 0.6)
+    axes = (0, None, 0, None)
     twice = torch.vmap(torch.vmap(rank1_linear, in_dims=axes), in_dims=axes)
     assert_close(twice(*args), dense(*args), rtol=1e-12, atol=1e-12)

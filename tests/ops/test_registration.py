@@ -38,7 +38,8 @@ def test_compile(dynamic):
     how = {"fullgraph": True, "dynamic": dynamic, "backend": "aot_eager"}
     server, local = (torch.compile(step, **how) for step in (server_step, local_step))
     for n in (6, 9):
-        guide, model = randn(1, n, 40).float(), randn(2, n, 40).float()
+        guide = randn(1, n, 40).float()
+        model = randn(2, n, 40).float()
         for step, compiled, last in (
             (server_step, server, torch.empty_like(model)),
             (local_step, local, torch.full((n,), 0.5)),

@@ -9,7 +9,8 @@ from pflcore import ops
 
 def test_shared_rows_are_read():
     """An expanded anchor or shift is one row for all clients."""
-    w, one = torch.zeros(4, 50), torch.ones(1, 50).expand(4, 50)
+    w = torch.zeros(4, 50)
+    one = torch.ones(1, 50).expand(4, 50)
     ops.sgd_step_(w, torch.zeros(4, 50), 1.0, shift=one, mu=1.0, anchor=2 * one)
     assert (w == 1).all()  # 0 - (1 + (0 - 2))
 
@@ -27,7 +28,8 @@ def test_long_rows_take_the_step_of_each_part(columns, gap):
     )
     mu = torch.tensor([0.1, 0.5, 2.0], dtype=torch.float64)
     parts = [slice(0, 7), slice(7, 16_390), slice(16_390, None)]
-    want, after = w.clone(), buffer.clone()
+    want = w.clone()
+    after = buffer.clone()
     for i in range(3):
         for part in parts:
             rows = [one[i : i + 1, part] for one in (want, grad, shift, anchor, after)]

@@ -48,7 +48,8 @@ def test_distances(tmp_path, recwarn, dtype):
 
     A read-only map is not written, and reading it does not warn.
     """
-    a, b = randn(1, 23, 67, dtype=dtype), randn(2, 11, 67, dtype=dtype)
+    a = randn(1, 23, 67, dtype=dtype)
+    b = randn(2, 11, 67, dtype=dtype)
     files = mapped(a, tmp_path), mapped(b, tmp_path, "b")
     got = stream.pairwise_sqdist(*files)
     assert torch.equal(got, pairwise_sqdist(a, b))
@@ -65,7 +66,8 @@ def test_distances(tmp_path, recwarn, dtype):
     "dtype, precise", [(F32, False), (F32, True), (F16, False), (F64, False)]
 )
 def test_dense_mixtures(tmp_path, n, dtype, precise):
-    rows, weight = randn(1, n, 67, dtype=dtype), randn(4, 3, n).abs()
+    rows = randn(1, n, 67, dtype=dtype)
+    weight = randn(4, 3, n).abs()
     for base in (None, randn(2, 67, dtype=F32), randn(3, 3, 67, dtype=dtype)):
         how = {"base": base, "lr": 0.7, "precise": precise}
         want = aggregate(rows, weight, **how)
@@ -79,9 +81,12 @@ def test_mixtures_by_index(tmp_path):
     Rows with weight 0 are not read. A weight counts also where its product with lr is
     too small for the weight's own dtype.
     """
-    rows, index = randn(1, 40, 67, dtype=F32), integers(0, 0, 40, 9, 4)
+    rows = randn(1, 40, 67, dtype=F32)
+    index = integers(0, 0, 40, 9, 4)
     weight = randn(4, 9, 4).abs()
-    weight[2], weight[4, 2], weight[:, 1] = 0, -0.7, 0
+    weight[2] = 0
+    weight[4, 2] = -0.7
+    weight[:, 1] = 0
     rows[index[3, 1]] = torch.nan
     file = mapped(rows, tmp_path)
     for base in (None, randn(2, 67, dtype=F32), randn(3, 9, 67, dtype=F64)):
@@ -91,7 +96,8 @@ def test_mixtures_by_index(tmp_path):
     assert stream.aggregate(file, weight, index, out=out) is out
     written = torch.from_numpy(np.load(tmp_path / "out.npy"))
     identical(written, aggregate(rows, weight, index))
-    rows, small = randn(1, 4, 67, dtype=F32), torch.tensor([[3e-3, 1.0]], dtype=F16)
+    rows = randn(1, 4, 67, dtype=F32)
+    small = torch.tensor([[3e-3, 1.0]], dtype=F16)
     index = torch.tensor([[2, 1]])
     got = stream.aggregate(rows, small, index, lr=5e-6)
     assert torch.equal(got, aggregate(rows, small, index, lr=5e-6))
@@ -109,7 +115,8 @@ def test_models_in_safetensors_files(tmp_path):
         saved(i, {"b": row[6:], "a.w": row[:6].view(3, 2), "steps": torch.tensor(i)})
         for i, row in enumerate(rows)
     ]
-    files, weight = stream.Files(paths), torch.full((1, 6), 1 / 6)
+    files = stream.Files(paths)
+    weight = torch.full((1, 6), 1 / 6)
     assert files.keys == ["a.w", "b"] and files.shape == (6, 10)
     assert torch.equal(files[1:4], rows[1:4]) and files[2:2].shape == (0, 10)
     assert torch.equal(stream.pairwise_sqdist(files), pairwise_sqdist(rows))
@@ -130,7 +137,8 @@ def test_models_in_safetensors_files(tmp_path):
             stream.Files(bad)[0:2]
 
 
-ROWS, WEIGHT = randn(1, 5, 7, dtype=F32), torch.ones(1, 5)
+ROWS = randn(1, 5, 7, dtype=F32)
+WEIGHT = torch.ones(1, 5)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +174,10 @@ def test_rows_of_any_memory():
 
 
 def test_a_result_that_does_not_fit_is_refused_and_nothing_is_written():
-    rows, index = randn(1, 200, 7, dtype=F32), integers(0, 0, 200, 200, 3)
-    before, whole = rows.clone(), torch.ones(200, 200)
+    rows = randn(1, 200, 7, dtype=F32)
+    index = integers(0, 0, 200, 200, 3)
+    before = rows.clone()
+    whole = torch.ones(200, 200)
     for out in (
         np.zeros((3, 7), np.float32),
         np.zeros((200, 7), np.int64),
@@ -203,7 +213,8 @@ SAME = {
 @pytest.mark.parametrize("out", [n for n in SAME if n != "rows backwards"])
 @pytest.mark.unless(lambda updates, out: (updates == "a tensor") != (out == "a tensor"))
 def test_a_result_in_the_memory_of_the_updates_is_refused(models, updates, out):
-    rows, target = SAME[updates](models), SAME[out](models)
+    rows = SAME[updates](models)
+    target = SAME[out](models)
     with pytest.raises(
         ValueError, match=r"^aggregate\(out\): expected memory of its own, .* updates"
     ):
@@ -211,7 +222,8 @@ def test_a_result_in_the_memory_of_the_updates_is_refused(models, updates, out):
 
 
 def test_the_base_may_be_the_result_and_other_rows_are_memory_of_their_own(models):
-    updates, out = randn(1, 6, 5, dtype=F32), models[:6]
+    updates = randn(1, 6, 5, dtype=F32)
+    out = models[:6]
     base = torch.from_numpy(out)
     want = aggregate(updates, HALF, INDEX, base.clone())
     stream.aggregate(updates, HALF, INDEX, base=base, out=out)

@@ -46,7 +46,8 @@ def printed(d, target, omega, psi, line6=True):
     1.
     """
     others = torch.cat([d[:target], d[target + 1 :]])
-    high, low = others.max(), others.min()
+    high = others.max()
+    low = others.min()
     star = low * (1 - (high - low) / high * (1 - omega))
     d = d.clone()
     d[target] = star
@@ -98,7 +99,8 @@ def test_waffle_laws(d, omega, power, data):
     Absent clients get no weight and change none. Scale, order and the target's own
     distance change no weight.
     """
-    d, n = f64(d), len(d)
+    n = len(d)
+    d = f64(d)
     target = data.draw(st.integers(0, n - 1))
     a = waffle_weights(d, target, omega)
     assert bool((a >= 0).all()) and bool((a <= a[target]).all())
@@ -120,7 +122,8 @@ def test_waffle_laws(d, omega, power, data):
 @pytest.mark.parametrize("omega", [0.9, 0.5, 0.2, 1.0, 1.5])
 def test_waffle_ties(omega):
     """Distances that differ by rounding noise count as equal."""
-    d, even = torch.full((7,), 3.0, dtype=F64), torch.full((7,), 1 / 7, dtype=F64)
+    d = torch.full((7,), 3.0, dtype=F64)
+    even = torch.full((7,), 1 / 7, dtype=F64)
     almost = d * (1 + 1e-13 * torch.arange(7))
     assert_close(waffle_weights(d, 0, omega, tie="uniform"), even, "weights")
     near(waffle_weights(almost, 0, omega), waffle_weights(d, 0, omega).tolist(), 1e-9)
@@ -161,7 +164,8 @@ def test_waffle_rows_at_once(shape):
 
     There is a target for each row, or one for all.
     """
-    d, target = randn(1, *shape).abs(), integers(2, 0, shape[-1], *shape[:-1])
+    d = randn(1, *shape).abs()
+    target = integers(2, 0, shape[-1], *shape[:-1])
     got = waffle_weights(d, target, 0.6, 0.7)
     assert got.shape == shape
     for at, goal in np.ndenumerate(target.numpy()):

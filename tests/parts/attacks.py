@@ -8,7 +8,8 @@ from torch import nn
 from pflcore import Training
 
 TRAINING = Training(lr=0.1, batch_size=10)
-N, BAD = 10, (8, 9)
+N = 10
+BAD = (8, 9)
 
 
 DATA = synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)

@@ -34,7 +34,8 @@ def federation(body, dtype=torch.float32, sizes=SIZES):
 
     Every second client has its labels turned.
     """
-    gen, shape = torch.Generator().manual_seed(4), BODIES[body][1]
+    gen = torch.Generator().manual_seed(4)
+    shape = BODIES[body][1]
     centre = torch.randn(3, *shape, generator=gen, dtype=dtype)
 
     def samples(n, turn):
@@ -65,7 +66,8 @@ def simulation(
     **how,
 ):
     """A run on clients of odd sizes, before its first round."""
-    dtype, hidden = how.pop("dtype", torch.float32), how.pop("hidden", 7)
+    dtype = how.pop("dtype", torch.float32)
+    hidden = how.pop("hidden", 7)
     training = Training(**{"lr": 0.1, "batch_size": 8, "epochs": 2, **how})
     alg = algorithm if not isinstance(algorithm, str) else ALGORITHMS[algorithm]()
     where = Hardware(

@@ -98,7 +98,8 @@ def on_two_devices(device):
 
     Returns a matrix and weights on `device`, and an index on the CPU.
     """
-    a, half = torch.ones(3, 4, device=device), torch.full((3, 3), 0.5, device=device)
+    a = torch.ones(3, 4, device=device)
+    half = torch.full((3, 3), 0.5, device=device)
     index = torch.zeros(3, 3, dtype=torch.int64)
     of = {"a": a, "half": half, "half on the cpu": half.to("cpu"), "lam": half[0]}
     of |= {

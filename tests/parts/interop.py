@@ -8,7 +8,8 @@ from small import layers, near
 from pflcore import Evaluation, Hardware, Simulation, Training, testing
 from pflcore.algorithms import ALGORITHMS, FedAvg
 
-ROUNDS, SEED = 3, 5
+ROUNDS = 3
+SEED = 5
 TRAINING = Training(
     lr=0.05, batch_size=7, epochs=1, schedule=lambda round, rounds: 1 / round
 )

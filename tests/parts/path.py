@@ -27,7 +27,9 @@ class Own(nn.Module):
 
     def __init__(self, f):
         super().__init__()
-        self.layer, self.f, self.relu = nn.Linear(6, 4), f, nn.ReLU()
+        self.layer = nn.Linear(6, 4)
+        self.f = f
+        self.relu = nn.ReLU()
 
     def forward(self, x):
         return self.f(self, x)
@@ -36,7 +38,8 @@ class Own(nn.Module):
 class Rnn(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.body, self.head = kind(6, 5, batch_first=True), nn.Linear(5, 4)
+        self.body = kind(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 4)
 
     def forward(self, x):
         return self.head(self.body(x)[0][:, -1])
@@ -80,9 +83,11 @@ def same_as_by_hand(build, data=None, engine="auto"):
     Returns engine, form and reason from the run's header.
     """
     torch.manual_seed(1)
-    model, data = build(), data or federation()
+    model = build()
+    data = data or federation()
     run = played(model, data, engine)
-    want, size = torch.zeros(run.context.net.size), data.size().double()
+    want = torch.zeros(run.context.net.size)
+    size = data.size().double()
     for i in range(data.n):
         mine = copy.deepcopy(model).train()
         optimizer = torch.optim.SGD(mine.parameters(), 0.1)

@@ -10,7 +10,8 @@ from pflcore.algorithms import SharedRows
 
 GOLDEN = golden("feddwa_family")
 # Stored samples of kNN-Per, and a query among them.
-Z, QUERY = t([[0, 0], [1, 0], [0, 2], [3, 1], [2, 2]]), t([[0.5, 0.25]])
+Z = t([[0, 0], [1, 0], [0, 2], [3, 1], [2, 2]])
+QUERY = t([[0.5, 0.25]])
 
 
 def close(got, want, rtol=1e-8, atol=1e-10):
@@ -27,7 +28,8 @@ class Losses:
     """
 
     def __init__(self, losses, n):
-        self.losses, self.context = losses, SimpleNamespace(data=SimpleNamespace(n=n))
+        self.losses = losses
+        self.context = SimpleNamespace(data=SimpleNamespace(n=n))
 
     def loss(self, rows, split):
         assert split == "val"

@@ -39,7 +39,8 @@ SAID = {
 def test_a_method_whose_formula_rests_on_plain_sgd_refuses_the_rest(
     what, name, options
 ):
-    (training, said), alg = SAID[what], ALGORITHMS[name](**options)
+    training, said = SAID[what]
+    alg = ALGORITHMS[name](**options)
     words = said.format(type(alg).__name__)
     with sentence(words):
         simulation(alg, training=Training(**training))

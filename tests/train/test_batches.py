@@ -52,7 +52,8 @@ def test_other_models_take_a_last_batch_of_one():
 def test_a_newcomers_last_sample_joins_too():
     given = {"model": normed_model, "training": Training(batch_size=4)}
     run = simulation("ditto", images((8, 8)), rounds=1, **given).run()
-    x, y = torch.randn(5, 6), torch.arange(5) % 4
+    x = torch.randn(5, 6)
+    y = torch.arange(5) % 4
     assert run.adapt((x, y))(x).isfinite().all()
     with sentence(
         r"samples: client 2 \(1 samples, batch_size 4\) has a batch of one sample"
@@ -62,7 +63,8 @@ def test_a_newcomers_last_sample_joins_too():
 
 # numbers --------------------------------------------------------------------
 def test_numpys_numbers_are_numbers(tmp_path):
-    half, one = np.float32(0.5), np.int64(1)
+    half = np.float32(0.5)
+    one = np.int64(1)
     how = Training(half, np.int64(4), one, schedule=lambda r, n: np.float32(1))
     options = {
         "clip": half,

@@ -36,7 +36,8 @@ def at_work(
     """
     n = 2 * sum(SIZES)
     torch.manual_seed(0)
-    several, labels = loss in ("cross_entropy", weighted), loss not in NUMBERS
+    several = loss in ("cross_entropy", weighted)
+    labels = loss not in NUMBERS
     classes = 4 if several else 2
     y = torch.randint(classes, (n, 3) if model == "scores per place" else (n,))
     own = torch.rand(5, classes).argsort(1) if relabel else None
@@ -56,7 +57,8 @@ def at_work(
 def check(clients, rows):
     """Asserts that losses and accuracies are those of each client's own module."""
     loss, hits = clients.evaluate({"w": rows}, "train")
-    net, data = clients.net, clients.context.data
+    net = clients.net
+    data = clients.context.data
     for k, i in enumerate(clients.ids.tolist()):
         x, y = data.client(i)
         with torch.no_grad():
@@ -94,7 +96,8 @@ def test_one_model_for_all_is_one_pass_over_all_samples(
     # One client, number 2, is not evaluated.
     clients = at_work(engine, model, relabel=relabel, ids=[4, 0, 1, 3])
     clients = replace(clients, block_numbers=torch.zeros(4, dtype=torch.int64))
-    batches, forward = [], Net.__call__
+    batches = []
+    forward = Net.__call__
 
     def counted(net, w, x):
         batches.append(len(x))
@@ -124,7 +127,8 @@ def evaluated(engine, empty=None):
 
 
 def test_engines_evaluate_alike_and_without_samples_nobody_is_looked_at():
-    found, some = [], [0, 1, 3, 4]
+    found = []
+    some = [0, 1, 3, 4]
     for engine in ("chain", "vmap", "loop"):
         found.append(evaluated(engine, 2))
         assert found[-1]["loss"].isnan().tolist() == [False, False, True, False, False]
@@ -159,7 +163,8 @@ class Given(torch.nn.Module):
 
     def __init__(self, outputs):
         super().__init__()
-        self.first, self.last = torch.nn.Linear(2, 2), torch.nn.Linear(2, outputs)
+        self.first = torch.nn.Linear(2, 2)
+        self.last = torch.nn.Linear(2, outputs)
         with torch.no_grad():
             for layer in (self.first, self.last):
                 layer.weight.copy_(torch.eye(2)[: layer.out_features] * 1e30)

@@ -44,7 +44,8 @@ def made(model="mlp", engine="loop", data=None, workers=2, dtype=F64, **training
         **training,
     }
     how = Training(**given)
-    net, data = Net(lambda: build(model, dtype)), data or federation(model, dtype)
+    net = Net(lambda: build(model, dtype))
+    data = data or federation(model, dtype)
     return make_setting(net, data, how, 5, engine, workers)
 
 
@@ -67,7 +68,8 @@ def options(given, net, n=3):
     def noise(*shape):
         return torch.randn(*shape, generator=gen, dtype=F64).to(net.dtype)
 
-    o, width = dict(given), net.size + (2 if "loss" in given else 0)
+    o = dict(given)
+    width = net.size + (2 if "loss" in given else 0)
     start = torch.cat(
         [net.w0, torch.full((width - net.size,), 0.1, dtype=net.dtype)]
     ).repeat(n, 1)
@@ -186,7 +188,8 @@ def test_the_others_change_no_bit_of_many_steps_of_adamw():
 @pytest.mark.parametrize("body", company.BODIES)
 def test_under_vmap_the_others_change_last_digits_alone(body):
     s = company.simulation("vmap", body, "SiLU", dtype=F64).context
-    whole, at = company.of_hooks(s, company.EVERYBODY), torch.tensor([0, 2, 3, 7, 9])
+    whole = company.of_hooks(s, company.EVERYBODY)
+    at = torch.tensor([0, 2, 3, 7, 9])
     for name, found in company.of_hooks(s, at).items():
         near(found, whole[name][at], 1e-9, 1e-12)
 
@@ -210,7 +213,8 @@ def test_neighbours_share_the_batches_of_a_common_model(monkeypatch):
     """
     run = company.simulation("loop", "mlp", "SiLU", dtype=F64)
     whole = evaluate(run.config, run.state)["loss"]
-    batches, forward = [], Net.__call__
+    batches = []
+    forward = Net.__call__
     monkeypatch.setattr(
         Net, "__call__", lambda net, w, x: batches.append(len(x)) or forward(net, w, x)
     )
@@ -267,17 +271,22 @@ def optimizer_of(t, module):
 @NO_CHAIN
 def test_a_step_is_that_of_torch_optim(engine, model, case):
     s = made(model, engine, **CASES[case][0])
-    net, t = s.net, s.training
+    net = s.net
+    t = s.training
     start, o = options(CASES[case][1], net)
     done = fit(at_work(s), start, **o)
     same(fit(at_work(s), start, **o), done)  # no moments of another round
     masks = o.get("mask", torch.ones(net.size)).expand(3, -1) > 0
     for i, batches in enumerate(recorded(s)):
         module = net.load(build(model), start[i], net.b0).train()
-        optimizer, params = optimizer_of(t, module), list(module.parameters())
-        total, losses, norms = torch.zeros(net.size, dtype=F64), [], [0.1]
+        optimizer = optimizer_of(t, module)
+        params = list(module.parameters())
+        total = torch.zeros(net.size, dtype=F64)
+        losses = []
+        norms = [0.1]
         for x, y in batches:
-            loss, w = F.cross_entropy(module(x), y), net.row(module)
+            loss = F.cross_entropy(module(x), y)
+            w = net.row(module)
             g = torch.cat([p.reshape(-1) for p in torch.autograd.grad(loss, params)])
             losses.append(float(loss.detach()))
             if t.clip_grad is not None:
@@ -305,7 +314,9 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
 @NO_CHAIN
 def test_each_batch_with_an_sgd_step_is_fit(engine, model):
     s = made(model, engine, epochs=2)
-    clients, start, steps = at_work(s), starts(s), set()
+    clients = at_work(s)
+    start = starts(s)
+    steps = set()
 
     def update(rows, grad, taken):
         steps.update(taken.tolist())
@@ -334,9 +345,11 @@ def test_every_engine_takes_the_same_minibatches_in_one_step(engine):
 
 
 def test_the_minibatches_of_one_step_are_drawn_apart():
-    s, (objective, found) = made(epochs=2), recording(3)
+    s = made(epochs=2)
+    objective, found = recording(3)
     at_work(s).each_batch({"w": starts(s)}, three_at_once, objective, batches=3)
-    seen, own = [x[:, 0] for x, _ in found[2]], s.data.client(2)[0][:, 0]
+    seen = [x[:, 0] for x, _ in found[2]]
+    own = s.data.client(2)[0][:, 0]
     assert [len(x) for x in seen] == ([20] * 3 + [11] * 3) * 2
     for which in range(3):
         one_pass = torch.cat(seen[which:6:3])
@@ -395,7 +408,8 @@ def test_shuffles_belong_to_seed_round_client_and_stream():
 
 
 def test_every_order_is_as_likely():
-    s, orders = numbered((3,)), []
+    s = numbered((3,))
+    orders = []
     for r in range(1, 7):
         orders += [
             tuple(x[:, 0].tolist()) for x, _ in recorded(s, [0], r, epochs=100)[0]
@@ -414,7 +428,9 @@ def test_every_order_is_as_likely():
 
 @ENGINES
 def test_the_callers_thread_setting_comes_back(engine):
-    before, inside, found = torch.get_num_threads(), set(), []
+    before = torch.get_num_threads()
+    inside = set()
+    found = []
 
     def loss(net, w, x, y, extra):
         inside.add(torch.get_num_threads())
@@ -450,7 +466,8 @@ def test_an_error_in_a_worker_reaches_the_caller(engine):
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_training_writes_nothing_and_statistics_are_the_clients_own(engine):
     s = made("batch norm", engine)
-    clients, start = at_work(s), starts(s)
+    clients = at_work(s)
+    start = starts(s)
     done = clients.fit(start)
     clients.each_batch(
         {"w": start}, lambda r, grad, taken: {"w": r["w"].sub_(0.1 * grad(r["w"]))}
@@ -459,10 +476,8 @@ def test_training_writes_nothing_and_statistics_are_the_clients_own(engine):
     assert clients.after(done).buffers is done.buffers
     assert (done.buffers != s.net.b0).any(1).all()
     same(clients.fit(start), done)
-    setup, state = (
-        RunConfig(FedAvg(), s, batch_norm="local"),
-        initial_state(FedAvg(), s.net, 3),
-    )
+    setup = RunConfig(FedAvg(), s, batch_norm="local")
+    state = initial_state(FedAvg(), s.net, 3)
     want = torch.stack([done.buffers[0], s.net.b0, done.buffers[2]])
     near(step(setup, state, torch.tensor([0, 2]))[0].buffers, want)
 
@@ -476,9 +491,11 @@ def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
     s = made(model, engine, federation(sizes=(3, 600, 31)))
     local = at_work(s)
     done = local.fit(starts(s))
-    rows, local = done.w, local.after(done)
+    rows = done.w
+    local = local.after(done)
     for split in ("train", "test"):
-        losses, grads = local.loss(rows, split), local.grad(rows, split)
+        losses = local.loss(rows, split)
+        grads = local.grad(rows, split)
         z, labels = local.features(rows, split)
         plus = lambda model, net, x: net(model["w"], x) + model["b"]  # noqa: E731
         found = local.scores({"w": rows, "b": torch.arange(3)}, split, plus)
@@ -491,7 +508,8 @@ def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
                 want = torch.autograd.grad(value, list(module.parameters()))
                 near(grads[i], torch.cat([g.reshape(-1) for g in want]), 1e-7, 1e-7)
             with torch.no_grad():
-                seen, scores = module[:-1](x), module(x)
+                seen = module[:-1](x)
+                scores = module(x)
             same(
                 (losses[i], found[i][0]),
                 (value.detach(), scores + i),

@@ -76,7 +76,9 @@ def test_a_column_of_scores_trains_as_a_row(loss, model):
 
 def test_a_client_elsewhere_has_its_column_of_scores_in_the_targets_shape():
     torch.manual_seed(0)
-    model, x, y = nn.Linear(3, 1), X[0], X[0].sum(1) + 50
+    model = nn.Linear(3, 1)
+    x = X[0]
+    y = X[0].sum(1) + 50
     losses = []
     for targets in (y, y[:, None]):
         client = Client(
@@ -167,10 +169,11 @@ def test_a_loss_of_one_output_for_several_targets_is_one_sentence():
 @pytest.mark.parametrize("loss", ["squared", "binary_cross_entropy"])
 def test_axes_in_another_order_are_no_targets(loss):
     y = torch.rand(3, 24, 3, 2)
-    wrong, fits = (
-        (lambda: layers("Linear 3 6, Unflatten 1 [2,3]")),
-        layers("Linear 3 6"),
-    )
+
+    def wrong():
+        return layers("Linear 3 6, Unflatten 1 [2,3]")
+
+    fits = layers("Linear 3 6")
     with sentence(
         r"loss: .* scores \[\d+, 2, 3\] for targets \[\d+, 3, 2\]; transpose one"
     ):
@@ -236,7 +239,8 @@ class Steps(nn.Module):
 
     def __init__(self, scores=1, last=False):
         super().__init__()
-        self.l, self.last = nn.Linear(4, scores), last
+        self.l = nn.Linear(4, scores)
+        self.last = last
 
     def forward(self, d):
         out = self.l(d["x"] if isinstance(d, dict) else d)
@@ -336,7 +340,8 @@ def by_hand(model, x, y, number):
 
     Accuracy is the mean over samples; balanced accuracy is the mean over both classes.
     """
-    right, counts = (model(x).argmax(1) == y).float(), y != number
+    right = (model(x).argmax(1) == y).float()
+    counts = y != number
     each = [right[i][counts[i]].mean() for i in range(len(y)) if bool(counts[i].any())]
     balanced = torch.stack([right[y == c].mean() for c in (0, 1)]).nanmean()
     return float(sum(each) / len(each)), float(balanced)
@@ -376,7 +381,8 @@ def test_labels_that_the_loss_leaves_out_count_in_nothing(loss, length, number):
 def test_a_newcomer_and_a_client_elsewhere_know_what_the_loss_leaves_out(
     algorithm, length
 ):
-    loss, model = nn.CrossEntropyLoss(ignore_index=255), scorer(length)
+    loss = nn.CrossEntropyLoss(ignore_index=255)
+    model = scorer(length)
     data = Federation.from_clients(void(255, length), classes=256).split(test=0.25)
     options = {"training": Training(lr=0.5, batch_size=10), "rounds": 5, "loss": loss}
     history = simulation(algorithm, data, model=deepcopy(model), **options).run()
@@ -420,7 +426,8 @@ def test_labels_turned_by_client_cannot_be_left_out():
 
 def test_what_a_model_predicts_is_what_its_targets_were():
     x = torch.randn(80, 3)
-    several, ratings = (x > 0).long(), (3 * x[:, 0]).round().clamp(-9, 9).long() + 9
+    several = (x > 0).long()
+    ratings = (3 * x[:, 0]).round().clamp(-9, 9).long() + 9
     data = Federation.from_clients([(x, several)]).split(test=0.25)
     found, model = trained(nn.Linear(3, 3), data, loss="binary_cross_entropy")
     equals(model.predict(x), (model(x) > 0).long())

@@ -25,12 +25,11 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.code, self.decode = (
-            nn.Linear(4, 4, bias=False),
-            nn.Linear(4, 4, bias=False),
-        )
+        self.code = nn.Linear(4, 4, bias=False)
+        self.decode = nn.Linear(4, 4, bias=False)
         self.decode.weight = self.code.weight
-        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x):
         return self.head(self.norm(self.decode(torch.tanh(self.code(x)))))
@@ -45,11 +44,14 @@ BOTH = pytest.mark.parametrize("build", [small, Tied])
 
 @BOTH
 def test_rows_and_modules_round_trip(build):
-    net, module, x = Net(build), build().eval(), inputs(build)
+    net = Net(build)
+    module = build().eval()
+    x = inputs(build)
     row = net.row(module)
     equals(nn.utils.parameters_to_vector(module.parameters()), row)
     equals(torch.cat([row[s] for s in net.slices.values()]), row)
-    copy, want = net.load(build(), row, net.b0).eval(), module(x)
+    copy = net.load(build(), row, net.b0).eval()
+    want = module(x)
     # Neither the row nor the copy is a view of the module.
     nn.init.zeros_(next(module.parameters()))
     equals(net.row(copy), row)
@@ -67,7 +69,9 @@ def test_a_module_keeps_its_weights_and_is_drawn_anew_as_one_that_is_made(build)
 
     Layers are drawn in the order in which they stand in the module.
     """
-    net, state = Net(module := build()), torch.random.get_rng_state()
+    module = build()
+    net = Net(module)
+    state = torch.random.get_rng_state()
     equals(net.w0, net.row(module))
     for seed in (0, 4):
         drawn = net.init(seed)
@@ -77,7 +81,8 @@ def test_a_module_keeps_its_weights_and_is_drawn_anew_as_one_that_is_made(build)
 
 
 def test_a_frozen_parameter_is_no_part_of_the_row():
-    module, x = small(), inputs(small)
+    module = small()
+    x = inputs(small)
     module[0].weight.requires_grad_(False)
     net = Net(module)
     assert net.size == sum(p.numel() for p in module.parameters()) - 18
@@ -96,7 +101,8 @@ def test_masks_by_name():
 
 @BOTH
 def test_features_and_head_make_the_model(build):
-    net, x = Net(build), inputs(build)
+    net = Net(build)
+    x = inputs(build)
     row = net.w0 + 0.1
     z = net.features(row, x)
     for h in (row, row[net.head_slice]):
@@ -105,7 +111,8 @@ def test_features_and_head_make_the_model(build):
 
 def test_the_head_may_be_named_or_be_everything():
     assert Net(small, head="3").head_slice == slice(20, 20 + 165)
-    whole, x = Net(nn.Linear(4, 3)), torch.randn(2, 4)
+    whole = Net(nn.Linear(4, 3))
+    x = torch.randn(2, 4)
     equals(whole.features(whole.w0, x), x)
     equals(whole.head(whole.w0, x), whole(whole.w0, x))
     with sentence("head: the model has no submodule 'top'"):
@@ -150,7 +157,8 @@ class Silent(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.last = layers("Linear 4 5, Linear 5 5"), nn.Linear(5, 3)
+        self.body = layers("Linear 4 5, Linear 5 5")
+        self.last = nn.Linear(5, 3)
 
     def reset_parameters(self):
         nn.init.zeros_(self.last.weight)
@@ -177,7 +185,8 @@ class HeadFirst(nn.Module):
     def __init__(self, logarithms=False):
         super().__init__()
         self.logarithms = logarithms
-        self.classifier, self.encoder = nn.Linear(8, 4), layers("Linear 6 8, ReLU")
+        self.classifier = nn.Linear(8, 4)
+        self.encoder = layers("Linear 6 8, ReLU")
 
     def forward(self, x):
         scores = self.classifier(self.encoder(x))
@@ -249,7 +258,8 @@ def test_without_data_it_is_asked_for():
 @pytest.mark.parametrize("patterns", [(), ("0.*",), ("*.bias",), ("*",)])
 def test_split_and_join_are_inverse(patterns):
     net = Net(tiny_model())
-    rows, mask = torch.randn(3, net.size), net.mask(*(patterns or ("2.*",)))
+    rows = torch.randn(3, net.size)
+    mask = net.mask(*(patterns or ("2.*",)))
     shared, private = net.split(rows, *patterns)
     equals((private, shared), (rows[:, mask], rows[:, ~mask]))
     one = net.join(shared[0], private, *patterns)  # one body, several heads

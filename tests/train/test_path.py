@@ -54,7 +54,8 @@ def doubled():
 
 def pools():
     pool = hooked(nn.MaxPool2d(2))
-    first, second = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+    first = nn.Conv2d(1, 2, 3, padding=1)
+    second = nn.Conv2d(2, 2, 3, padding=1)
     return nn.Sequential(first, pool, second, pool, nn.Flatten(), nn.Linear(8, 4))
 
 
@@ -108,10 +109,8 @@ def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why(
 class Bag(nn.Module):
     def __init__(self, words, width=32):
         super().__init__()
-        self.embed, self.head = (
-            nn.Embedding(words, width, padding_idx=0),
-            nn.Linear(width, 4),
-        )
+        self.embed = nn.Embedding(words, width, padding_idx=0)
+        self.head = nn.Linear(width, 4)
 
     def forward(self, x):
         return self.head(self.embed(x).mean(1))
@@ -125,10 +124,11 @@ def test_an_embedding_of_any_size_may_have_padding(words):
 
 
 def test_a_loss_in_small_units_is_tried_no_less():
-    data, loss = (
-        federation((7,), tokens=True),
-        lambda s, y: 1e-9 * F.cross_entropy(s, y),
-    )
+    data = federation((7,), tokens=True)
+
+    def loss(s, y):
+        return 1e-9 * F.cross_entropy(s, y)
+
     path = simulation(model=tokens, data=data, loss=loss).header()["path"]
     assert (
         path["engine"] == "loop"
@@ -154,7 +154,9 @@ def test_an_error_without_words_is_an_error():
     )
 
 
-CHAIN, VMAP, LOOP = ("vmap", "chain"), ("vmap", "vmap"), ("loop", "module")
+CHAIN = ("vmap", "chain")
+VMAP = ("vmap", "vmap")
+LOOP = ("loop", "module")
 VECTORS = {  # model, (engine, form), shape of the samples
     "mlp": (mlp, CHAIN),
     "an activation twice": (repeated, CHAIN),
@@ -229,7 +231,8 @@ TARGETS = {
 def test_targets_of_every_kind_on_every_path(target, model):
     outputs, loss, y = TARGETS[target]
     words, shape = BODIES[model]
-    data, ends = federation(shape, y), []
+    data = federation(shape, y)
+    ends = []
     for engine in ("auto", "loop", "vmap"):
         net = Net(lambda: body(words, outputs), loss, seed=3)
         run = played(net, data, engine, 2, Training(lr=0.1, batch_size=4))
@@ -248,7 +251,8 @@ class Average(nn.Module):
 
     def __init__(self, how):
         super().__init__()
-        self.h, self.how = nn.Linear(6, 4), how
+        self.h = nn.Linear(6, 4)
+        self.how = how
         self.register_buffer("ema", torch.zeros(6))
 
     def forward(self, x):
@@ -267,10 +271,12 @@ class Average(nn.Module):
 @pytest.mark.parametrize("how", ["again", "data", "in place"])
 @pytest.mark.unless(lambda how, engine: (how, engine) == ("data", "vmap"))
 def test_a_buffer_is_what_the_forward_made_of_it(how, engine):
-    data, built = federation(), Average(how).double()
+    data = federation()
+    built = Average(how).double()
     data = dataclasses.replace(data, x=data.x.double())
     run = played(built, data, engine, 1, Training(0.1, 100, epochs=3), "local")
-    model, (x, y) = copy.deepcopy(built).train(), data.client(0)
+    model = copy.deepcopy(built).train()
+    x, y = data.client(0)
     step = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):  # all samples are one batch
         step.zero_grad()
@@ -285,7 +291,10 @@ class Counted(nn.Module):
 
     def __init__(self, where):
         super().__init__()
-        self.h, self.where, self.k, self.last = nn.Linear(6, 4), where, 0, None
+        self.h = nn.Linear(6, 4)
+        self.where = where
+        self.k = 0
+        self.last = None
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
@@ -294,7 +303,8 @@ class Counted(nn.Module):
             y = y if self.last is None else y + 0.1 * self.last
             self.last = y.detach().mean(0)
         elif self.training:
-            self.k, self.calls = self.k + 1, self.calls + 1
+            self.k = self.k + 1
+            self.calls = self.calls + 1
         return y / (1 + 0.1 * (self.calls if self.where == "buffer" else self.k))
 
 
@@ -310,13 +320,13 @@ class LeNet(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 3, 5), nn.Conv2d(3, 4, 3)
-        self.fc1, self.fc2, self.fc3 = (
-            nn.Linear(16, 12),
-            nn.Linear(12, 8),
-            nn.Linear(8, 4),
-        )
-        self.pool, self.drop = nn.MaxPool2d(2, 2), nn.Dropout(0.25)
+        self.conv1 = nn.Conv2d(1, 3, 5)
+        self.conv2 = nn.Conv2d(3, 4, 3)
+        self.fc1 = nn.Linear(16, 12)
+        self.fc2 = nn.Linear(12, 8)
+        self.fc3 = nn.Linear(8, 4)
+        self.pool = nn.MaxPool2d(2, 2)
+        self.drop = nn.Dropout(0.25)
 
     def top(self, x):
         return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))
@@ -332,14 +342,10 @@ class Functions(LeNet):  # the style of torch's tutorials and MNIST example
 class Features(LeNet):  # the style of FL-bench: base and classifier
     def __init__(self):
         super().__init__()
-        first, second = (
-            (self.conv1, nn.ReLU(), self.pool),
-            (self.conv2, nn.ReLU(True), self.pool),
-        )
-        self.base, self.dropout = (
-            nn.Sequential(*first, *second, nn.Flatten()),
-            nn.Dropout(0.0),
-        )
+        first = (self.conv1, nn.ReLU(), self.pool)
+        second = (self.conv2, nn.ReLU(True), self.pool)
+        self.base = nn.Sequential(*first, *second, nn.Flatten())
+        self.dropout = nn.Dropout(0.0)
 
     def forward(self, x):
         return self.top(self.dropout(F.relu_(self.base(x))))
@@ -360,7 +366,9 @@ WAYS = {
 class MLP(nn.Module):
     def __init__(self, how):
         super().__init__()
-        self.how, self.fc1, self.fc2 = how, nn.Linear(256, 10), nn.Linear(10, 4)
+        self.how = how
+        self.fc1 = nn.Linear(256, 10)
+        self.fc2 = nn.Linear(10, 4)
         self.normal = nn.LogSoftmax(dim=-1)
 
     def forward(self, x):

@@ -153,7 +153,8 @@ def test_a_loss_of_signs_takes_no_labels_from_0(loss):
 
 
 def test_modes_of_torch():
-    data, model = federation(), nn.Linear(6, 4)
+    data = federation()
+    model = nn.Linear(6, 4)
     run = simulation(model=model, data=data)
     for mode, words in (
         (torch.inference_mode(), "inference_mode"),
@@ -196,7 +197,9 @@ class Frozen(nn.Module):
 
     def __init__(self, norm, override):
         super().__init__()
-        self.norm, self.head, self.override = norm, nn.Linear(6, 4), override
+        self.norm = norm
+        self.head = nn.Linear(6, 4)
+        self.override = override
         self.norm.requires_grad_(False)
 
     def train(self, mode=True):
@@ -255,7 +258,8 @@ def test_a_submodule_in_another_mode_is_named(engine):
 
 
 def test_autocast_is_named():
-    data, model = federation(), nn.Linear(6, 4)
+    data = federation()
+    model = nn.Linear(6, 4)
     run = simulation(model=model, data=data)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with sentence(
@@ -272,7 +276,8 @@ class Annealed(nn.Module):
 
     def __init__(self, counts):
         super().__init__()
-        self.counts, self.calls = counts, 0
+        self.counts = counts
+        self.calls = 0
 
     def forward(self, scores, y):
         self.calls += self.counts
@@ -280,7 +285,8 @@ class Annealed(nn.Module):
 
 
 def test_a_loss_that_counts_its_calls_is_named():
-    data, model = federation(), nn.Linear(6, 4)
+    data = federation()
+    model = nn.Linear(6, 4)
     with sentence("loss: it gives another value when it is called again .*a counter"):
         simulation(model=model, data=data, loss=Annealed(True))
     assert simulation(model=model, data=data, loss=Annealed(False)).run().rounds
@@ -308,7 +314,8 @@ def test_a_model_without_numbers_is_named():
 class Squeezed(nn.Module):
     def __init__(self, axis=None):
         super().__init__()
-        self.layer, self.axis = nn.Linear(6, 4), axis
+        self.layer = nn.Linear(6, 4)
+        self.axis = axis
 
     def forward(self, x):
         x = self.layer(x)[:, :, None]
@@ -402,7 +409,8 @@ def test_a_function_of_the_round_alone_is_named():
 
 
 def test_metrics_of_labels_need_a_loss_that_says_what_one_score_means():
-    data, names = federation(y=torch.arange(24) % 2), ["f1", "auc"]
+    data = federation(y=torch.arange(24) % 2)
+    names = ["f1", "auc"]
     weight = torch.tensor(3.0)
     with sentence(
         "metrics: for targets .* and 'f1' is for labels, .*nn.BCEWithLogitsLoss"

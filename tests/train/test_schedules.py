@@ -34,7 +34,8 @@ FACTORS = [1, 0.5, 0.25]
     ],
 )
 def test_a_schedule_of_torchs_gives_its_rates(schedule, rates):
-    training, n = Training(lr=0.1, schedule=schedule), len(rates)
+    training = Training(lr=0.1, schedule=schedule)
+    n = len(rates)
     near([training.lr_at(r, n) for r in range(1, n + 1)], rates)
 
 
@@ -44,7 +45,8 @@ def test_a_run_takes_the_rates():
         run = simulation(training=training).run()
         return [r["eval"]["loss"] for r in run.rounds]
 
-    plain, slow = losses(), losses(schedule=lambda o: StepLR(o, 1, 0.0))
+    plain = losses()
+    slow = losses(schedule=lambda o: StepLR(o, 1, 0.0))
     assert slow[0] == plain[0] and slow[1] == slow[2]
 
 

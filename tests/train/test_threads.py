@@ -72,7 +72,8 @@ def test_weights_are_those_of_manual_seed_whatever_others_draw():
     reason="the system does not bind processes to cores",
 )
 def test_there_are_as_many_workers_as_cores_that_may_be_used():
-    allowed, before = os.sched_getaffinity(0), set(threading.enumerate())
+    allowed = os.sched_getaffinity(0)
+    before = set(threading.enumerate())
     os.sched_setaffinity(0, {min(allowed)})
     try:
         simulation(data=FOUR, engine="loop").run()
