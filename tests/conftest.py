@@ -166,10 +166,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     whole = not hasattr(session.config, "workerinput")
     if _idle and whole and session.config.getoption("--no-idle-skips"):
         session.exitstatus = 1
-        said = session.config.get_terminal_writer()
-        said.line("\nskipped, and this machine does not explain it:")
+        writer = session.config.get_terminal_writer()
+        writer.line("\nskipped, and this machine does not explain it:")
         for line in _idle:
-            said.line(line)
+            writer.line(line)
 
 
 # paths of the ops: the machine's instruction sets, best first, and the references

@@ -71,14 +71,14 @@ def views(alg, state, setting, ids=None):
 
     class Watched(type(alg)):
         def model(self, down, client_state, clients):
-            made = dict(super().model(down, client_state, clients))
+            models = dict(super().model(down, client_state, clients))
             seen.append(
                 (
-                    made,
-                    replace(clients, buffers=made.get("batch_norm", clients.buffers)),
+                    models,
+                    replace(clients, buffers=models.get("batch_norm", clients.buffers)),
                 )
             )
-            return made
+            return models
 
     options = {f.name: getattr(alg, f.name) for f in fields(alg)}
     evaluate(
@@ -103,5 +103,7 @@ def sentence(words, error=ValueError):
     """
     with pytest.raises(error, match=f"^{words}") as raised:
         yield
-    said = str(raised.value)
-    assert said.endswith(".") and ". " not in said and "\n" not in said, said
+    message = str(raised.value)
+    assert message.endswith(".") and ". " not in message and "\n" not in message, (
+        message
+    )

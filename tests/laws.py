@@ -98,13 +98,13 @@ def sqdist(on, dtype, draw):
     b = on.put(rows[m:], draw)
     call = on.ops.pairwise_sqdist
     both = call(a, b).cpu()
-    own = call(a).cpu()
+    square = call(a).cpu()
     assert_close(both, exact(rows[:m], rows[m:]), "sqdist", dtype)
-    assert_close(own, exact(rows[:m]).fill_diagonal_(0), "sqdist", dtype)
-    assert own.dtype == F64
-    identical(own, own.T)
-    assert not own.diagonal().any()
-    for other, pairs in ((b, both), (None, own)):
+    assert_close(square, exact(rows[:m]).fill_diagonal_(0), "sqdist", dtype)
+    assert square.dtype == F64
+    identical(square, square.T)
+    assert not square.diagonal().any()
+    for other, pairs in ((b, both), (None, square)):
         index = integers(
             draw(st.integers(0, 99)), -1, pairs.shape[1], draw(of(0, 1, 3, 9)), m
         ).T
@@ -143,15 +143,15 @@ def weights(on, dtype, draw):
     k = draw(of(1, 2, 5, 16, 31, 32, 33, 34, 255, 2000))
     d = distances(rows, n, seed).to(dtype)
     target = integers(seed, 0, n, rows)
-    there = on.put(d, draw)
-    weight, index = on.ops.feddwa_weights(there, k)
+    placed = on.put(d, draw)
+    weight, index = on.ops.feddwa_weights(placed, k)
     want, near = reference.feddwa_weights(d, k)
     assert torch.equal(index.cpu(), near)
     torch.testing.assert_close(weight.cpu(), want, rtol=1e-12, atol=1e-300)
     omega = draw(of(0.0, 0.2, 0.7, 1.0, 1.3))
     psi = draw(of(0.0, 0.3, 0.9))
     for tie in ("closed", "uniform"):
-        got = on.ops.waffle_weights(there, target.to(on.device), omega, psi, tie).cpu()
+        got = on.ops.waffle_weights(placed, target.to(on.device), omega, psi, tie).cpu()
         want = reference.waffle_weights(d, target, omega, psi, tie == "uniform")
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
 
@@ -220,16 +220,16 @@ def aggregate(on, dtype, draw):
     seen = updates.clone()
     if sparse:
         seen[~torch.isin(torch.arange(n), index[weight * lr != 0])] = torch.nan
-    there = [on.place(seen, draw), on.place(weight, draw)]
-    there += [None if index is None else index.to(on.device)]
-    got = on.ops.aggregate(*there, on.place(base, draw), lr, precise=precise)
+    placed = [on.place(seen, draw), on.place(weight, draw)]
+    placed += [None if index is None else index.to(on.device)]
+    got = on.ops.aggregate(*placed, on.place(base, draw), lr, precise=precise)
     close_mix(got, updates, weight, index, base, lr)
     fits = shape == (m, p) and draw(st.booleans())
     out = on.put(
         base if fits else torch.full_like(got.cpu(), torch.nan), draw, write=True
     )
     onto = out if fits else on.place(base, draw)
-    assert on.ops.aggregate(*there, onto, lr, out, precise) is out and intact(out)
+    assert on.ops.aggregate(*placed, onto, lr, out, precise) is out and intact(out)
     identical(out, got)
     plain = reference.aggregate(updates, weight, index, base, lr, precise)
     close_mix(plain, updates, weight, index, base, lr)
@@ -278,8 +278,8 @@ def close_layer(args, there=None, need=(True,) * 4, call=ops.rank1_linear):
         y, [t for t in leaves if t.requires_grad], grad.to(y.device)
     )
     want, size = (
-        torch.autograd.functional.vjp(dense, tuple(given), g)[1]
-        for given, g in ((wide, grad.double()), (sizes, grad.double().abs()))
+        torch.autograd.functional.vjp(dense, tuple(values), g)[1]
+        for values, g in ((wide, grad.double()), (sizes, grad.double().abs()))
     )
     wanted = [k for k in range(4) if need[k]]
     for g, k in zip(got, wanted, strict=True):
@@ -299,8 +299,8 @@ def rank1(on, dtype, draw):
     args = factors(
         *sizes, dtype, leads, draw(of(0.0, 0.3, 1.0)), draw(st.integers(0, 99))
     )
-    there = [on.place(t, draw) for t in args]
-    close_layer(args, there, need, on.ops.rank1_linear)
+    placed = [on.place(t, draw) for t in args]
+    close_layer(args, placed, need, on.ops.rank1_linear)
 
 
 # --- sgd_step_ --------------------------------------------------------------
@@ -336,17 +336,17 @@ def sgd(on, dtype, draw):
     mu = {None: 0.0, "number": 0.3, "rows": rates}[kind]
     momentum = 0.0 if t[4] is None else 0.9
     decay = draw(of(0.0, 0.01))
-    there = [on.place(x, draw, write=k in (0, 4)) for k, x in enumerate(t)]
-    held = on.place(mask, draw)
-    w = there[0]
-    buffer = there[4]
+    placed = [on.place(x, draw, write=k in (0, 4)) for k, x in enumerate(t)]
+    placed_mask = on.place(mask, draw)
+    w = placed[0]
+    buffer = placed[4]
     there_mu = mu.to(on.device) if kind == "rows" else mu
 
     def step(w, grad, shift, anchor, buffer, mask, mu):
-        given = (w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, decay)
-        assert on.ops.sgd_step_(*given) is None
+        arguments = (w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, decay)
+        assert on.ops.sgd_step_(*arguments) is None
 
-    step(*there, held, there_mu)
+    step(*placed, placed_mask, there_mu)
     wide = [None if x is None else x.double() for x in (*t, mask)]
     want = stepped(
         *wide[:2], 0.1, wide[2], wide[5], mu, wide[3], momentum, wide[4], decay
@@ -359,7 +359,7 @@ def sgd(on, dtype, draw):
     one = [on.place(None if x is None else x[:1], draw, write=True) for x in t]
     step(
         *one,
-        held[:1] if shape == (s, q) else held,
+        placed_mask[:1] if shape == (s, q) else placed_mask,
         there_mu[:1] if kind == "rows" else there_mu,
     )
     identical((one[0], one[4]), (w[:1], None if buffer is None else buffer[:1]))
@@ -430,9 +430,9 @@ def calls(run, backward, p, dtype=F32, device="cpu"):
     def two(*given):
         return backward(*given)[:2]
 
-    own = {"step": step, "backward": backward, "two gradients": two}
+    functions = {"step": step, "backward": backward, "two gradients": two}
     of = inputs(p, dtype, device)
     return {
-        name: (own.get(op) or getattr(run, op), [of.get(a, a) for a in given])
+        name: (functions.get(op) or getattr(run, op), [of.get(a, a) for a in given])
         for name, (op, *given) in golden("calls").items()
     }

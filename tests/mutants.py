@@ -42,12 +42,14 @@ def messages(source):
     lines = set()
     for node in ast.walk(ast.parse(source)):
         aside = list(getattr(node, "decorator_list", []))
-        said = (
+        is_message = (
             isinstance(node, MESSAGES) or getattr(node, "name", "") == "__post_init__"
         )
-        said |= isinstance(node, ast.Call) and "warn" in ast.unparse(node.func)
-        said |= isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        aside += [node] if said else []
+        is_message |= isinstance(node, ast.Call) and "warn" in ast.unparse(node.func)
+        is_message |= isinstance(node, ast.Expr) and isinstance(
+            node.value, ast.Constant
+        )
+        aside += [node] if is_message else []
         lines |= {
             line
             for n in aside
@@ -160,11 +162,11 @@ class Reached:
 
     def tests(self, path, first, last):
         lines = self.data.contexts_by_lineno(str(path))
-        some = {c for n in range(first, last + 1) for c in lines.get(n, [])} - {""}
+        reaching = {c for n in range(first, last + 1) for c in lines.get(n, [])} - {""}
         # A line that runs at import is reached by all tests that use the module.
-        if not some:
-            some = {c for contexts in lines.values() for c in contexts} - {""}
-        tests = sorted({c.rpartition("|")[0] for c in some}, key=self.cost)
+        if not reaching:
+            reaching = {c for contexts in lines.values() for c in contexts} - {""}
+        tests = sorted({c.rpartition("|")[0] for c in reaching}, key=self.cost)
         spent = list(accumulate(map(self.cost, tests)))
         return tests[: max(1, bisect(spent, TRIED))]
 
@@ -221,14 +223,14 @@ def main():
     )
     option("--survivors", type=int, default=0, help="so many are no failure")
     option("--record", action="store_true", help="play the suites under coverage again")
-    given = parser.parse_args()
+    options = parser.parse_args()
     start = time.monotonic()
-    mutants = drawn_mutants(given.count, given.seed)
+    mutants = drawn_mutants(options.count, options.seed)
     mutants = [
-        m for m in mutants if re.search(given.only, f"{m['where']} {m['operator']}")
+        m for m in mutants if re.search(options.only, f"{m['where']} {m['operator']}")
     ]
     for suite in SUITES:
-        if given.record or not (KEPT / f"{suite}.coverage").exists():
+        if options.record or not (KEPT / f"{suite}.coverage").exists():
             record(suite)
     reached = {s: Reached(s) for s in SUITES}
     places = Queue()
@@ -239,7 +241,7 @@ def main():
 
     def one(mutant):
         place = places.get()
-        late = time.monotonic() - start > 60 * given.minutes
+        late = time.monotonic() - start > 60 * options.minutes
         verdict = "untried" if late else tried(mutant, place, reached)
         places.put(place)
         count[verdict] += 1
@@ -250,12 +252,13 @@ def main():
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one, mutants))
-    said = ", ".join(f"{n} {verdict}" for verdict, n in count.items())
+    verdicts = ", ".join(f"{n} {verdict}" for verdict, n in count.items())
     minutes = (time.monotonic() - start) / 60
     print(
-        f"{len(mutants)} mutants (seed {given.seed}): {said}, in {minutes:.0f} minutes"
+        f"{len(mutants)} mutants (seed {options.seed}): {verdicts}, "
+        f"in {minutes:.0f} minutes"
     )
-    return int(count["survived"] > given.survivors)
+    return int(count["survived"] > options.survivors)
 
 
 if __name__ == "__main__":

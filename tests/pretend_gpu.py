@@ -142,12 +142,12 @@ class Draws(Generator):
     """A torch.Generator that knows the pretended cards."""
 
     def __new__(cls, device="cpu"):
-        made = super().__new__(cls, "cpu")
-        made.kept_ = torch.device(device)
-        _generators.pop(made._cdata, None)  # of a deleted generator
-        if made.kept_.type == "cuda":
-            made.kept_ = _generators[made._cdata] = card_of(made.kept_)
-        return made
+        generator = super().__new__(cls, "cpu")
+        generator.kept_ = torch.device(device)
+        _generators.pop(generator._cdata, None)  # of a deleted generator
+        if generator.kept_.type == "cuda":
+            generator.kept_ = _generators[generator._cdata] = card_of(generator.kept_)
+        return generator
 
     device = property(lambda self: self.kept_)
 
@@ -185,10 +185,10 @@ def check_generator(args, kwargs, device):
     for value in tree_leaves((args, kwargs)):
         if not isinstance(value, Generator):
             continue
-        own = _generators.get(value._cdata, torch.device("cpu"))
-        if own != device:
+        drawn_on = _generators.get(value._cdata, torch.device("cpu"))
+        if drawn_on != device:
             raise RuntimeError(
-                f"Expected a '{device}' generator device but found '{own}'"
+                f"Expected a '{device}' generator device but found '{drawn_on}'"
             )
 
 
@@ -205,10 +205,10 @@ def check_devices(func, name, args, tensors):
     # A GPU accepts indices on the CPU.
     indices = indexed and all(any(t is i for i in args[1]) for t in plain)
     if len(cards) > 1 or (here and plain and not indices):
-        found = sorted(cards) + ["cpu"] * bool(plain)
+        places = sorted(cards) + ["cpu"] * bool(plain)
         shapes = [list(t.shape) for t in plain]
         raise RuntimeError(
-            f"{func}: expected all tensors on one device, got {' and '.join(found)} "
+            f"{func}: expected all tensors on one device, got {' and '.join(places)} "
             f"({shapes})"
         )
     masks = indexed and any(

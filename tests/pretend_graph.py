@@ -37,9 +37,11 @@ class Graph:
                 graph.spoil()
             for func, args, kwargs, old in self.noted:
                 new = func(*args, **kwargs)
-                for there, came in zip(tensors(old), tensors(new), strict=True):
-                    if there.data_ptr() != came.data_ptr():
-                        there.copy_(came)
+                for old_result, new_result in zip(
+                    tensors(old), tensors(new), strict=True
+                ):
+                    if old_result.data_ptr() != new_result.data_ptr():
+                        old_result.copy_(new_result)
 
     def note(self, func, args, kwargs, out):
         self.noted.append((func, args, kwargs, out))

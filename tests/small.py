@@ -58,10 +58,10 @@ def some(n, round=1, ids=None, size=None, rounds=100):
 
     Each client has one sample, unless `size` gives the numbers of samples.
     """
-    who = torch.arange(n) if ids is None else torch.tensor(ids)
+    clients = torch.arange(n) if ids is None else torch.tensor(ids)
     return Cohort(
-        who,
-        torch.ones_like(who) if size is None else torch.tensor(size),
+        clients,
+        torch.ones_like(clients) if size is None else torch.tensor(size),
         n,
         round,
         rounds,
@@ -115,11 +115,11 @@ def layers(words):
 
     An example is "Linear 6 5, Tanh, Linear 5 4".
     """
-    made = []
+    modules = []
     for word in words.split(", "):
         kind, *numbers = word.split()
-        made.append(getattr(nn, kind)(*map(json.loads, numbers)))
-    return nn.Sequential(*made)
+        modules.append(getattr(nn, kind)(*map(json.loads, numbers)))
+    return nn.Sequential(*modules)
 
 
 def tiny_model(features=6, classes=4):
@@ -177,7 +177,11 @@ def points(targets, lr=0.1, start=0.0, engine="loop", loss=half_square, **traini
     y = [torch.as_tensor(target, dtype=F64).reshape(-1, 1) for target in targets]
     net = Net(Scale([start]), loss=loss)
     return by_hand(
-        net, [(torch.ones_like(own), own) for own in y], lr, engine, **training
+        net,
+        [(torch.ones_like(target_values), target_values) for target_values in y],
+        lr,
+        engine,
+        **training,
     )
 
 
@@ -234,9 +238,9 @@ def normed(clients, w0, **training):
     """
 
     def model():
-        made = layers("Linear 1 2, BatchNorm1d 2, Linear 2 1").double()
-        nn.utils.vector_to_parameters(t(w0), made.parameters())
-        return made
+        module = layers("Linear 1 2, BatchNorm1d 2, Linear 2 1").double()
+        nn.utils.vector_to_parameters(t(w0), module.parameters())
+        return module
 
     s = regression(clients, **training)
     return s._replace(net=Net(model, half_square))
@@ -256,8 +260,10 @@ def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0
         return run.context
     x = torch.ones(2, 1).double()
     other = Federation(x, x, {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]})
-    made = Simulation(FedAvg(), Net(Scale([0.0]), half_square), other, **where).context
-    return made._replace(net=net, data=data, training=training, rounds=rounds)
+    context = Simulation(
+        FedAvg(), Net(Scale([0.0]), half_square), other, **where
+    ).context
+    return context._replace(net=net, data=data, training=training, rounds=rounds)
 
 
 def play(alg, s, rounds=None, ids=None):
@@ -266,11 +272,11 @@ def play(alg, s, rounds=None, ids=None):
     `ids(round)` gives the cohort, by default all clients.
     """
     state = None
-    found = []
+    history = []
     for r in range(1, (s.rounds if rounds is None else rounds) + 1):
         state, done = after(alg, s, 1 if ids is None else [ids(r)], state)
-        found.append((copied(state), done))
-    return found
+        history.append((copied(state), done))
+    return history
 
 
 def after(alg, s, cohorts=1, state=None):
@@ -356,10 +362,10 @@ def grouped(options):
     """
     rest = dict(options)
     for name, (group, keys) in GROUPS.items():
-        given = {k: rest.pop(k) for k in keys if k in rest}
-        if given:
+        members = {k: rest.pop(k) for k in keys if k in rest}
+        if members:
             rest[name] = group(
-                **{"clients" if k == "evaluated" else k: v for k, v in given.items()}
+                **{"clients" if k == "evaluated" else k: v for k, v in members.items()}
             )
     return rest
 
@@ -378,12 +384,12 @@ def lead(alg, x0, n, uploads):
     A round is given by its uploads and its cohort.
     """
     state = alg.init(x0, n)
-    found = []
+    history = []
     for up, cohort in uploads:
         changes, mix = alg.update(state, up, cohort)
         state = apply(copied(state), changes)
-        found.append((state, mix))
-    return found
+        history.append((state, mix))
+    return history
 
 
 def fit(clients, start, **options):

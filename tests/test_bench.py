@@ -140,14 +140,20 @@ def command(tmp_path, capsys, words):
 
 
 def test_command_line_writes_json_and_markdown(tmp_path, capsys):
-    told, kept, text = command(tmp_path, capsys, "--quick --seconds 0.001 --op weights")
-    assert {"cpu", "threads", "versions", "date"} <= kept["machine"].keys()
-    limits = kept["machine"]["limits"]
+    output, measurements, text = command(
+        tmp_path, capsys, "--quick --seconds 0.001 --op weights"
+    )
+    assert {"cpu", "threads", "versions", "date"} <= measurements["machine"].keys()
+    limits = measurements["machine"]["limits"]
     assert limits.keys() == (LIMITS.keys() if pflcore.backend().kernels else set())
     assert all(v > 0 for v in limits.values())
-    assert {r["provider"] for r in kept["rows"]} == {"pflcore", "reference", "torch"}
-    assert len(text.splitlines()) >= len(kept["rows"]) + 4
-    assert "weights" in told
+    assert {r["provider"] for r in measurements["rows"]} == {
+        "pflcore",
+        "reference",
+        "torch",
+    }
+    assert len(text.splitlines()) >= len(measurements["rows"]) + 4
+    assert "weights" in output
     with sentence(".*existing folder"):
         bench.main(["--json", str(tmp_path / "none" / "x.json")])
 
@@ -212,10 +218,14 @@ def test_command_line_plays_workloads(tmp_path, capsys, monkeypatch):
     small = {"flute-lr": replace(workload.WORKLOADS["flute-lr"], **SMALL)}
     monkeypatch.setattr(published, "WORKLOADS", small)
     monkeypatch.setattr(table.Machine, "measure", lambda *a: MACHINE)
-    told, kept, text = command(tmp_path, capsys, "--workload flute-lr --rounds 1")
-    assert "medians of 1 rounds" in told and "18.1 s (1.0, CPU)" in told
-    assert told.count("FLUTE") == 2 == text.count("FLUTE")
-    played = [r for r in kept["rows"] if r["provider"] in ("pflcore", "plain loop")]
+    output, measurements, text = command(
+        tmp_path, capsys, "--workload flute-lr --rounds 1"
+    )
+    assert "medians of 1 rounds" in output and "18.1 s (1.0, CPU)" in output
+    assert output.count("FLUTE") == 2 == text.count("FLUTE")
+    played = [
+        r for r in measurements["rows"] if r["provider"] in ("pflcore", "plain loop")
+    ]
     assert [r["size"]["evaluate"] for r in played] == [False, False, True, True]
     assert all(r["ms"] > 0 and r["of_limit"] > 0 and r["runs"] == 1 for r in played)
 
@@ -225,8 +235,8 @@ def test_how_numbers_grow_with_the_clients():
         {"n": n, "least": 3.0, "rss": 2.0 * n, "bytes": n**0.5}
         for n in (100, 1000, 10_000)
     ]
-    said = "time as N^0.00, memory as N^1.00, record as N^0.50"
-    assert scale.growth(rows).replace("-0.00", "0.00") == said
+    growth = "time as N^0.00, memory as N^1.00, record as N^0.50"
+    assert scale.growth(rows).replace("-0.00", "0.00") == growth
     assert scale.growth(rows[:1]) == "too few sizes to say"
     one = scale.one("hypcluster", 120, 0.01)
     assert one["least"] > 0 and 0 < one["bytes"] < 10_000

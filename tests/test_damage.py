@@ -43,8 +43,8 @@ damages = st.tuples(
 
 def damaged(before, damage):
     """The bytes with one change, at one place or between two places."""
-    how, here, there, byte = damage
-    i, j = sorted((int(here * len(before)), int(there * len(before))))
+    kind, one_place, other_place, byte = damage
+    i, j = sorted((int(one_place * len(before)), int(other_place * len(before))))
     half = (j - i) // 2
     return {
         "alter": before[:i] + bytes([before[i] ^ byte]) + before[i + 1 :],
@@ -58,7 +58,7 @@ def damaged(before, damage):
         + before[j:],
         "double": before[:j] + before[i:],
         "empty": b"",
-    }[how]
+    }[kind]
 
 
 def one_sentence(error):
@@ -108,9 +108,9 @@ def kept(tmp_path_factory):
 @given(damage=damages)
 def test_a_damaged_checkpoint_is_refused_or_is_what_it_was(kept, damage):
     with damaged_file(kept / checkpoint.FILE_NAME, damage):
-        found = refused_or(lambda: checkpoint.load(kept), "damaged")
-    if found is not None:
-        tensors, facts = found
+        content = refused_or(lambda: checkpoint.load(kept), "damaged")
+    if content is not None:
+        tensors, facts = content
         assert repr({k: facts[k] for k in FACTS}) == repr(FACTS)
         equals(tensors, TENSORS)
 
@@ -173,13 +173,13 @@ HEADER = a_run(rounds=0)[0]["header"] | {
 
 def whole_record():
     """Lines of a record with everything that is read of one."""
-    own = {
+    round_entries = {
         "relative_update_norm": [1.0, 2.0, None, 30.0],
         "clipped": [1],
         "void": False,
         "seconds": 0.1,
     }
-    rounds = [line(r, [0.5] * N, **own) for r in (1, 2, 3)]
+    rounds = [line(r, [0.5] * N, **round_entries) for r in (1, 2, 3)]
     rounds = json.loads(json.dumps(rounds, default=lambda tensor: tensor.tolist()))
     rounds[1]["report"] = {"weights": [[0.25] * N] * N}
     rounds[2]["report"] = {"index": [[0, 1]], "weight": [[0.5, 0.5]], "rows": [2]}
@@ -235,13 +235,15 @@ ODD_LINES = """\
 
 @pytest.mark.parametrize("row", ODD_LINES.splitlines())
 def test_an_odd_line_is_named_and_costs_only_itself(row, tmp_path):
-    where, value, said = row.split(" | ")
+    where, value, message = row.split(" | ")
     lines = whole_record()
     put(lines, where, json.loads(value))
     path = write(tmp_path / "r.jsonl", lines)
     number = where.split()[0]
     want = re.escape(f"{path}: 1 damaged line(s) are left out ({number});")
-    with pytest.warns(UserWarning, match=f"^{want}.* Line {number}: {re.escape(said)}"):
+    with pytest.warns(
+        UserWarning, match=f"^{want}.* Line {number}: {re.escape(message)}"
+    ):
         (run,) = read(path)
     assert [r["round"] for r in run.rounds] == [
         r for r in (1, 2, 3) if r + 1 != int(number)
@@ -339,11 +341,11 @@ def test_an_earlier_format_is_no_damage(tmp_path):
     lines[0]["header"]["size"] = {"array": ["record.arrays", 0]}
     lines[1]["eval"]["loss"] = {"array": ["record.arrays", 1234]}
     path = write(tmp_path / "record.jsonl", lines[:2])
-    said = (
+    message = (
         r"2 line\(s\) of an earlier format, .* are left out \(1, 2\); read it with "
         r"the pflcore"
     )
-    with pytest.warns(UserWarning, match=said) as warned:
+    with pytest.warns(UserWarning, match=message) as warned:
         assert read(path) == []
     assert "damaged" not in str(warned[0].message)
 
@@ -351,8 +353,8 @@ def test_an_earlier_format_is_no_damage(tmp_path):
 # models ---------------------------------------------------------------------
 def Array(data):
     """Flower's Array of these bytes."""
-    made = pytest.importorskip("flwr.app").Array
-    return made(dtype="float32", shape=(3, 4), stype="numpy.ndarray", data=data)
+    flower_array = pytest.importorskip("flwr.app").Array
+    return flower_array(dtype="float32", shape=(3, 4), stype="numpy.ndarray", data=data)
 
 
 def npy(array):

@@ -143,10 +143,10 @@ def test_a_score_that_is_not_a_number_wins_no_class():
     lost = torch.full((4, 3), NAN)
     y = torch.tensor([0, 0, 1, 2])
     assert f1(lost, y) == 0.0 and balanced_accuracy(lost, y) == 0.0
-    some = torch.eye(3)[y]
-    some[0] = NAN
-    assert balanced_accuracy(some, y) == pytest.approx((0.5 + 1 + 1) / 3)
-    assert f1(some, y) == pytest.approx((2 / 3 + 1 + 1) / 3)
+    one_lost = torch.eye(3)[y]
+    one_lost[0] = NAN
+    assert balanced_accuracy(one_lost, y) == pytest.approx((0.5 + 1 + 1) / 3)
+    assert f1(one_lost, y) == pytest.approx((2 / 3 + 1 + 1) / 3)
     single = torch.tensor([NAN, -1.0, 1.0, NAN])
     binary = torch.tensor([0, 0, 1, 1])
     # One right answer and one NaN in class 1: precision 1, recall 1/2.

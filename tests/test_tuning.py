@@ -83,10 +83,10 @@ def test_cross_device_roles_and_halves():
             i in p.report_clients
         )
         assert i in p.train_clients or len(train) == data.size()[i] // 2
-    few = p.keep(0.5).data.size()
+    kept_sizes = p.keep(0.5).data.size()
     size = p.data.size()
-    equals(few[p.train_clients], size[p.train_clients])
-    equals(few[p.report_clients], (size[p.report_clients] + 1) // 2)
+    equals(kept_sizes[p.train_clients], size[p.train_clients])
+    equals(kept_sizes[p.report_clients], (size[p.report_clients] + 1) // 2)
 
 
 def test_cross_silo_sizes_and_what_blind_hides():
@@ -166,7 +166,7 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
     p = PROTOCOLS["device"]()
     lrs = [0.001, 0.3]
     tuned = search("fedavg", {"training.lr": lrs}, 4, p)
-    found = []
+    validated = []
     results = []
     for lr in lrs:
         options = {
@@ -176,10 +176,12 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
         }
         run = Simulation(FedAvg(), model(), p.data, replace(TRAINING, lr=lr), **options)
         run.run()
-        found.append(run.evaluate("val")["accuracy"][p.tuning_clients].mean().item())
+        validated.append(
+            run.evaluate("val")["accuracy"][p.tuning_clients].mean().item()
+        )
         results.append(run.evaluate("test")["accuracy"])
-    assert scores(tuned) == pytest.approx(found) and found[0] != found[1]
-    best = max(range(2), key=found.__getitem__)
+    assert scores(tuned) == pytest.approx(validated) and validated[0] != validated[1]
+    best = max(range(2), key=validated.__getitem__)
     torch.testing.assert_close(
         tuned.report()["accuracy"], results[best], equal_nan=True
     )
@@ -317,7 +319,7 @@ def test_results_of_other_searches_are_not_used_again(tmp_path):
     grid = {"server_lr": [0.1]}
     once = {"folder": tmp_path}
     search("fedavg", grid, 1, cross_silo(data), net(), **once)
-    for other, *how in (
+    for other, *changes in (
         (replace(data, x=data.x + 1), net()),
         (replace(data, relabel=None), net()),
         (data, net("Sigmoid")),
@@ -325,7 +327,7 @@ def test_results_of_other_searches_are_not_used_again(tmp_path):
         (data, net(), replace(TRAINING, lr=0.2)),
     ):
         with sentence("folder: .* another grid or other data"):
-            search("fedavg", grid, 1, cross_silo(other), *how, **once)
+            search("fedavg", grid, 1, cross_silo(other), *changes, **once)
 
 
 def test_a_folder_of_a_run_is_no_folder_of_a_search(tmp_path):
@@ -338,16 +340,16 @@ def test_a_folder_of_a_run_is_no_folder_of_a_search(tmp_path):
 
 def test_several_splits_are_averaged():
     splits = [cross_silo(federation(), seed=s) for s in (100, 1100)]
-    how = ("fedavg", {"training.lr": [0.01, 0.3]}, 3)
-    both = search(*how, splits, seed=5)
-    one, two = (search(*how, p, seed=5 + j) for j, p in enumerate(splits))
+    arguments = ("fedavg", {"training.lr": [0.01, 0.3]}, 3)
+    both = search(*arguments, splits, seed=5)
+    one, two = (search(*arguments, p, seed=5 + j) for j, p in enumerate(splits))
     means = [(a + b) / 2 for a, b in zip(scores(one), scores(two), strict=True)]
     assert scores(both) == pytest.approx(means)
     assert two.best.candidate.options == both.best.candidate.options
     equals(two.report()["accuracy"], both.report(1)["accuracy"])
-    assert scores(search(*how, splits, seed=[5, 6])) == scores(both)
+    assert scores(search(*arguments, splits, seed=[5, 6])) == scores(both)
     with sentence("seed and net: .*2"):
-        search(*how, splits, seed=[5])
+        search(*arguments, splits, seed=[5])
 
 
 NOT = """\
@@ -386,13 +388,17 @@ def test_what_cannot_be_tuned_is_refused(options, words):
 )
 def test_a_metric_and_its_direction_choose(metric, up, lr):
     pytest.importorskip("sklearn")
-    how = {"metric": metric, "higher_is_better": up, "hardware": Hardware(workers=1)}
-    tuned = search(rounds=3, **how)
+    options = {
+        "metric": metric,
+        "higher_is_better": up,
+        "hardware": Hardware(workers=1),
+    }
+    tuned = search(rounds=3, **options)
     assert tuned.best.candidate.training.lr == lr
     measures = {"confidence": confidence, "doubt": doubt, "f1": metrics.METRICS["f1"]}
-    found = evaluate(*tuned.states(tuned.best.candidate, 0), "val", metrics=measures)
+    measured = evaluate(*tuned.states(tuned.best.candidate, 0), "val", metrics=measures)
     sign = -1 if up is False or (metric == "loss" and not up) else 1
-    values = found[getattr(metric, "__name__", metric)]
+    values = measured[getattr(metric, "__name__", metric)]
     equals(tuned.best.values[0], sign * values.double())
 
 

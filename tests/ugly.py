@@ -92,12 +92,12 @@ def threads(n):
 
 def same_for_any_threads(call):
     """Asserts that one, two and three threads give the same bits."""
-    found = []
+    results = []
     for n in (1, 2, 3):
         with threads(n):
-            found.append(call())
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=0, atol=0, equal_nan=True)
+            results.append(call())
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0, equal_nan=True)
 
 
 def refuses(op, name, kind=ValueError):

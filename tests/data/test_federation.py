@@ -198,8 +198,8 @@ def test_a_tables_client_holds_its_own_rows_in_their_order():
         assert data.names == tuple(sorted(set(np.asarray(ids).tolist())))
         assert data.x.is_contiguous()
         for i, name in enumerate(data.names):
-            for mine, all_rows in zip(data.client(i), (X, Y), strict=True):
-                assert np.array_equal(mine, all_rows[ids == name])
+            for client_rows, all_rows in zip(data.client(i), (X, Y), strict=True):
+                assert np.array_equal(client_rows, all_rows[ids == name])
     assert Federation.from_table(X, Y, words).subset([1]).names == ("b",)
 
 
@@ -212,18 +212,18 @@ def test_a_memory_mapped_pool_stays_where_it_is(tmp_path, recwarn):
 
 def test_a_data_frame_is_its_columns():
     pandas = pytest.importorskip("pandas")
-    who = np.array(["b", "a", "d", "c"])[IDS]
-    frame = pandas.DataFrame({"u": X[:, 0], "label": Y, "v": X[:, 1], "who": who})
-    want = Federation.from_table(X[:, :2], Y, who)
+    owners = np.array(["b", "a", "d", "c"])[IDS]
+    frame = pandas.DataFrame({"u": X[:, 0], "label": Y, "v": X[:, 1], "who": owners})
+    want = Federation.from_table(X[:, :2], Y, owners)
     # The frame's index is no input.
     got = Federation.from_table(frame.set_index(Y + 3), "label", "who")
     equals((got.x, got.y), (want.x, want.y))
     assert same(got, want)
-    for names, said in (
+    for names, message in (
         ({"client": "who"}, "y and client: expected two of"),
         ({"y": "label", "client": "u"}, "x: expected columns of numbers .*who"),
     ):
-        with sentence(said):
+        with sentence(message):
             Federation.from_table(frame, **names)
 
 
@@ -254,9 +254,9 @@ def test_cross_silo_laws(n, test, val, seed):
         assert len(cut.index["test"][i]) == math.ceil(test * len(rows))
     again = cut.split(test=test, seed=seed, of=None)  # all splits are pooled again
     equals(again.size() + again.size("test"), fed.size())
-    held = again.split(val=0.2, seed=2)
-    assert same(again, held, "test")  # a split outside the pool stays
-    equals(held.size() + held.size("val"), again.size())
+    validated = again.split(val=0.2, seed=2)
+    assert same(again, validated, "test")  # a split outside the pool stays
+    equals(validated.size() + validated.size("val"), again.size())
 
 
 @given(st.integers(3, 60), st.integers(0, 99))
@@ -335,9 +335,9 @@ def test_names_and_scaling_are_exported(tmp_path):
     pytest.importorskip("safetensors")
     data = replace(many(3).split(test=0.3).standardize(), names=("a", "b", "c"))
     simulation(data=data, model=nn.Linear(2, 3)).run().export(tmp_path)
-    told = json.loads((tmp_path / "manifest.json").read_text())["clients"][1]
-    assert told["name"] == "b" and len(told["deviation"]) == 2
-    assert told["mean"] == data.scaling.mean[1].tolist()
+    entry = json.loads((tmp_path / "manifest.json").read_text())["clients"][1]
+    assert entry["name"] == "b" and len(entry["deviation"]) == 2
+    assert entry["mean"] == data.scaling.mean[1].tolist()
 
 
 def rows(data, *splits):
@@ -353,10 +353,10 @@ def test_a_test_split_that_is_there_stays_the_test_split(there, lacks):
         }
     ]
     data = Federation.from_clients(each * 5, classes=4)
-    made = cross_silo(data).data
-    assert rows(made, there) == rows(data, there)
-    assert rows(made, "train", lacks) == rows(data, "train")
-    assert sizes(made, lacks) == [8] * 5  # at least 15 % of the 85 %
+    completed = cross_silo(data).data
+    assert rows(completed, there) == rows(data, there)
+    assert rows(completed, "train", lacks) == rows(data, "train")
+    assert sizes(completed, lacks) == [8] * 5  # at least 15 % of the 85 %
     # With shares, all samples are split again.
     anew = cross_silo(data, val=0.2, test=0.3).data
     assert sizes(anew, "test") == [15] * 5
@@ -488,7 +488,7 @@ def listed(clients):
 
 
 def lists(of):
-    return {split: index(*some) for split, some in of.items()}
+    return {split: index(*rows) for split, rows in of.items()}
 
 
 def tensors(change):

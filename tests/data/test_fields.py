@@ -60,8 +60,8 @@ def sequences(n):
 
 
 def federation(per_step):
-    made = [sequences(8 + 3 * i) for i in range(4)]
-    clients = [(x, steps if per_step else y) for x, y, steps in made]
+    samples = [sequences(8 + 3 * i) for i in range(4)]
+    clients = [(x, steps if per_step else y) for x, y, steps in samples]
     return Federation.from_clients(clients).split(test=0.25)
 
 
@@ -74,9 +74,9 @@ def federation(per_step):
 def test_padded_rows_hold_the_sequences(rows, length):
     out, mask = pad_sequences(rows, value=-1, length=length)
     assert out.shape == mask.shape == (len(rows), length)
-    for row, values, there in zip(rows, out, mask, strict=True):
-        assert values[there].tolist() == row[:length] and bool(
-            (values[~there] == -1).all()
+    for row, values, is_step in zip(rows, out, mask, strict=True):
+        assert values[is_step].tolist() == row[:length] and bool(
+            (values[~is_step] == -1).all()
         )
 
 
@@ -103,13 +103,15 @@ def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
         labels = history.predict(i, x)
         assert labels.shape == y.shape
         equals(labels, history.model(i).predict(rows))
-        there = y != IGNORED
+        is_step = y != IGNORED
         each = (labels == y).double()
         if per_step:
-            equals(there, x["mask"])
-            assert not there.all()
-            assert last["share"][i] == pytest.approx(float(each[there].mean()))
-            each = torch.stack([r[t].mean() for r, t in zip(each, there, strict=True)])
+            equals(is_step, x["mask"])
+            assert not is_step.all()
+            assert last["share"][i] == pytest.approx(float(each[is_step].mean()))
+            each = torch.stack(
+                [r[t].mean() for r, t in zip(each, is_step, strict=True)]
+            )
         assert last["accuracy"][i] == pytest.approx(float(each.mean()))
         # A client that is evaluated alone has the same results.
         alone = evaluate(
@@ -117,8 +119,8 @@ def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
         )
         for key in ("loss", "accuracy"):
             torch.testing.assert_close(together[key][i], alone[key][i])
-        own = torch.bincount(y[there], minlength=CLASSES)
-        assert data.counts("test")[i].tolist() == own.tolist()
+        counts = torch.bincount(y[is_step], minlength=CLASSES)
+        assert data.counts("test")[i].tolist() == counts.tolist()
 
 
 def test_every_constructor_makes_the_same_federation():
@@ -149,12 +151,12 @@ def test_a_newcomer_brings_the_same_fields():
     history = run_of("ditto", False, rounds=2).run()
     x, y, _ = sequences(9)
     assert history.adapt((x, y), rounds=1).predict(x).shape == (9,)
-    few = {k: v for k, v in x.items() if k != "age"}
-    said = r"expected (inputs of shape )?tokens \[6\] \(int64\), .*, got [^\n]*\.$"
-    with sentence(f"samples: {said}"):
-        history.adapt((few, y))
-    with sentence(f"x: {said}"):
-        history.predict(0, few)
+    incomplete = {k: v for k, v in x.items() if k != "age"}
+    message = r"expected (inputs of shape )?tokens \[6\] \(int64\), .*, got [^\n]*\.$"
+    with sentence(f"samples: {message}"):
+        history.adapt((incomplete, y))
+    with sentence(f"x: {message}"):
+        history.predict(0, incomplete)
 
 
 # Fields, targets, part of the error message. A field "c" asks for a second client.

@@ -18,9 +18,9 @@ def of_clients(path, x, y, **options):
 
 
 def of_table(path, x, y, **options):
-    whose = [i for i, some in enumerate(y) for _ in some]
+    owners = [i for i, labels in enumerate(y) for _ in labels]
     x, y = (np.concatenate([np.asarray(v) for v in values]) for values in (x, y))
-    return Federation.from_table(x, y, whose, **options)
+    return Federation.from_table(x, y, owners, **options)
 
 
 def of_frame(path, x, y, **options):
@@ -28,7 +28,7 @@ def of_frame(path, x, y, **options):
     rows = np.concatenate([np.asarray(v) for v in x])
     columns = {f"x{i}": rows[:, i] for i in range(rows.shape[1])}
     columns["y"] = np.concatenate([np.asarray(v) for v in y])
-    columns["client"] = [i for i, some in enumerate(y) for _ in some]
+    columns["client"] = [i for i, labels in enumerate(y) for _ in labels]
     return Federation.from_table(pandas.DataFrame(columns), **options)
 
 
@@ -137,8 +137,8 @@ def test_whole_floats_are_labels_of_files_and_numbers_of_objects(reader, tmp_pat
 def test_signs_are_labels_of_files_and_no_objects_are_changed(
     y, classes, reader, tmp_path
 ):
-    told = (np.array(y) > 0).tolist()
-    want = [int(v) for some in told for v in some]
+    advised = (np.array(y) > 0).tolist()
+    want = [int(v) for labels in advised for v in labels]
     if reader in FILES:
         same(reader(tmp_path, [X, X], y, classes=classes), want, 2)
         return
@@ -146,7 +146,7 @@ def test_signs_are_labels_of_files_and_no_objects_are_changed(
         "y: expected int64 labels in 0..1 .*; of -1 and 1 give .y > 0., got .-1, 1."
     ):
         reader(tmp_path, [X, X], y, classes=classes)
-    same(reader(tmp_path, [X, X], told, classes=classes), want, 2)
+    same(reader(tmp_path, [X, X], advised, classes=classes), want, 2)
 
 
 @pytest.mark.parametrize("reader", [of_clients, of_table, of_leaf, of_npz])

@@ -46,9 +46,13 @@ YT = labels_with([7] * 10, 1)
 @pytest.mark.parametrize("name, options, digest", PUBLISHED, ids=range(len(PUBLISHED)))
 def test_a_partition_is_the_published_one(name, options, digest):
     part = partition(name, Y, 10, test_labels=YT, seed=4, **options)
-    held = [(s, [r.tolist() for r in lists]) for s, lists in sorted(part.index.items())]
-    more = [None if t is None else t.tolist() for t in (part.relabel, part.group)]
-    text = repr((held, more, dict(part.facts)))
+    splits = [
+        (s, [r.tolist() for r in lists]) for s, lists in sorted(part.index.items())
+    ]
+    assignments = [
+        None if t is None else t.tolist() for t in (part.relabel, part.group)
+    ]
+    text = repr((splits, assignments, dict(part.facts)))
     assert hashlib.sha256(text.encode()).hexdigest()[:12] == digest
 
 
@@ -103,13 +107,13 @@ def test_seeds_and_sizes_of_the_waffle_paper():
 @given(st.integers(1, 30), st.integers(2, 20), st.integers(0, 1000))
 def test_concept_shift_laws(n, classes, seed):
     y = np.tile(np.arange(classes), n)
-    relabel, more = (
+    relabel, of_fewer = (
         partition("A*", y, m, shift_seed=seed).relabel for m in (n, max(1, n // 2))
     )
     assert relabel.shape == (n, classes)
     equals(relabel[0], torch.arange(classes))  # the first client's labels stay
     assert (relabel.sort(1).values == torch.arange(classes)).all()  # permutations
-    equals(relabel[: len(more)], more)  # independent of N
+    equals(relabel[: len(of_fewer)], of_fewer)  # independent of N
 
 
 def test_concept_shift_is_independent_per_client_and_of_the_seed():
@@ -192,8 +196,8 @@ def test_dirichlet_falls_back_and_says_so():
     assert min(sizes(alike)) == 40 and min(sizes(alike, "test")) >= 1
     assert sizes(partition("dirichlet", y, 10, alpha=0.1, min_size=600)) == [600] * 10
     # Samples move one by one, never from a client that has only one.
-    few = labels_with([1] * 10)
-    part = partition("dirichlet", y, 10, alpha=0.1, test_labels=few, min_size=1)
+    test_pool = labels_with([1] * 10)
+    part = partition("dirichlet", y, 10, alpha=0.1, test_labels=test_pool, min_size=1)
     # A draw that leaves a client without test samples is not accepted.
     assert sizes(part, "test") == [1] * 10 and part.facts["draws"] == 100
 
@@ -251,8 +255,8 @@ def test_exact_k_laws(n, k, have, seed):
     part = partition(
         "pathological", y, n, test_labels=yt, mode="exact_k", k=k, seed=seed
     )
-    held = {s: counts(part, np.concatenate([y, yt]), s) for s in supply}
-    for split, got in held.items():
+    class_counts = {s: counts(part, np.concatenate([y, yt]), s) for s in supply}
+    for split, got in class_counts.items():
         owners = (got > 0).sum(0)
         assert ((got > 0).sum(1) == k).all() and owners.max() - owners.min() <= 1
         # Every client has the same number of samples of each of its classes.
@@ -263,7 +267,7 @@ def test_exact_k_laws(n, k, have, seed):
             part.facts.get(f"unused {split} samples", 0)
             == supply[split].sum() - got.sum()
         )
-    assert ((held["train"] > 0) == (held["test"] > 0)).all()
+    assert ((class_counts["train"] > 0) == (class_counts["test"] > 0)).all()
 
 
 def test_dominant_classes_of_a_group_are_four_fifths_of_its_data():
@@ -333,9 +337,9 @@ def test_unimodal_deals_single_class_shards(z):
     for r, test in zip(rows, sizes(part, "test"), strict=True):
         assert len(np.unique(SORTED[r])) <= z and abs(test / len(r) - 0.2) < 0.002
         assert z == 3 or 542 <= len(r) <= 676  # 20 shards of each class
-    few = partition("unimodal", SORTED, 100, z=z, seed=1, train=20)
-    assert same(few, part, "test")  # fewer training samples, the same test sets
-    equals([*few.index["train"]], [r[:20] for r in part.index["train"]])
+    short = partition("unimodal", SORTED, 100, z=z, seed=1, train=20)
+    assert same(short, part, "test")  # fewer training samples, the same test sets
+    equals([*short.index["train"]], [r[:20] for r in part.index["train"]])
 
 
 def test_multimodal_is_two_populations_with_equal_shards():
@@ -349,9 +353,9 @@ def test_multimodal_is_two_populations_with_equal_shards():
     assert all((SORTED[r] % 2 == (i < 100)).all() for i, r in enumerate(rows))
     assert part.facts == {"unused train samples": 27600}
     y = np.repeat(np.arange(10), 6000)
-    for name, few in GOLDEN["minority"].items():
+    for name, minority in GOLDEN["minority"].items():
         rows = whole(partition("multimodal", y, 110, minority=name))
-        assert np.unique(y[torch.cat(rows[90:])]).tolist() == few
+        assert np.unique(y[torch.cat(rows[90:])]).tolist() == minority
     data = federation_of("digits", "multimodal", 12, minority_clients=2)
     assert data.n == 12 and data.truth["group"].tolist() == [0] * 10 + [1] * 2
     assert partition("unimodal", Y, 2, z=2).facts == {"unused train samples": 120}

@@ -353,5 +353,5 @@ def test_a_test_pool_needs_a_partition_that_knows_it():
     with sentence("partition: expected one of {'train': 40} samples"):
         Federation.from_partition(x, y, partition("iid", y[:30], 3))
     # A unimodal partition splits the training pool itself.
-    own = partition("unimodal", y[:30], 3, test_labels=y[30:])
-    assert Federation.from_partition(partition=own, **pool).n == 3
+    own_split = partition("unimodal", y[:30], 3, test_labels=y[30:])
+    assert Federation.from_partition(partition=own_split, **pool).n == 3

@@ -140,15 +140,15 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     letters = load("emnist_letters", tmp_path)
     assert letters.y_train.tolist() == [0, 25, 1] and letters.classes == 26
     assert letters.x_train[0, 0].argmax() == 20 * 28 + 5  # the image is turned upright
-    own = tmp_path / "own"
+    folder_of_user = tmp_path / "own"
     cache = tmp_path / "home" / ".cache" / "pflcore"
-    own.mkdir()
-    said = "'cifar100' can be neither read from", "cannot reach it at all"
-    sentence(OSError, lambda: load("cifar100", own), *said)
-    assert not list(own.iterdir())  # the user's own folder is only read
+    folder_of_user.mkdir()
+    messages = "'cifar100' can be neither read from", "cannot reach it at all"
+    sentence(OSError, lambda: load("cifar100", folder_of_user), *messages)
+    assert not list(folder_of_user.iterdir())  # the user's own folder is only read
     assert tries[-3:] == [
-        (str(own), False),
-        (str(own / "cifar100"), False),
+        (str(folder_of_user), False),
+        (str(folder_of_user / "cifar100"), False),
         (str(cache), True),
     ]
 
@@ -205,7 +205,7 @@ def test_idx_files_are_read_normalised_and_cut_by_class(tiny_mnist, monkeypatch)
     assert not torch.equal(part.x_train, source.sample(train=10, seed=2).x_train)
     fed = federation_of("mnist", "iid", 2, root=root, train_samples=10)
     assert fed.size().tolist() == [5, 5] and fed.size("test").tolist() == [5, 5]
-    for call, said in (
+    for call, message in (
         (
             lambda: source.sample(train=21),
             "train: expected at most the 20 samples there are",
@@ -219,7 +219,7 @@ def test_idx_files_are_read_normalised_and_cut_by_class(tiny_mnist, monkeypatch)
             "fractions and standardize: exp",
         ),
     ):
-        sentence(ValueError, call, said)
+        sentence(ValueError, call, message)
 
 
 def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch):
@@ -229,7 +229,7 @@ def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch):
     as MNIST.
     """
     root, arrays = tiny_mnist
-    mine = hashlib.blake2b(
+    digest_of_files = hashlib.blake2b(
         b"".join(a.tobytes() for a in arrays), digest_size=8
     ).hexdigest()
 
@@ -238,13 +238,13 @@ def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch):
             catalogue.SOURCES, name, catalogue.SOURCES[name]._replace(digest=digest)
         )
 
-    published("mnist", mine)  # the digest does not depend on gzip
+    published("mnist", digest_of_files)  # the digest does not depend on gzip
     assert len(load("mnist", root).y_train) == 20
-    published("mnist", mine[::-1])
+    published("mnist", digest_of_files[::-1])
     sentence(
         OSError, lambda: load("mnist", root), "files of 'mnist', got those of 'others'"
     )
-    published("fashion_mnist", mine)
+    published("fashion_mnist", digest_of_files)
     sentence(OSError, lambda: load("mnist", root), "got those of 'fashion_mnist'")
     cells(root / "school" / "school.mat", [(np.ones((3, 28)), [1.0, 2.0, 3.0])])
     sentence(OSError, lambda: school(root), "expected the published files of 'school'")
@@ -330,9 +330,9 @@ def test_leaf_folders(tmp_path):
     assert federation_of(f"leaf:{tmp_path}").size("test").tolist() == [0, 2]
     # LEAF's other split: some users are held out.
     write_leaf(tmp_path / "data" / "test" / "part.json", {"cid": a})
-    held = leaf(tmp_path)
-    assert held.n == 3 and held.splits == ("train",)
-    assert held.truth["held_out"].tolist() == [False, False, True]
+    by_user = leaf(tmp_path)
+    assert by_user.n == 3 and by_user.splits == ("train",)
+    assert by_user.truth["held_out"].tolist() == [False, False, True]
 
 
 def test_writers_of_emnist_in_tffs_files(tmp_path):
@@ -474,9 +474,11 @@ leaf:HERE/no.json | {} | OSError | no.json: expected .json files and nothing els
 @pytest.mark.parametrize("line", WRONG.splitlines())
 def test_wrong_options_are_one_sentence(line, tmp_path, monkeypatch):
     monkeypatch.delenv("PFLCORE_DATA", raising=False)
-    data, options, error, *said = line.replace("HERE", str(tmp_path)).split(" | ")
-    given = json.loads(options)
-    sentence(getattr(builtins, error), lambda: federation_of(data, **given), *said)
+    data, options, error, *messages = line.replace("HERE", str(tmp_path)).split(" | ")
+    arguments = json.loads(options)
+    sentence(
+        getattr(builtins, error), lambda: federation_of(data, **arguments), *messages
+    )
 
 
 def test_the_page_on_data_has_every_name():
@@ -488,10 +490,13 @@ def test_the_page_on_data_has_every_name():
 
 
 def test_unknown_names_list_the_known_ones():
-    said = *catalogue.SOURCES, *catalogue.FEDERATIONS, "leaf:PATH", "got 'imagenet'"
-    sentence(ValueError, lambda: federation_of("imagenet"), *said)
+    messages = *catalogue.SOURCES, *catalogue.FEDERATIONS, "leaf:PATH", "got 'imagenet'"
+    sentence(ValueError, lambda: federation_of("imagenet"), *messages)
     sentence(
-        ValueError, lambda: load("imagenet"), "data: expected one of mnist5k", said[-1]
+        ValueError,
+        lambda: load("imagenet"),
+        "data: expected one of mnist5k",
+        messages[-1],
     )
 
 
@@ -510,12 +515,12 @@ def test_missing_packages_name_the_extra(monkeypatch, tmp_path):
         package = {"sklearn": "scikit-learn", "torchvision": "torchvision torch=="}.get(
             module, module
         )
-        said = (
+        messages = (
             f"data: it needs {module}, which is not installed",
             f"pip install {package}",
             ", or set",
         )
-        sentence(ImportError, lambda name=name: load(name, tmp_path), *said)
+        sentence(ImportError, lambda name=name: load(name, tmp_path), *messages)
 
 
 BROKEN = r"""{"a": "a,b\n"} | OSError | a.csv: expected rows of numbers in UTF-8, all of one length
@@ -550,17 +555,19 @@ def test_broken_files(tmp_path):
         "school.mat: expected a .mat file with the cells",
     )
     path = tmp_path / "leaf.json"
-    said = (
+    message = (
         "leaf.json: expected LEAF's users and user_data, each user once, numbers as x "
         "and y"
     )
     for text in LEAF.splitlines():
         path.write_text(text)
-        sentence(OSError, lambda: leaf(path), said)
+        sentence(OSError, lambda: leaf(path), message)
     at = tmp_path / "csv"
-    for files, error, said in tabled(BROKEN):
+    for files, error, message in tabled(BROKEN):
         sentence(
-            getattr(builtins, error), lambda files=files: folder(csv(at, **files)), said
+            getattr(builtins, error),
+            lambda files=files: folder(csv(at, **files)),
+            message,
         )
     csv(at, a="1,2\n", b="1,2\n")
     sentence(

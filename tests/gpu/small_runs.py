@@ -57,7 +57,7 @@ def aggregates(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> Non
         rows = place(randn(n, n, p, dtype=dtype), aligned)
         for m in (1, 3, 7, 9, 20):
             weight = place(randn(1, m, n), True)
-            few = place(randn(2, m, 5), True)
+            sparse = place(randn(2, m, 5), True)
             index = place(integers(3, 0, n, m, 5), True)
             base = place(randn(4, m, p, dtype=dtype), aligned)
             wide = place(randn(5, m, p), aligned)
@@ -65,8 +65,8 @@ def aggregates(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> Non
                 ops.aggregate(rows, weight, precise=precise)
                 ops.aggregate(rows, weight, None, base, 0.5, precise=precise)
                 ops.aggregate(rows, weight, None, wide, precise=precise)
-                ops.aggregate(rows, few, index, precise=precise)
-                ops.aggregate(rows, few, index, wide, precise=precise)
+                ops.aggregate(rows, sparse, index, precise=precise)
+                ops.aggregate(rows, sparse, index, wide, precise=precise)
 
 
 def aggregates_of_many(
@@ -96,13 +96,13 @@ def layers(ops: Any, place: Place, dtype: torch.dtype) -> None:
     """
     for leads in ((((3,), (), (3,), ())), ((3,),) * 4, ((),) * 4):
         inputs = factors(17, 21, 19, 35, dtype, leads, 0.5)
-        given = [
+        placed = [
             place(t.reshape(-1, t.shape[-1]), True).reshape(t.shape) for t in inputs
         ]
-        y = ops.rank1_linear(*given)
+        y = ops.rank1_linear(*placed)
         grad = torch.ones_like(y)
         for lam_too in (True, False):
-            ops.rank1_linear_backward(grad, *given, True, True, lam_too, True)
+            ops.rank1_linear_backward(grad, *placed, True, True, lam_too, True)
 
 
 def weights(ops: Any, place: Place, dtype: torch.dtype) -> None:

@@ -54,11 +54,11 @@ def calls(p=40_001, device="cuda"):
     The kernels of the rank-1 layer are listed too. The op uses them where torch's
     products are rounded.
     """
-    found = laws.calls(ops, OPS.rank1_linear_backward.default, p, device=device)
+    named = laws.calls(ops, OPS.rank1_linear_backward.default, p, device=device)
     for name in ("rank1_listed", "rank1_listed_backward"):
-        _, inputs = found[name.replace("listed", "linear")]
-        found[name] = (getattr(OPS, name).default, inputs)
-    return found
+        _, inputs = named[name.replace("listed", "linear")]
+        named[name] = (getattr(OPS, name).default, inputs)
+    return named
 
 
 # Rows of each operand of distances that tensor cores compute, where the card has them.
@@ -226,7 +226,7 @@ def test_follows_the_current_stream(case):
     """
     call, inputs = case
     want = call(copies(inputs))
-    held = copies(inputs)
+    arguments = copies(inputs)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     done = torch.cuda.Event()
@@ -237,7 +237,7 @@ def test_follows_the_current_stream(case):
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(400_000_000)  # about a quarter of a second
-        result = call(held)
+        result = call(arguments)
         done.record()
     free.record()
     free.synchronize()
@@ -255,15 +255,15 @@ def test_captured_in_a_graph(case):
         for t in inputs
     ]
     want = call(copies(fresh))
-    held = copies(inputs)
+    arguments = copies(inputs)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):  # graphs need a warm-up
-        call(copies(held))
+        call(copies(arguments))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = call(held)
-    for t, new in zip(held, fresh, strict=True):
+        result = call(arguments)
+    for t, new in zip(arguments, fresh, strict=True):
         if isinstance(t, Tensor):
             t.copy_(new)
     graph.replay()

@@ -111,13 +111,13 @@ def dropped():
 
 
 def trained(name, model, kind, engine, graphs):
-    how = {
+    settings = {
         "training": Training(0.05, 5, 2),
         "engine": engine,
         "device": "cuda",
         "rounds": 3,
     }
-    run = simulation(name, data(kind), model=model, graphs=graphs, **how)
+    run = simulation(name, data(kind), model=model, graphs=graphs, **settings)
     assert run.run().stopped is None
     return run
 

@@ -82,7 +82,7 @@ def test_initial_scales():
 def test_what_is_replaced():
     plain = model()
     before = [p.clone() for p in plain.parameters()]
-    made = factorize(plain)
+    factorized = factorize(plain)
     made_of = (
         nn.Flatten,
         FactorizedLinear,
@@ -91,15 +91,19 @@ def test_what_is_replaced():
         nn.Tanh,
         nn.Linear,
     )
-    assert tuple(map(type, made)) == made_of
+    assert tuple(map(type, factorized)) == made_of
     # Three factors for five outputs, rounded up.
-    assert made[1].factors == made[3].factors == 5
-    assert made[1].bias is not None and made[3].bias is None and made[1].w_a.dtype == D
-    equals(made[5].weight, plain[5].weight)
-    assert made[5].weight is not plain[5].weight
+    assert factorized[1].factors == factorized[3].factors == 5
+    assert (
+        factorized[1].bias is not None
+        and factorized[3].bias is None
+        and factorized[1].w_a.dtype == D
+    )
+    equals(factorized[5].weight, plain[5].weight)
+    assert factorized[5].weight is not plain[5].weight
     equals([*plain.parameters()], before)
-    equals(factorize(made)[1].w_a, made[1].w_a)  # factorized layers stay
-    assert not torch.equal(*map(Net(made).init, (1, 2)))  # drawn anew
+    equals(factorize(factorized)[1].w_a, factorized[1].w_a)  # factorized layers stay
+    assert not torch.equal(*map(Net(factorized).init, (1, 2)))  # drawn anew
     named = factorize(plain, 2, head="1")
     assert type(named[1]) is nn.Linear and isinstance(named[5], FactorizedLinear)
     with pytest.raises(ValueError, match=r"^module: the convolution 0 has groups"):
@@ -108,11 +112,11 @@ def test_what_is_replaced():
 
 def test_a_layer_that_is_called_twice_stays_one():
     layer = nn.Linear(6, 6, bias=False)
-    made = factorize(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 2)), 4)
+    factorized = factorize(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 2)), 4)
     assert (
-        made[0] is made[2]
-        and isinstance(made[0], FactorizedLinear)
-        and type(made[3]) is nn.Linear
+        factorized[0] is factorized[2]
+        and isinstance(factorized[0], FactorizedLinear)
+        and type(factorized[3]) is nn.Linear
     )
     tied = layers("Linear 6 6, Linear 6 6, Linear 6 2")
     tied[1].weight = tied[0].weight

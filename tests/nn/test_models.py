@@ -52,11 +52,11 @@ def test_initial_weights_are_golden(name, total):
 @pytest.mark.parametrize("name", [name for name, _ in tabled(SUMS)])
 def test_no_layer_is_drawn_and_thrown_away(name, monkeypatch):
     drawn = []
-    own = nn.modules.conv._ConvNd.reset_parameters
+    reset = nn.modules.conv._ConvNd.reset_parameters
 
     def reset_parameters(layer):
         drawn.append(layer)
-        own(layer)
+        reset(layer)
 
     monkeypatch.setattr(nn.modules.conv._ConvNd, "reset_parameters", reset_parameters)
     model = model_for(name, (3, 32, 32), 10)

@@ -102,8 +102,8 @@ def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow, flush):
             [[0x1000], [0x8000], [0x0800], [-1], [1]], dtype=torch.int32
         )
         ties = every.float().view(torch.int32)[:, None] + ties
-        some = integers(0, -(2**31), 2**31, 1, 200_000).to(torch.int32)
-        wide = torch.cat([some, ties.reshape(1, -1)], 1).view(F32)
+        random_bits = integers(0, -(2**31), 2**31, 1, 200_000).to(torch.int32)
+        wide = torch.cat([random_bits, ties.reshape(1, -1)], 1).view(F32)
         wide = every.float() if flush else wide
         base = wide.to(narrow)
         identical(aggregate(torch.zeros_like(wide), one, base=base), base)

@@ -126,12 +126,12 @@ def test_vmap_over_index_and_target():
     index = integers(3, 0, 4, 5, 3, 2)
     d = randn(4, 5, 6).abs()
     target = torch.tensor([0, 3, 5, 1, 2])
-    for call, given in (
+    for call, arguments in (
         (lambda i: ops.aggregate(updates, weight, i), [index]),
         (lambda row, t: ops.waffle_weights(row, t, 0.5), [d, target]),
     ):
-        want = torch.stack([call(*one) for one in zip(*given, strict=True)])
-        assert torch.equal(torch.vmap(call)(*given), want)
+        want = torch.stack([call(*one) for one in zip(*arguments, strict=True)])
+        assert torch.equal(torch.vmap(call)(*arguments), want)
 
 
 def test_autocast():

@@ -36,15 +36,15 @@ def data(draw):
     m = draw(st.integers(0, 9))
     seed = draw(st.integers(0, 999))
     groups = draw(st.integers(1, 9))
-    own = integers(seed, 0, groups, n + m)
-    some = integers(seed + 2, 0, 10, 2, n + m)
+    cluster = integers(seed, 0, groups, n + m)
+    kinds = integers(seed + 2, 0, 10, 2, n + m)
     noise = draw(of(0.0, 1e-7, 1e-3, 1.0)) * randn(seed + 1, n + m, p)
-    every = draw(of(1e-30, 1e-3, 1.0, 1e4)) * (randn(seed, groups, p)[own] + noise)
+    every = draw(of(1e-30, 1e-3, 1.0, 1e4)) * (randn(seed, groups, p)[cluster] + noise)
     if draw(st.booleans()):
         every = every.round(decimals=1)  # makes ties
-    every[some[0] < draw(of(0, 5))] = 0.0
+    every[kinds[0] < draw(of(0, 5))] = 0.0
     if draw(of(False, False, True)):
-        every[some[1] < 2, 0] = draw(of(torch.nan, torch.inf, 1e200))
+        every[kinds[1] < 2, 0] = draw(of(torch.nan, torch.inf, 1e200))
     every = every.to(draw(of(F32, F32, F64, BF16, F16)))
     place = draw(of("contiguous", "wide rows", "transposed"))
     return lay(every[n:], place), lay(every[:n], place)

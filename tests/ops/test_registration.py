@@ -35,8 +35,10 @@ def local_step(w, grad, mu):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.deep("torch.compile")
 def test_compile(dynamic):
-    how = {"fullgraph": True, "dynamic": dynamic, "backend": "aot_eager"}
-    server, local = (torch.compile(step, **how) for step in (server_step, local_step))
+    options = {"fullgraph": True, "dynamic": dynamic, "backend": "aot_eager"}
+    server, local = (
+        torch.compile(step, **options) for step in (server_step, local_step)
+    )
     for n in (6, 9):
         guide = randn(1, n, 40).float()
         model = randn(2, n, 40).float()
@@ -74,8 +76,12 @@ def test_compile_with_the_default_backend():
 
 def test_backend_says_what_runs():
     backend = pflcore.backend()
-    said = (backend.kernels, backend.threads, backend.torch)
-    assert said == (backend.isa is not None, torch.get_num_threads(), torch.__version__)
+    reported = (backend.kernels, backend.threads, backend.torch)
+    assert reported == (
+        backend.isa is not None,
+        torch.get_num_threads(),
+        torch.__version__,
+    )
     assert str(backend).startswith("kernels (" if backend.kernels else "references, ")
     assert "\n" not in str(backend) and backend.why
 

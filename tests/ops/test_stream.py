@@ -69,9 +69,9 @@ def test_dense_mixtures(tmp_path, n, dtype, precise):
     rows = randn(1, n, 67, dtype=dtype)
     weight = randn(4, 3, n).abs()
     for base in (None, randn(2, 67, dtype=F32), randn(3, 3, 67, dtype=dtype)):
-        how = {"base": base, "lr": 0.7, "precise": precise}
-        want = aggregate(rows, weight, **how)
-        same(stream.aggregate(mapped(rows, tmp_path), weight, **how), want)
+        options = {"base": base, "lr": 0.7, "precise": precise}
+        want = aggregate(rows, weight, **options)
+        same(stream.aggregate(mapped(rows, tmp_path), weight, **options), want)
 
 
 @pytest.mark.usefixtures("few_bytes")

@@ -105,8 +105,8 @@ def test_waffle_laws(d, omega, power, data):
     a = waffle_weights(d, target, omega)
     assert bool((a >= 0).all()) and bool((a <= a[target]).all())
     assert_close(a.sum(), ONE, "weights")
-    mine = torch.arange(n) == target
-    here = d.isfinite() | mine
+    is_target = torch.arange(n) == target
+    here = d.isfinite() | is_target
     assert not a[~here].any()
     goal = int(here[:target].sum())
     assert_close(a[here], waffle_weights(d[here], goal, omega), "weights", size=ONE)
@@ -191,13 +191,13 @@ def naive(row, k):
     The order is that of (distance, index). Weights are inverse distances.
     """
     clean = [math.inf if math.isnan(d) else max(d, 0.0) for d in row]
-    kept = sorted(range(len(row)), key=lambda j: (clean[j], j))[:k]
-    low = clean[kept[0]]
+    nearest = sorted(range(len(row)), key=lambda j: (clean[j], j))[:k]
+    low = clean[nearest[0]]
     raw = [
         float(clean[j] == low) if low in (0.0, math.inf) else low / clean[j]
-        for j in kept
+        for j in nearest
     ]
-    return kept, [r / sum(raw) for r in raw]
+    return nearest, [r / sum(raw) for r in raw]
 
 
 @pytest.mark.parametrize("sqdist, k, want", GOLDEN["feddwa_weights"])

@@ -16,9 +16,9 @@ DATA = synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=
 
 
 def run(algorithm="fedavg", **options):
-    given = {"model": lambda: nn.Linear(8, 4), "data": DATA, "training": TRAINING}
-    given |= {"rounds": 10, "every": 10, "workers": 1}
-    return simulation(algorithm, **given | options)
+    settings = {"model": lambda: nn.Linear(8, 4), "data": DATA, "training": TRAINING}
+    settings |= {"rounds": 10, "every": 10, "workers": 1}
+    return simulation(algorithm, **settings | options)
 
 
 def defence(name, f=2):

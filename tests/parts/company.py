@@ -90,22 +90,22 @@ def of_hooks(setting, ids, block=None, training=True):
         return {"w": rows["w"] - 0.1 * grad(rows["w"]) - 0.2 * grad(rows["w"], 1)}
 
     fit = clients.fit(x)
-    several = clients.each_batch({"w": x}, update, batches=2, steps=7)
-    made = {
+    stepped = clients.each_batch({"w": x}, update, batches=2, steps=7)
+    results = {
         "w": fit.w,
         "batch norm": fit.buffers,
         "loss": fit.loss,
-        "several": several.w,
+        "several": stepped.w,
     }
     # Features of one sample.
-    made["own features"] = clients.after(fit).features(fit.w, "val")[0][:, 0]
+    results["own features"] = clients.after(fit).features(fit.w, "val")[0][:, 0]
     for split in ("train", "val"):
-        made |= {f"own {split}": clients.after(fit).evaluate({"w": fit.w}, split)[0]}
-        made |= {
+        results |= {f"own {split}": clients.after(fit).evaluate({"w": fit.w}, split)[0]}
+        results |= {
             f"common {split}": clients.loss(x, split),
             f"grad {split}": clients.grad(x, split),
         }
-    return made
+    return results
 
 
 def differing(part, whole, at):

@@ -34,8 +34,8 @@ def rounds(name, model, data, device, training, engine="auto", form="chain"):
 
     Asserts that the engine trains the model in this form.
     """
-    how = {"training": training, "engine": engine, "device": str(device)}
-    run = simulation(name, data, model=model, **how)
+    settings = {"training": training, "engine": engine, "device": str(device)}
+    run = simulation(name, data, model=model, **settings)
     assert run.context.engine.form == form, run.context.engine.reason
     state = run.state
     while True:
@@ -44,8 +44,8 @@ def rounds(name, model, data, device, training, engine="auto", form="chain"):
 
 
 def played(name, model, data, training, device, rounds, engine="auto"):
-    how = {"training": training, "engine": engine, "device": str(device)}
-    run = simulation(name, data, model=model, rounds=rounds, **how)
+    settings = {"training": training, "engine": engine, "device": str(device)}
+    run = simulation(name, data, model=model, rounds=rounds, **settings)
     assert run.run().stopped is None
     return run
 
@@ -62,19 +62,19 @@ def models(run):
 def assert_resumed(kind, data, device, folder):
     """Asserts that a resumed run has the bits of an uninterrupted one."""
     model, engine, form = FORMS[kind]
-    how = {
+    settings = {
         "training": Training(0.05, 5),
         "engine": engine,
         "device": str(device),
         "rounds": 4,
     }
-    made = [simulation("scaffold", data, model=model, **how) for _ in range(3)]
-    whole, half, rest = made
+    runs = [simulation("scaffold", data, model=model, **settings) for _ in range(3)]
+    whole, half, rest = runs
     assert whole.context.engine.form == form, whole.context.engine.reason
     whole.run()
     half.run(lambda round, _: half.save(folder) if round == 2 else None)
     rest.restore(folder).run()
-    for one, other, third in zip(*map(models, made), strict=True):
+    for one, other, third in zip(*map(models, runs), strict=True):
         assert torch.equal(one, other), "a run does not repeat its bits"
         assert torch.equal(one, third), "a resumed run has other bits"
 
@@ -108,7 +108,7 @@ def on_two_devices(device):
         "index": index,
         "target": index[0],
     }
-    for op, given, name in tabled(APART):
+    for op, arguments, name in tabled(APART):
         with pytest.raises(ValueError, match=rf"\({name}\): expected .*cpu"):
-            getattr(ops, op)(**{key: of.get(v, v) for key, v in given.items()})
+            getattr(ops, op)(**{key: of.get(v, v) for key, v in arguments.items()})
     return a, half, index

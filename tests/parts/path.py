@@ -71,9 +71,17 @@ def played(
     model, data=None, engine="auto", rounds=1, training=None, algorithm="fedavg"
 ):
     """A simulation on one worker, before its first round."""
-    how = {"training": training or Training(lr=0.1, batch_size=20), "rounds": rounds}
+    settings = {
+        "training": training or Training(lr=0.1, batch_size=20),
+        "rounds": rounds,
+    }
     return simulation(
-        algorithm, data or federation(), model=model, workers=1, engine=engine, **how
+        algorithm,
+        data or federation(),
+        model=model,
+        workers=1,
+        engine=engine,
+        **settings,
     )
 
 
@@ -89,12 +97,12 @@ def same_as_by_hand(build, data=None, engine="auto"):
     want = torch.zeros(run.context.net.size)
     size = data.size().double()
     for i in range(data.n):
-        mine = copy.deepcopy(model).train()
-        optimizer = torch.optim.SGD(mine.parameters(), 0.1)
+        trained = copy.deepcopy(model).train()
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
         x, y = data.client(i)
-        run.context.net.loss_fn(mine(x), y).backward()
+        run.context.net.loss_fn(trained(x), y).backward()
         optimizer.step()
-        want += run.context.net.row(mine) * float(size[i] / size.sum())
+        want += run.context.net.row(trained) * float(size[i] / size.sum())
     run.run()
     torch.testing.assert_close(run.state.server["x"], want, rtol=1e-4, atol=1e-6)
     return tuple(run.header()["path"].values())

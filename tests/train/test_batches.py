@@ -21,9 +21,9 @@ def linear():
 
 
 def losses(model=normed_model, data=None, engine="auto", **training):
-    given = {"model": model, "training": Training(**training), "engine": engine}
+    options = {"model": model, "training": Training(**training), "engine": engine}
     return (
-        simulation("local", data or FIVES, rounds=2, **given)
+        simulation("local", data or FIVES, rounds=2, **options)
         .run()
         .series("loss")[1][-1]
     )
@@ -50,8 +50,8 @@ def test_other_models_take_a_last_batch_of_one():
 
 
 def test_a_newcomers_last_sample_joins_too():
-    given = {"model": normed_model, "training": Training(batch_size=4)}
-    run = simulation("ditto", images((8, 8)), rounds=1, **given).run()
+    options = {"model": normed_model, "training": Training(batch_size=4)}
+    run = simulation("ditto", images((8, 8)), rounds=1, **options).run()
     x = torch.randn(5, 6)
     y = torch.arange(5) % 4
     assert run.adapt((x, y))(x).isfinite().all()
@@ -65,7 +65,7 @@ def test_a_newcomers_last_sample_joins_too():
 def test_numpys_numbers_are_numbers(tmp_path):
     half = np.float32(0.5)
     one = np.int64(1)
-    how = Training(half, np.int64(4), one, schedule=lambda r, n: np.float32(1))
+    training = Training(half, np.int64(4), one, schedule=lambda r, n: np.float32(1))
     options = {
         "clip": half,
         "evaluated": np.int64(2),
@@ -74,12 +74,12 @@ def test_numpys_numbers_are_numbers(tmp_path):
     }
     alg = pflcore.FedAvg(server_lr=half)
     run = simulation(
-        alg, FIVES, model=normed_model, training=how, rounds=one, **options
+        alg, FIVES, model=normed_model, training=training, rounds=one, **options
     )
     json.dumps(run.run().header)
     run.save(tmp_path)
     again = simulation(
-        alg, FIVES, model=normed_model, training=how, rounds=one, **options
+        alg, FIVES, model=normed_model, training=training, rounds=one, **options
     )
     assert again.restore(tmp_path).state.round == 1
     assert pflcore.Server(pflcore.FedAvg(), nn.Linear(2, 2), 2).join(one) == 1

@@ -36,12 +36,12 @@ def at_work(
     """
     n = 2 * sum(SIZES)
     torch.manual_seed(0)
-    several = loss in ("cross_entropy", weighted)
+    has_classes = loss in ("cross_entropy", weighted)
     labels = loss not in NUMBERS
-    classes = 4 if several else 2
+    classes = 4 if has_classes else 2
     y = torch.randint(classes, (n, 3) if model == "scores per place" else (n,))
-    own = torch.rand(5, classes).argsort(1) if relabel else None
-    known = (classes, own) if labels else (None,)
+    permutations = torch.rand(5, classes).argsort(1) if relabel else None
+    known = (classes, permutations) if labels else (None,)
     train, test = (rows.split(SIZES) for rows in torch.arange(n).view(2, -1))
     test = [rows[: 0 if k == empty else None] for k, rows in enumerate(test)]
     split = {"train": list(train), "test": test}
@@ -49,7 +49,7 @@ def at_work(
     data = Federation(
         torch.randn(n, *shape), y if labels else torch.rand(n), split, *known
     )
-    net = Net(body(words, classes if several else 1), loss)
+    net = Net(body(words, classes if has_classes else 1), loss)
     s = make_setting(net, data, Training(batch_size=5), 3, engine, workers=2)
     return Clients(s, torch.tensor(ids), 1, s.net.b0.repeat(len(ids), 1) + 0.5)
 
@@ -127,17 +127,23 @@ def evaluated(engine, empty=None):
 
 
 def test_engines_evaluate_alike_and_without_samples_nobody_is_looked_at():
-    found = []
-    some = [0, 1, 3, 4]
+    evaluations = []
+    nonempty = [0, 1, 3, 4]
     for engine in ("chain", "vmap", "loop"):
-        found.append(evaluated(engine, 2))
-        assert found[-1]["loss"].isnan().tolist() == [False, False, True, False, False]
-        assert found[-1]["size"].tolist() == [1, 300, 0, 125, 126]
+        evaluations.append(evaluated(engine, 2))
+        assert evaluations[-1]["loss"].isnan().tolist() == [
+            False,
+            False,
+            True,
+            False,
+            False,
+        ]
+        assert evaluations[-1]["size"].tolist() == [1, 300, 0, 125, 126]
     # Where every client has samples, a batch of one shared model holds several clients.
-    found.append(evaluated("loop"))
+    evaluations.append(evaluated("loop"))
     for key in ("loss", "accuracy"):
-        for other in found[1:]:
-            near(found[0][key][some], other[key][some], 1e-5, 1e-6)
+        for other in evaluations[1:]:
+            near(evaluations[0][key][nonempty], other[key][nonempty], 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("engine", ["chain", "loop"])
@@ -184,7 +190,7 @@ def test_every_engine_and_metric_counts_infinite_scores_alike(loss, outputs):
     x = torch.cat([x, x])
     y = torch.arange(len(x)) // 9
     data = Federation.from_clients([{"train": (x / 1e38, y), "test": (x, y)}] * 2)
-    found = []
+    evaluations = []
     for engine in ("chain", "loop", "vmap"):
         run = simulation(
             data=data,
@@ -195,14 +201,18 @@ def test_every_engine_and_metric_counts_infinite_scores_alike(loss, outputs):
             training=Training(lr=0.0),
             metrics=["f1", "balanced_accuracy"],
         )
-        found.append(run.run().rounds[-1]["eval"])
+        evaluations.append(run.run().rounds[-1]["eval"])
         predicted = run.history.predict(0, x) == y
-        assert found[-1]["accuracy"][0] == pytest.approx(
+        assert evaluations[-1]["accuracy"][0] == pytest.approx(
             float(predicted.float().mean())
         )
-        assert found[-1]["balanced_accuracy"][0] == pytest.approx(
-            found[-1]["accuracy"][0]
+        assert evaluations[-1]["balanced_accuracy"][0] == pytest.approx(
+            evaluations[-1]["accuracy"][0]
         )
-    assert found[0]["accuracy"] == found[1]["accuracy"] == found[2]["accuracy"]
-    assert found[0]["f1"] == found[1]["f1"] == found[2]["f1"]
-    assert found[0]["accuracy"][0] > 0
+    assert (
+        evaluations[0]["accuracy"]
+        == evaluations[1]["accuracy"]
+        == evaluations[2]["accuracy"]
+    )
+    assert evaluations[0]["f1"] == evaluations[1]["f1"] == evaluations[2]["f1"]
+    assert evaluations[0]["accuracy"][0] > 0

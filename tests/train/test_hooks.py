@@ -37,16 +37,16 @@ def federation(model="mlp", dtype=F64, sizes=SIZES):
 
 def made(model="mlp", engine="loop", data=None, workers=2, dtype=F64, **training):
     factor = training.pop("schedule", 1.0)
-    given = {
+    options = {
         "lr": 0.1,
         "batch_size": 20,
         "schedule": lambda r, n: factor**r,
         **training,
     }
-    how = Training(**given)
+    settings = Training(**options)
     net = Net(lambda: build(model, dtype))
     data = data or federation(model, dtype)
-    return make_setting(net, data, how, 5, engine, workers)
+    return make_setting(net, data, settings, 5, engine, workers)
 
 
 def custom_loss(net, w, x, y, extra):
@@ -90,9 +90,9 @@ def options(given, net, n=3):
 
 
 def fitted(engine, model, case, workers=2, dtype=F64):
-    training, given = CASES[case]
+    training, terms = CASES[case]
     s = made(model, engine, None, workers, dtype, **training)
-    start, o = options(given, s.net)
+    start, o = options(terms, s.net)
     done = fit(at_work(s), start, **o)
     assert done.w.dtype == dtype and not torch.equal(done.w, start)
     return done
@@ -115,13 +115,13 @@ def starts(s):
 @pytest.mark.parametrize("model", BODIES)
 def test_engines_agree(model, case):
     single = case == "float32"
-    how = ("momentum", 2, torch.float32) if single else (case,)
-    loop = fitted("loop", model, *how)
+    arguments = ("momentum", 2, torch.float32) if single else (case,)
+    loop = fitted("loop", model, *arguments)
     tolerance = (
         {"rtol": 1e-4, "atol": 1e-5} if single else {"rtol": 1e-9, "atol": 1e-11}
     )
     for engine in ("vmap",) if model == "batch norm" else ("vmap", "chain"):
-        same(loop, fitted(engine, model, *how), **tolerance)
+        same(loop, fitted(engine, model, *arguments), **tolerance)
 
 
 @ENGINES
@@ -176,8 +176,8 @@ def test_the_others_change_no_bit_of_many_steps_of_adamw():
 
     Torch's vectorized power has other last digits than the power of a single number.
     """
-    how = {"dtype": F64, "local_optimizer": "adamw", "epochs": 24}
-    s = company.simulation("chain", "mlp", "Tanh", **how).context
+    settings = {"dtype": F64, "local_optimizer": "adamw", "epochs": 24}
+    s = company.simulation("chain", "mlp", "Tanh", **settings).context
     whole, one = (
         at_work(s, ids).fit(s.net.w0.repeat(len(ids), 1)).w
         for ids in (company.EVERYBODY.tolist(), [3])
@@ -190,8 +190,8 @@ def test_under_vmap_the_others_change_last_digits_alone(body):
     s = company.simulation("vmap", body, "SiLU", dtype=F64).context
     whole = company.of_hooks(s, company.EVERYBODY)
     at = torch.tensor([0, 2, 3, 7, 9])
-    for name, found in company.of_hooks(s, at).items():
-        near(found, whole[name][at], 1e-9, 1e-12)
+    for name, rows in company.of_hooks(s, at).items():
+        near(rows, whole[name][at], 1e-9, 1e-12)
 
 
 @pytest.mark.parametrize("body", company.BODIES)
@@ -200,10 +200,10 @@ def test_the_size_of_blocks_changes_last_digits_alone(body):
     s = company.simulation("vmap", body, "SiLU", dtype=F64).context
     whole = company.of_hooks(s, company.EVERYBODY)
     for count in (1, 3, 64):
-        for name, found in company.of_hooks(
+        for name, rows in company.of_hooks(
             s._replace(clients_per_block=count), company.EVERYBODY
         ).items():
-            near(found, whole[name], 1e-9, 1e-12)
+            near(rows, whole[name], 1e-9, 1e-12)
 
 
 def test_neighbours_share_the_batches_of_a_common_model(monkeypatch):
@@ -250,9 +250,11 @@ def recorded(s, ids=(0, 1, 2), round=1, **o):
 
 def optimizer_of(t, module):
     if t.local_optimizer == "adamw":
-        more = {k: getattr(t, k) for k in ("betas", "eps") if getattr(t, k) is not None}
+        moments = {
+            k: getattr(t, k) for k in ("betas", "eps") if getattr(t, k) is not None
+        }
         return torch.optim.AdamW(
-            module.parameters(), t.lr, weight_decay=t.weight_decay, **more
+            module.parameters(), t.lr, weight_decay=t.weight_decay, **moments
         )
     return torch.optim.SGD(
         module.parameters(), t.lr, t.momentum, weight_decay=t.weight_decay
@@ -322,9 +324,9 @@ def test_each_batch_with_an_sgd_step_is_fit(engine, model):
         steps.update(taken.tolist())
         return {"w": rows["w"] - 0.1 * grad(rows["w"]), "count": rows["count"] + 1}
 
-    found = clients.each_batch({"w": start, "count": torch.zeros(3)}, update)
-    same([found.w, *found[1:]], clients.fit(start), rtol=1e-9, atol=1e-12)
-    assert found.rows["count"].tolist() == [2, 2, 4] and steps == {0, 1, 2, 3}
+    result = clients.each_batch({"w": start, "count": torch.zeros(3)}, update)
+    same([result.w, *result[1:]], clients.fit(start), rtol=1e-9, atol=1e-12)
+    assert result.rows["count"].tolist() == [2, 2, 4] and steps == {0, 1, 2, 3}
 
 
 def three_at_once(rows, grad, k):
@@ -346,14 +348,14 @@ def test_every_engine_takes_the_same_minibatches_in_one_step(engine):
 
 def test_the_minibatches_of_one_step_are_drawn_apart():
     s = made(epochs=2)
-    objective, found = recording(3)
+    objective, batches = recording(3)
     at_work(s).each_batch({"w": starts(s)}, three_at_once, objective, batches=3)
-    seen = [x[:, 0] for x, _ in found[2]]
-    own = s.data.client(2)[0][:, 0]
+    seen = [x[:, 0] for x, _ in batches[2]]
+    samples = s.data.client(2)[0][:, 0]
     assert [len(x) for x in seen] == ([20] * 3 + [11] * 3) * 2
     for which in range(3):
         one_pass = torch.cat(seen[which:6:3])
-        equals(one_pass.sort().values, own.sort().values)
+        equals(one_pass.sort().values, samples.sort().values)
     # The six whole minibatches of both epochs have different samples.
     assert len({tuple(x.sort().values.tolist()) for x in seen if len(x) == 20}) == 6
 
@@ -373,9 +375,9 @@ def numbered(sizes=SIZES, **training):
 def test_batches_are_cut_as_a_data_loader_cuts_them(drop_last):
     s = numbered(drop_last=drop_last)
     for i, batches in enumerate(recorded(s)):
-        own = s.data.index["train"][i].double()
+        samples = s.data.index["train"][i].double()
         loader = torch.utils.data.DataLoader(
-            own, 20, True, drop_last=drop_last and len(own) >= 20
+            samples, 20, True, drop_last=drop_last and len(samples) >= 20
         )
         cuts = [len(x) for x in loader]  # a smaller client has one batch
         assert [len(y) for _, y in batches] == 3 * cuts
@@ -383,8 +385,8 @@ def test_batches_are_cut_as_a_data_loader_cuts_them(drop_last):
         orders = [torch.cat(x[e * len(cuts) : (e + 1) * len(cuts)]) for e in range(3)]
         equals([y for _, y in batches], [x[:, 0].long() % 4 for x, _ in batches])
         if not drop_last:
-            equals([order.sort().values for order in orders], [own] * 3)
-        for a, b in ((own, orders[0]), orders[:2], orders[1:]):
+            equals([order.sort().values for order in orders], [samples] * 3)
+        for a, b in ((samples, orders[0]), orders[:2], orders[1:]):
             assert not torch.equal(a[: len(b)], b)
 
 
@@ -430,7 +432,7 @@ def test_every_order_is_as_likely():
 def test_the_callers_thread_setting_comes_back(engine):
     before = torch.get_num_threads()
     inside = set()
-    found = []
+    settings = []
 
     def loss(net, w, x, y, extra):
         inside.add(torch.get_num_threads())
@@ -441,12 +443,12 @@ def test_the_callers_thread_setting_comes_back(engine):
             torch.set_num_threads(threads)
             s = made(engine=engine)
             at_work(s).fit(starts(s), Objective(loss=loss))
-            found.append(torch.get_num_threads())
+            settings.append(torch.get_num_threads())
             with ThreadPoolExecutor() as new:
-                found.append(new.submit(torch.get_num_threads).result())
+                settings.append(new.submit(torch.get_num_threads).result())
     finally:
         torch.set_num_threads(before)
-    assert inside == {1} and found == [2, 2, 3, 3]
+    assert inside == {1} and settings == [2, 2, 3, 3]
 
 
 @ENGINES
@@ -498,7 +500,7 @@ def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
         grads = local.grad(rows, split)
         z, labels = local.features(rows, split)
         plus = lambda model, net, x: net(model["w"], x) + model["b"]  # noqa: E731
-        found = local.scores({"w": rows, "b": torch.arange(3)}, split, plus)
+        scored = local.scores({"w": rows, "b": torch.arange(3)}, split, plus)
         for i in range(3):
             x, y = s.data.client(i, split)
             module = s.net.load(build(model), rows[i], local.buffers[i]).eval()
@@ -511,14 +513,14 @@ def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
                 seen = module[:-1](x)
                 scores = module(x)
             same(
-                (losses[i], found[i][0]),
+                (losses[i], scored[i][0]),
                 (value.detach(), scores + i),
                 rtol=1e-7,
                 atol=1e-7,
             )
             rest = len(labels[i]) - len(y)
             near(z[i], F.pad(seen, (0, 0, 0, rest)), 1e-7, 1e-7)
-            same((labels[i], found[i][1]), (F.pad(y, (0, rest), value=-1), y))
+            same((labels[i], scored[i][1]), (F.pad(y, (0, rest), value=-1), y))
     with sentence("split: this federation has train, test, not 'val'"):
         local.loss(rows, "val")
     same((local.num_samples, local.class_counts), (s.data.size(), s.data.counts()))

@@ -270,9 +270,9 @@ def test_split_and_join_are_inverse(patterns):
 
 def test_join_refuses_what_does_not_fit():
     net = Net(tiny_model())
-    said = (
+    message = (
         "shared and private: expected 35 and 24 columns, got 24 and 35; give join "
         "the patterns"
     )
-    with sentence(said):
+    with sentence(message):
         net.join(*reversed(net.split(net.w0)))

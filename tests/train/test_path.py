@@ -99,8 +99,8 @@ def projected():
 def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why(
     build, data, why
 ):
-    engine, _, said = same_as_by_hand(build, data)
-    assert engine == "loop" and why in said
+    engine, _, reason = same_as_by_hand(build, data)
+    assert engine == "loop" and why in reason
     no = r"^engine: 'vmap' cannot train this model: .*; take 'auto' or 'loop'\.$"
     with pytest.raises(ValueError, match=no):
         played(build(), data, "vmap")

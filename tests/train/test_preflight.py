@@ -138,17 +138,19 @@ BROKEN = [  # model, error message, loss (optional)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_model_that_breaks_is_one_sentence(case):
-    model, said, *loss = case
-    refused(said, model() if model is old_norm else model, federation(), *loss)
+    model, message, *loss = case
+    refused(message, model() if model is old_norm else model, federation(), *loss)
 
 
 @pytest.mark.parametrize("loss", [nn.SoftMarginLoss(), F.hinge_embedding_loss])
 def test_a_loss_of_signs_takes_no_labels_from_0(loss):
     model = nn.Sequential(nn.Linear(6, 1), nn.Flatten(0))
     y = torch.arange(24) % 2
-    said = "loss: .* takes targets of -1 and 1, and these are others; take loss='hinge'"
+    message = (
+        "loss: .* takes targets of -1 and 1, and these are others; take loss='hinge'"
+    )
     for others in (y, y.float()):
-        refused(said, model, federation(y=others), loss)
+        refused(message, model, federation(y=others), loss)
     simulation(model=Net(model, loss), data=federation(y=2.0 * y - 1))
 
 
@@ -235,7 +237,7 @@ def shifted():
 @pytest.mark.parametrize("engine", ["auto", "loop"])
 def test_a_submodule_in_another_mode_is_named(engine):
     data = shifted()
-    for model, said in (
+    for model, message in (
         (Frozen(nn.BatchNorm1d(6), True), MODE.format("norm", "BatchNorm1d")),
         (
             nn.Sequential(nn.BatchNorm1d(6).eval(), nn.Linear(6, 4)),
@@ -248,7 +250,7 @@ def test_a_submodule_in_another_mode_is_named(engine):
             MODE.format("0.1", "Dropout"),
         ),
     ):
-        with sentence(said):
+        with sentence(message):
             simulation(model=model, data=data, engine=engine)
         if isinstance(model, Frozen):
             model.override = False
@@ -396,10 +398,10 @@ def test_a_function_of_the_round_alone_is_named():
     def one(round):
         return 0.99**round
 
-    said = "schedule: .*TypeError.*of the round alone write lambda round, rounds: "
-    with sentence(said):
+    message = "schedule: .*TypeError.*of the round alone write lambda round, rounds: "
+    with sentence(message):
         simulation(training=Training(schedule=one))
-    with sentence(said):
+    with sentence(message):
         simulation(training=Training(schedule=lambda round: 0.5))
     assert (
         simulation(training=Training(schedule=lambda round, rounds: one(round)))
@@ -426,7 +428,7 @@ def test_metrics_of_labels_need_a_loss_that_says_what_one_score_means():
         nn.BCEWithLogitsLoss(pos_weight=weight),
         partial(F.binary_cross_entropy_with_logits, pos_weight=weight),
     ):
-        found = simulation(
+        history = simulation(
             model=nn.Linear(6, 1), data=data, metrics=names, loss=loss
         ).run()
-        assert {"accuracy", "f1", "auc"} <= set(found.rounds[-1]["eval"])
+        assert {"accuracy", "f1", "auc"} <= set(history.rounds[-1]["eval"])

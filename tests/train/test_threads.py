@@ -91,11 +91,11 @@ def test_models_of_more_than_65536_weights_train_one_by_one(width, engine):
     """
     model = layers(f"Linear 784 {width}, LeakyReLU, Linear {width} 4")
     data = images((12,) * 4, (784,))
-    found, asked = (
+    automatic, asked = (
         prepared(model, data, engine=e).header()["path"] for e in ("auto", "vmap")
     )
-    assert (found["engine"], asked["engine"]) == (engine, "vmap")
-    assert (" weights, on a CPU" in found["why"]) is (engine == "loop")
+    assert (automatic["engine"], asked["engine"]) == (engine, "vmap")
+    assert (" weights, on a CPU" in automatic["why"]) is (engine == "loop")
 
 
 def trained():
@@ -114,6 +114,6 @@ def trained():
     not STATUS.exists(), reason="the system does not tell a process's memory"
 )
 def test_what_a_worker_keeps_of_large_images_is_bounded_and_said():
-    form, kept, said = in_a_process(trained)
+    form, kept_bytes, peak_bytes = in_a_process(trained)
     # Bounds in MiB; batches of 32 that are not split would take 150.
-    assert form == "chain" and kept >> 20 < 100 and 64 <= said >> 20 < 100
+    assert form == "chain" and kept_bytes >> 20 < 100 and 64 <= peak_bytes >> 20 < 100
