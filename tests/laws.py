@@ -432,7 +432,8 @@ def calls(run, backward, p, dtype=F32, device="cpu"):
 
     functions = {"step": step, "backward": backward, "two gradients": two}
     of = inputs(p, dtype, device)
-    return {
-        name: (functions.get(op) or getattr(run, op), [of.get(a, a) for a in given])
-        for name, (op, *given) in golden("calls").items()
-    }
+    named = {}
+    for name, (op, *arguments) in golden("calls").items():
+        function = functions.get(op) or getattr(run, op)
+        named[name] = (function, [of.get(a, a) for a in arguments])
+    return named

@@ -42,24 +42,24 @@ def messages(source):
     lines = set()
     for node in ast.walk(ast.parse(source)):
         aside = list(getattr(node, "decorator_list", []))
-        is_message = (
-            isinstance(node, MESSAGES) or getattr(node, "name", "") == "__post_init__"
-        )
-        is_message |= isinstance(node, ast.Call) and "warn" in ast.unparse(node.func)
-        is_message |= isinstance(node, ast.Expr) and isinstance(
-            node.value, ast.Constant
-        )
-        aside += [node] if is_message else []
-        lines |= {
-            line
-            for n in aside
-            for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)
-        }
+        if is_message(node):
+            aside.append(node)
+        for part in aside:
+            lines |= set(range(part.lineno, (part.end_lineno or part.lineno) + 1))
         if isinstance(node, ast.If) and any(
             isinstance(n, ast.Raise) for n in node.body
         ):
             lines |= set(range(node.lineno, node.body[-1].end_lineno + 1))
     return lines
+
+
+def is_message(node):
+    """True for an error, a warning, a check or a constant such as a docstring."""
+    if isinstance(node, MESSAGES) or getattr(node, "name", "") == "__post_init__":
+        return True
+    if isinstance(node, ast.Call):
+        return "warn" in ast.unparse(node.func)
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def drawn_mutants(count, seed):
@@ -87,9 +87,9 @@ def drawn_mutants(count, seed):
     ]
     chance = random.Random(seed)
     out = []
-    files = [
-        p for name in PACKAGES for p in sorted((ROOT / "pflcore" / name).rglob("*.py"))
-    ]
+    files = []
+    for name in PACKAGES:
+        files += sorted((ROOT / "pflcore" / name).rglob("*.py"))
     weight = [p.stat().st_size for p in files]
     while len(out) < count:
         (path,) = chance.choices(files, weight)
@@ -162,10 +162,12 @@ class Reached:
 
     def tests(self, path, first, last):
         lines = self.data.contexts_by_lineno(str(path))
-        reaching = {c for n in range(first, last + 1) for c in lines.get(n, [])} - {""}
+        reaching = set().union(*(lines.get(n, []) for n in range(first, last + 1)))
+        reaching.discard("")
         # A line that runs at import is reached by all tests that use the module.
         if not reaching:
-            reaching = {c for contexts in lines.values() for c in contexts} - {""}
+            reaching = set().union(*lines.values())
+            reaching.discard("")
         tests = sorted({c.rpartition("|")[0] for c in reaching}, key=self.cost)
         spent = list(accumulate(map(self.cost, tests)))
         return tests[: max(1, bisect(spent, TRIED))]

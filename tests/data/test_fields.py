@@ -126,12 +126,13 @@ def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
 def test_every_constructor_makes_the_same_federation():
     x, y, _ = sequences(12)
     halves = [slice(0, 5), slice(5, 12)]
-    one = Federation.from_clients(
-        [({k: v[s] for k, v in x.items()}, y[s]) for s in halves]
-    )
-    items = [
-        [({k: v[j] for k, v in x.items()}, y[j]) for j in range(12)[s]] for s in halves
-    ]
+
+    def samples(at):
+        return {k: v[at] for k, v in x.items()}, y[at]
+
+    one = Federation.from_clients([samples(half) for half in halves])
+    numbers = [range(12)[half] for half in halves]
+    items = [list(map(samples, half)) for half in numbers]
     for other in (
         Federation(x, y, {"train": [torch.arange(12)[s] for s in halves]}, CLASSES),
         Federation.from_table(x, y, torch.tensor([0] * 5 + [1] * 7)),

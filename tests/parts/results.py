@@ -79,8 +79,9 @@ def write(path, lines):
 
 
 def cells(text, algorithm):
-    rows = [
-        row.strip("|").split("|") for row in text.splitlines() if row.startswith("| ")
-    ]
-    rows = [[c.strip() for c in row] for row in rows]
-    return dict(zip(rows[0], next(r for r in rows if r[0] == algorithm), strict=True))
+    rows = []
+    for row_text in text.splitlines():
+        if row_text.startswith("| "):
+            rows.append([cell.strip() for cell in row_text.strip("|").split("|")])
+    values = next(row for row in rows if row[0] == algorithm)
+    return dict(zip(rows[0], values, strict=True))

@@ -8,14 +8,13 @@ def same(a, b, only=slice(None)):
 
     With `only`, rows of other clients are not compared.
     """
-    one, two = (
-        {
-            **s.server,
-            **{f"own {k}": v[only] for k, v in s.clients.items()},
-            "b": s.buffers,
-        }
-        for s in (a, b)
-    )
+    one = tensors(a, only)
+    two = tensors(b, only)
     return one.keys() == two.keys() and all(
         torch.equal(v, two[k]) for k, v in one.items()
     )
+
+
+def tensors(state, only):
+    of_clients = {f"own {k}": v[only] for k, v in state.clients.items()}
+    return {**state.server, **of_clients, "b": state.buffers}

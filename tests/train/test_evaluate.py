@@ -130,15 +130,10 @@ def test_engines_evaluate_alike_and_without_samples_nobody_is_looked_at():
     evaluations = []
     nonempty = [0, 1, 3, 4]
     for engine in ("chain", "vmap", "loop"):
-        evaluations.append(evaluated(engine, 2))
-        assert evaluations[-1]["loss"].isnan().tolist() == [
-            False,
-            False,
-            True,
-            False,
-            False,
-        ]
-        assert evaluations[-1]["size"].tolist() == [1, 300, 0, 125, 126]
+        latest = evaluated(engine, 2)
+        evaluations.append(latest)
+        assert latest["loss"].isnan().tolist() == [False, False, True, False, False]
+        assert latest["size"].tolist() == [1, 300, 0, 125, 126]
     # Where every client has samples, a batch of one shared model holds several clients.
     evaluations.append(evaluated("loop"))
     for key in ("loss", "accuracy"):

@@ -332,15 +332,11 @@ NO_AXIS = (
 
 
 def clients(train, test):
-    sizes = [train, 9]
+    def samples(n):
+        return torch.randn(n, 6), torch.arange(n) % 4
+
     return Federation.from_clients(
-        [
-            {
-                split: (torch.randn(n, 6), torch.arange(n) % 4)
-                for split, n in (("train", size), ("test", test))
-            }
-            for size in sizes
-        ]
+        [{"train": samples(n), "test": samples(test)} for n in (train, 9)]
     )
 
 
