@@ -66,8 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # A test's random numbers do not depend on the tests before it. hypothesis cares for
-    # its own numbers.
+    # A test's random numbers do not depend on the tests before it. hypothesis does the
+    # same for its own numbers.
     torch.manual_seed(0)
     grouped = "@" in item.nodeid or not getattr(item.config.option, "loadgroup", False)
     assert grouped or item.path.stem not in ONE_PROCESS, "xdist does not see the groups"

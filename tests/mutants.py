@@ -1,4 +1,4 @@
-"""Mutants of the package: does a test notice each? `make mutants`.
+"""Draws mutants of the package and runs tests on them: `make mutants`.
 
 cosmic-ray draws a place and an operator, for example `<` for `<=`. Each mutant is tried
 in a copy of the tree, with the tests that reach its line, until one fails. The quick
@@ -54,7 +54,10 @@ def messages(source):
 
 
 def is_message(node):
-    """True for an error, a warning, a check or a constant such as a docstring."""
+    """True for a node whose change no test should notice.
+
+    It is an error, a warning, a check, or a constant such as a docstring.
+    """
     if isinstance(node, MESSAGES) or getattr(node, "name", "") == "__post_init__":
         return True
     if isinstance(node, ast.Call):
@@ -217,14 +220,17 @@ def tried(mutant, place, reached):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     option = parser.add_argument
-    option("--count", type=int, default=60, help="so many mutants")
+    option("--count", type=int, default=60, help="number of mutants")
     option("--seed", default=time.strftime("%Y-%m-%d"))
-    option("--only", default="", help="a regular expression: mutants in these places")
+    option("--only", default="", help="regular expression for places and operators")
     option(
-        "--minutes", type=float, default=60, help="what is not tried by then is said"
+        "--minutes",
+        type=float,
+        default=60,
+        help="after them, no further mutant is tried",
     )
-    option("--survivors", type=int, default=0, help="so many are no failure")
-    option("--record", action="store_true", help="play the suites under coverage again")
+    option("--survivors", type=int, default=0, help="survivors that are no failure")
+    option("--record", action="store_true", help="run the suites under coverage again")
     options = parser.parse_args()
     start = time.monotonic()
     mutants = drawn_mutants(options.count, options.seed)

@@ -51,9 +51,9 @@ def scales(dtype):
 def matrix(draw, m, p, dtype, scale=1.0):
     """A matrix of normal numbers, in one of several kinds.
 
-    It may have rows close to the first row, equal rows, a zero row, a tiny row,
-    constant rows (whose roundings all have the same direction), or a few far larger
-    numbers.
+    It may have rows close to the first row, equal rows, a zero row, or a tiny row. It
+    may have constant rows, whose roundings all have the same direction, or a few far
+    larger numbers.
     """
     t = randn(draw(st.integers(0, 1 << 20)), m, p, scale=scale)
     change = {

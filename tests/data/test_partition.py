@@ -69,7 +69,7 @@ def test_waffle_is_exhaustive_and_in_proportion(have, n, base, seed):
     y = labels_with(have, seed)
     try:
         part = partition(base, y, n, seed=seed, test_labels=y)
-    except ValueError as e:  # few samples, many agents
+    except ValueError as e:  # few samples, many clients
         assert str(e).startswith("n: expected ")
         return
     got = counts(part, y)

@@ -198,7 +198,7 @@ def test_rank1_linear_skips_inactive_factors(op):
     laws.identical(found(), want)
 
 
-# --- what only a GPU can show -----------------------------------------------
+# --- properties of a GPU ----------------------------------------------------
 
 
 def test_repeats_bit_for_bit(case):

@@ -223,7 +223,7 @@ def test_neighbours_share_the_batches_of_a_common_model(monkeypatch):
     assert batches == [sum(company.SIZES[i] for i in ids)]
 
 
-# what a step is -------------------------------------------------------------
+# steps ----------------------------------------------------------------------
 
 
 def recording(n):
@@ -360,7 +360,7 @@ def test_the_minibatches_of_one_step_are_drawn_apart():
     assert len({tuple(x.sort().values.tolist()) for x in seen if len(x) == 20}) == 6
 
 
-# which batches --------------------------------------------------------------
+# batches --------------------------------------------------------------------
 
 
 def numbered(sizes=SIZES, **training):
