@@ -1,4 +1,6 @@
-"""Measures the effect of one bad client on the others, for each algorithm.
+"""Measures the effect of one bad client on the others.
+
+It compares all algorithms.
 
 It writes the page docs/bad_clients.md in some minutes:
     python examples/bad_clients.py [FILE] [ALGORITHM ...]
@@ -31,7 +33,7 @@ BAD = 5  # the bad client's number
 ROUNDS = 10
 CLIP = 2.0  # the largest norm of an update where updates are clipped
 OUTLIER = 20  # a relative update norm above this is an outlier
-# What the bad client uploads in place of its tensors, by the name in the table.
+# The values that the bad client uploads, by the name in the table.
 UPLOADS = {"NaN": torch.nan, "Inf": torch.inf, "1e30": 1e30, "zeros": 0.0}
 KINDS = (*UPLOADS, "inputs of 1e10")
 TRAINING = Training(lr=0.1, batch_size=10)
@@ -75,7 +77,7 @@ def linear() -> torch.nn.Module:
 
 
 def deep() -> torch.nn.Module:
-    """The model of the algorithms in DEEP, two layers with a batch norm between."""
+    """The model for DEEP, two layers with a batch norm between."""
     return torch.nn.Sequential(
         torch.nn.Linear(8, 16),
         torch.nn.BatchNorm1d(16),
@@ -85,7 +87,7 @@ def deep() -> torch.nn.Module:
 
 
 def spoil(algorithm: Algorithm, value: float) -> Algorithm:
-    """The algorithm, whose bad client uploads `value` in every entry."""
+    """The algorithm with a bad client that uploads only `value`."""
     honest_class = type(algorithm)
 
     def train(
@@ -107,16 +109,17 @@ def spoil(algorithm: Algorithm, value: float) -> Algorithm:
 
 
 def is_outlier(record: dict[str, Any]) -> bool:
-    """True where the bad client's update was reported as an outlier in this round."""
+    """True where the bad client's update was reported as an outlier."""
     norms = record["relative_update_norm"] or []
     norm_by_client = dict(zip(record["cohort"], norms, strict=False))
     return (norm_by_client.get(BAD) or 0) > OUTLIER
 
 
 def play(name: str, kind: str | None, clip: float | None) -> str:
-    """A cell of the table: the honest clients' mean accuracy, and the marks.
+    """A cell of the table: the honest clients' accuracy, and marks.
 
-    `kind` is what the bad client does, one of KINDS, or None where it is honest, too.
+    `kind` is the behaviour of the bad client, one of KINDS. With None the client is
+    honest, too.
     """
     data = federation_of(
         "synthetic_clusters",

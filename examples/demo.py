@@ -87,7 +87,7 @@ def played(
     rounds: int,
     **more: Any,
 ) -> dict[str, History]:
-    """The history of each method's run, by the method's name in the table.
+    """The history of each run, by the method's name.
 
     An argument of the command line limits the rounds.
     """
@@ -296,7 +296,7 @@ def motley() -> Part:
 
 
 def factorized() -> Part:
-    """Compares the accuracy of a majority and of a minority with other classes."""
+    """Compares a majority and a minority of clients with other classes."""
     data = federation_of("mnist5k", "multimodal", 30, minority_clients=5)
     methods = {
         "FedAvg": FedAvg(weighting="uniform"),

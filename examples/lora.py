@@ -59,7 +59,7 @@ def train(
     lr: float,
     seed: int,
 ) -> float:
-    """Trains the model by Adam on new random sentences and returns the last loss."""
+    """Trains the model on new random sentences; returns the last loss."""
     gen = torch.Generator().manual_seed(seed)
     loss = torch.zeros(())
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -98,7 +98,7 @@ def adapters(
 
 
 def right(rows: torch.Tensor) -> int:
-    """Number of clients whose nearest neighbour is in their own group."""
+    """Number of clients with their nearest neighbour in their own group."""
     # A client is infinitely far from itself, so that it is not its own neighbour.
     distances = pflcore.pairwise_sqdist(rows).fill_diagonal_(torch.inf)
     nearest = distances.argmin(1)

@@ -17,7 +17,7 @@ from pflcore.data import federation_of
 
 @dataclass(frozen=True)
 class FedPer(FedAvg):
-    """FedPer (Arivazhagan et al. 2019): the clients share all columns but the head.
+    """FedPer (Arivazhagan et al. 2019): clients share all columns but the head.
 
     server: x [K] · client: head [P - K] · down: x [S, K] · up: delta [S, K]
     """

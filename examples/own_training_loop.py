@@ -1,4 +1,4 @@
-"""Uses the server parts of WAFFLE and FedDWA with a training loop in plain torch.
+"""Uses the servers of WAFFLE and FedDWA with a plain torch loop.
 
 The server part of an algorithm takes rows and returns rows. It needs no model, no data
 and no training loop. The client part stands in this file, as a function for each of the
@@ -31,9 +31,9 @@ labels = (labels + torch.arange(N)[:, None] % 2) % 4
 def epoch(
     row: Tensor, x: Tensor, y: Tensor, correction: Tensor | float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The trained model [P] and the mean gradient [P] of one epoch of SGD.
+    """The trained model [P] and the mean gradient [P] of an epoch.
 
-    The training starts from the model `row`. Each step adds `correction` to the
+    SGD starts from the model `row`. Each step adds `correction` to the
     gradient.
     """
     grads = []
@@ -68,7 +68,7 @@ def play(
     rule: Algorithm,
     client: Callable[[Tensors, Tensor, Tensor, Tensor], tuple[Tensor, Tensors]],
 ) -> tuple[Tensor, Tensors]:
-    """The clients' models [N, P] after all rounds, and the last round's report.
+    """The clients' models [N, P] and the last round's report.
 
     Args:
         rule: the server part of an algorithm

@@ -30,7 +30,7 @@ K = 5  # neighbours that each client mixes with
 
 
 def models() -> torch.Tensor:  # [N, P]
-    """The uploaded models: a common start, plus a group's part and a client's part."""
+    """The uploaded models of four groups with a common start."""
     gen = torch.Generator().manual_seed(0)
     start = torch.randn(1, P, generator=gen)
     groups = torch.randn(4, P, generator=gen)
@@ -40,7 +40,7 @@ def models() -> torch.Tensor:  # [N, P]
 
 
 def mixing(sqdist: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """FedDWA's weights of the K nearest clients: 1 / distance^2, scaled to sum to 1."""
+    """FedDWA's weights of the K nearest clients, and their index."""
     # A client is infinitely far from itself, so that it does not choose itself.
     distances = sqdist.clone().fill_diagonal_(torch.inf)
     return pflcore.feddwa_weights(distances, K)

@@ -37,7 +37,7 @@ def my_model() -> nn.Module:
 
 
 def my_logger(round: int, record: dict[str, Any]) -> None:
-    """Prints the accuracy of client 0 and the uploaded bytes every ten rounds."""
+    """Prints client 0's accuracy and the uploaded bytes every ten rounds."""
     if record["eval"] and round % 10 == 0:
         accuracy = record["eval"]["accuracy"][0]
         print(

@@ -1,7 +1,7 @@
-"""Aggregates client models with the ops, in a program that trains them itself.
+"""Aggregates client models with the ops of pflcore.
 
-The program has eight trained models. The ops measure the distances between them and
-mix a personalized model for each client.
+Your own program trains the models; here there are eight of them. The ops measure the
+distances between them and mix a personalized model for each client.
 
 Symbols: N clients, P parameters of a model.
 """

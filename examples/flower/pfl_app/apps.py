@@ -1,4 +1,7 @@
-"""The server app and the client app. Both take the task from task.py."""
+"""The server app and the client app.
+
+Both take the task from task.py.
+"""
 
 from pathlib import Path
 
@@ -15,7 +18,7 @@ server = ServerApp()
 
 @server.main()
 def play(grid: Grid, context: Context) -> None:
-    """Runs all rounds on the server and prints the accuracy of each round."""
+    """Runs all rounds on the server and prints their accuracy."""
     options = task.options_of(context)
     rule = Server(
         task.algorithm(options.algorithm),

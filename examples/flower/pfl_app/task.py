@@ -1,4 +1,4 @@
-"""The task of the app: the options, the data, the model and the algorithm.
+"""The task of the app: options, data, model and algorithm.
 
 The second half of the clients swaps the labels of the two classes. Therefore no single
 model is right for all clients.
