@@ -52,6 +52,12 @@ def test_the_list_is_what_a_module_gives(module):
     assert sorted(LISTED[module]) == sorted(importlib.import_module(module).__all__)
 
 
+def test_every_algorithms_class_is_public_and_listed():
+    classes = {cls.__name__ for cls in ALGORITHMS.values()}
+    assert sorted(classes - set(pflcore.algorithms.__all__)) == []
+    assert sorted(classes - set(LISTED["pflcore.algorithms"])) == []
+
+
 def test_what_has_no_underscore_is_listed():
     modules = {m.name for m in pkgutil.walk_packages(pflcore.__path__, "pflcore.")}
     public = {m for m in modules if not re.search(r"\._|\.lib", m)} | {"pflcore"}

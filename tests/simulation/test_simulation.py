@@ -42,6 +42,18 @@ def test_a_run_of_many_rounds_ends_with_the_last():
     assert len(many.run().rounds) == many.state.round == 260
 
 
+def test_the_header_tells_initial_weights_apart():
+    """The identity does not: a checkpoint brings its own initial weights."""
+    model = tiny_model()()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += 1e-3
+    one, same_one, another = (run(model=m) for m in (model, model, other))
+    differing = {k for k, v in one.header().items() if another.header()[k] != v}
+    assert one.header() == same_one.header() and differing == {"initial_weights"}
+    assert one.identity() == another.identity()
+
+
 # warnings at the end --------------------------------------------------------
 def warnings_of_a_run(scale=1.0, labels=1.0, **options):
     """The warnings of a run with one bad client.
