@@ -47,7 +47,7 @@ INDEX = torch.tensor([[0, 3], [6, 6]])  # the two models of each sparse mix
 
 
 def same(got, want, rtol=0.0):
-    """Checks that `got` is near `want`, and equal on all ranks to the last bit."""
+    """Checks that `got` is near `want` and bit for bit equal everywhere."""
     assert_close(got, want, rtol=rtol, atol=0, equal_nan=True)
     of_all_ranks = [torch.empty_like(got) for _ in COUNTS]
     dist.all_gather(of_all_ranks, got.contiguous())
@@ -129,7 +129,7 @@ def dtensors():
 
 
 def error_of(call, *args):
-    """The type and text of the error of a call, which must come within 30 s."""
+    """The type and text of the error that a call raises."""
     begin = time.monotonic()
     try:
         call(*args)

@@ -67,7 +67,7 @@ def context(node, config=None):
 
 
 class Nodes(Grid):
-    """A grid of nodes 100, 101, ... in this process, all with one ClientApp.
+    """A grid of nodes 100, 101, ... in one process and ClientApp.
 
     The nodes have the partitions `partitions`. Messages go through Flower's classes,
     but not through a network or Ray.
@@ -112,7 +112,7 @@ class Nodes(Grid):
         return replies[::-1]
 
     def trainers(self):
-        """The nodes that were asked to train since the last call of this method."""
+        """The nodes that were asked to train since the last call."""
         nodes = sorted(node for kind, node, _ in self.asked if kind == "train")
         self.asked.clear()
         return nodes
@@ -200,7 +200,7 @@ def test_who_is_absent_or_comes_again_under_another_node():
 
 
 def trainer(*mods, seen=None, moved=None, drop=""):
-    """A Flower app whose training is a function of the model and the client's id."""
+    """A Flower app whose training is a function of model and client."""
     app = ClientApp(mods=list(mods))
 
     @app.train()
@@ -230,7 +230,7 @@ def apart(state, i):
 
 
 def pulled(state, i):
-    """A training step that moves all weights towards a number of the client."""
+    """A training step that moves weights towards a number of the client."""
     return {
         k: v if k.endswith("tracked") else v + 0.5 * (i + 1 - v)
         for k, v in state.items()
@@ -514,7 +514,7 @@ def spoilt(content, part, how):
 
 @cache
 def honest(strategy):
-    """The replies of four honest nodes in a first round of this strategy, by node."""
+    """The replies of four honest nodes in a first round, by node."""
     if strategy == "server":
         app = client_app(maker("ditto"))
         start = ()
@@ -545,7 +545,7 @@ def answers(contents, kind="train"):
 
 
 def aggregated(strategy, contents):
-    """All tensors and metrics of a strategy after these replies in its first round."""
+    """All tensors and metrics of a strategy after these first replies."""
     plan = STRATEGIES[strategy]()
     for node in honest(strategy):
         if strategy == "server":
@@ -678,7 +678,7 @@ def test_cohorts_that_share_nobody_have_no_last_round():
 
 
 def test_models_of_another_form_do_not_become_the_usual_ones():
-    """The form of the models is the form that the server has sent.
+    """Models must have the form that the server has sent.
 
     Of two nodes, either could be the one with another form.
     """
@@ -919,7 +919,7 @@ def test_too_few_replies_skip_a_round_and_a_model_that_is_not_finite_is_not_chos
 
 
 def test_krum_goes_on_without_who_does_not_fit():
-    """Krum leaves out a model of another shape and goes on with the others.
+    """Krum goes on without a model of another shape.
 
     Of ten models, two may be hostile. Of seven, two may be hostile too, and the model
     that does not fit counts as one of them.

@@ -1,4 +1,4 @@
-"""The example is a Flower app that gives the models of a simulation.
+"""The example, a Flower app, gives the models of a simulation.
 
 Flower finds the components of the app, and Ray runs them on two cores.
 """

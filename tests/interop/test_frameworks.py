@@ -125,7 +125,7 @@ if __name__ == "__main__":
 
 
 def test_nvflare(tmp_path):
-    """Each of three simulated sites gets its own model back in three rounds."""
+    """Each simulated site gets its own model back in three rounds."""
     pytest.importorskip("nvflare.recipe.sim_env")
     out = tmp_path / "models.pt"
     (tmp_path / "personal_job.py").write_text(

@@ -134,7 +134,7 @@ def adapters(*ranks):
 
 
 def dense(state, scale):
-    """A vector of all products of an adapter and of its other tensors."""
+    """A vector of an adapter's products and of its other tensors."""
     products = []
     for k in NAMES:
         a = state[k].flatten(1)

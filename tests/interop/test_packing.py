@@ -45,7 +45,7 @@ class Record(dict):
 
 
 def state(arrays, make, seed):
-    """A state dict whose last tensor is not a part of the rows."""
+    """A state dict whose last tensor is outside the rows."""
     named = OrderedDict(
         (f"layer{i}.weight", make(a.copy())) for i, a in enumerate(arrays)
     )

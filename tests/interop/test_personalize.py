@@ -67,7 +67,7 @@ feddwa_qp | {"k": 3} | {"previous": "others"}
 @pytest.mark.parametrize("name, options, given", tabled(STEPS))
 @pytest.mark.filterwarnings("ignore:FedAMP")
 def test_it_is_the_step_of_the_methods_server(name, options, given):
-    """A call equals a step of the method's server after all clients' uploads.
+    """A call equals a step of the server after all uploads.
 
     With previous models, the server has seen the uploads of two rounds.
     """
@@ -226,7 +226,7 @@ def test_mistakes_are_one_sentence(given, words):
 
 
 def test_pairs_are_refused_and_the_dict_that_is_named_is_right():
-    """A list of pairs is refused, and a dict is taken by its names.
+    """A list of pairs is refused; a dict is read by names.
 
     Without the refusal, a pair would be a model of two tensors, and guidance would
     belong to a client by its position.
@@ -269,5 +269,5 @@ def test_unknown_options_are_named(method):
 
 
 def test_an_ensemble_starts_where_fedavg_does():
-    """Where FedAvg starts at zero, each of the ensemble's k models does."""
+    """All k models of an ensemble start where FedAvg starts."""
     assert not Ensemble(k=3).initial_models(Net(Line)).any()

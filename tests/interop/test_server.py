@@ -1,4 +1,4 @@
-"""A server and its clients give the models of a simulation, for every algorithm.
+"""A server and its clients give a simulation's models, for every algorithm.
 
 Clients may join and leave. A bad client harms no other client and ends no run.
 """
@@ -116,7 +116,7 @@ def test_what_travels_is_plain_tensors_of_the_algorithms_size():
     "name", ["fedavg", "feddwa", "l2c", "waffle", "clustered_fl", "ditto"]
 )
 def test_a_server_and_clients_that_were_saved_go_on_as_if_they_had_not_stopped(name):
-    """A restored server and clients go on as if they had not stopped.
+    """A restored server and its clients go on without a difference.
 
     The states are loaded into new objects, and into those that have gone on since.
     """
@@ -214,7 +214,7 @@ def test_clients_come_by_any_name_beyond_the_number_that_was_expected(name):
 
 
 def test_scaffolds_control_variate_is_the_mean_of_all_after_a_client_joined():
-    """SCAFFOLD's control variate is the mean over all clients, as in Algorithm 1.
+    """SCAFFOLD's control variate is the mean over clients (Algorithm 1).
 
     This holds also with more clients than the server expected.
     """
@@ -506,7 +506,7 @@ def numbers(about):
 
 
 class Largest(TorchDispatchMode):
-    """A mode that notes the bytes of the largest tensor that is made in it."""
+    """A mode that notes the size of the largest new tensor."""
 
     bytes = 0
 
@@ -708,7 +708,7 @@ LEFT = """\
     "count, lost, f", [json.loads(line) for line in LEFT.splitlines()]
 )
 def test_as_many_may_be_hostile_as_those_who_are_left_allow(count, lost, f):
-    """Krum against f = 4 equals Krum against the number that is left."""
+    """Krum against f = 4 equals Krum against the reduced number."""
 
     def weights(hostile, **more):
         cohort = Cohort(torch.arange(count), size, 20, 1, 1, **more)

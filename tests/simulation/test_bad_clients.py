@@ -1,4 +1,4 @@
-"""A bad client does not harm the others, for every algorithm and bad upload.
+"""A bad client harms no other client, under every algorithm.
 
 `docs/trust.md` states the contract. The round goes on, or it stops with one sentence.
 The states of the server and of the honest clients stay finite. A round changes the
@@ -42,7 +42,7 @@ def spoilt(alg, value, bad):
 @pytest.mark.parametrize("name", swept([*ALGORITHMS, *DEFENDED], (*SIX, *DEFENDED)))
 @pytest.mark.parametrize("value", [1e30, 0.0, torch.inf])
 def test_a_bad_upload(name, value):
-    """A bad upload leaves the state finite and drops the bad client only.
+    """A bad upload leaves the state finite and drops one client.
 
     After a huge finite upload (1e30) the round may be void, an honest client may have
     an infinite loss, and the algorithm may end the run.

@@ -1,4 +1,4 @@
-"""A resumed run equals the unbroken run, and a damaged checkpoint is refused.
+"""A resumed run equals the unbroken run; damaged checkpoints are refused.
 
 The refusal is one sentence, and it changes neither the run nor a whole checkpoint.
 """
@@ -46,7 +46,7 @@ from pflcore.simulation.checkpoint import load
 
 
 def text_of(history):
-    """Records as text, so that every bit of a number counts and NaN equals NaN."""
+    """Records as text, in which all bits count and NaN equals NaN."""
     lines = [{k: v for k, v in r.items() if k != "seconds"} for r in history.rounds]
     return json.dumps(lines, default=lambda v: v.tolist())
 
@@ -130,7 +130,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
 
 @dataclass(frozen=True)
 class Spoils(FedAvg):
-    """FedAvg with one huge update, void rounds and a server state that grows.
+    """FedAvg with a huge update, void rounds and a growing state.
 
     Client 1's update is huge in round 1. In rounds 2, 4, 5 and 6 the server's model is
     NaN. The keys "late" and "again" exist from the first round on and share the memory
@@ -539,7 +539,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
 
 
 def test_a_run_outlives_a_full_disk(tmp_path, monkeypatch):
-    """A run goes on where the disk is full or folders cannot be synced."""
+    """A run goes on with a full disk or without synced folders."""
     history = make().run()
     sync = os.fsync
     free_space = [1]  # empty when the disk is full
@@ -576,7 +576,7 @@ def test_a_run_outlives_a_record_that_no_file_holds(what, tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="no links: not POSIX")
 def test_only_the_last_checkpoint_and_no_leavings_stay(tmp_path):
-    """A folder keeps the last checkpoint, and files of the user are not touched.
+    """A folder keeps the last checkpoint and the files of the user.
 
     Partial files of a killed process go away, also where one is a link: the file that
     the link points to stays.

@@ -49,7 +49,7 @@ QUICK = ("fedavg", "scaffold", "fedavg, convolutions")
 
 
 def quick_and_deep(cases, reason="a pretended GPU is slow"):
-    """The cases as parameters, all but the first marked for the deep suite."""
+    """The cases as parameters, the first quick and the others deep."""
     deep = pytest.mark.deep(reason)
     return [cases[0], *(pytest.param(case, marks=deep) for case in cases[1:])]
 
@@ -130,7 +130,7 @@ def test_adamw_hardly_waits_for_the_device():
 
 
 def assert_few_waits(name, model, optimizer="sgd"):
-    """Checks that a round waits for the device a few times, and for no local step.
+    """Checks that a round waits rarely, and that local steps never wait.
 
     The host reads a few numbers, once each: which uploads are not finite, the norms of
     the updates, the losses, if the server's state is finite, and small tables of the
@@ -166,7 +166,10 @@ USERS = (False, True)  # the flags that the user has set
 
 @pytest.fixture
 def flags(monkeypatch):
-    """The cuDNN flags that a model sees, and the model; the user's flags are set."""
+    """The cuDNN flags that a model sees, and the model's constructor.
+
+    The flags of the user are set, and the fixture checks that they are set at the end.
+    """
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     seen = []
 

@@ -1,4 +1,4 @@
-"""The estimated memory of a run is near the peak of the process."""
+"""The estimated memory of a run is near the process's peak."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A history gives its series, its table, its problems and a short repr."""
+"""A history gives its series, tables, problems and a short repr."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The record states the reason where Ctrl-C or something else ends a run."""
+"""The record states the reason why a run has ended early."""
 
 import re
 import signal
@@ -71,7 +71,10 @@ def mape(scores, y):
 
 
 def test_an_error_of_ones_own_stops_a_run_when_it_no_longer_falls():
-    """Early stopping takes a user's metric that falls, on the split of the help."""
+    """Early stopping takes a user's metric that improves as it falls.
+
+    The run evaluates the split that the help of EarlyStopping advises.
+    """
     with sentence(
         "key: expected one of .*, or a metric of your own with higher_is_better=True"
     ):

@@ -10,7 +10,7 @@ from small import equals, images, layers
 
 @pytest.fixture
 def messages(caplog):
-    """A function that plays a run at a level and returns the level's messages."""
+    """A function that plays a run and returns messages of a level."""
 
     def play(level, run):
         caplog.clear()
@@ -24,7 +24,7 @@ def messages(caplog):
 
 
 def with_bad_clients(*bad, **options):
-    """A run of four clients in which the updates of the clients `bad` overflow."""
+    """A run of four clients in which updates of clients `bad` overflow."""
     data = images((20,) * 4)
     for client in bad:
         data.x[data.index["train"][client]] *= 1e30

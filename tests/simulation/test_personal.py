@@ -18,7 +18,7 @@ from pflcore.results import record as records
 
 
 def as_evaluated(history, data):
-    """Checks that the accuracy of each client's model is the last recorded one."""
+    """Checks each client's model against the last recorded accuracy."""
     for i in range(data.n):
         x, y = data.client(i, "test")
         right = (history.predict(i, x.numpy()) == y).double().mean().item()
@@ -29,7 +29,10 @@ def as_evaluated(history, data):
     "algorithm", swept(quick=(*SIX, "fedrod", "knnper", "hypcluster"))
 )
 def test_a_clients_model_is_what_was_evaluated(algorithm):
-    """A client's model is the evaluated one, and a newcomer does not change the run."""
+    """A client's model is the one that the run has evaluated.
+
+    A newcomer does not change the run.
+    """
     federation = images((7, 20, 31, 24))
     run = simulation(algorithm, federation.subset([0, 1, 2]), rounds=2)
     history = run.run()
@@ -84,7 +87,7 @@ def test_a_newcomer_is_personalized_by_the_algorithms_rule():
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_newcomer_trains_at_the_last_step_size(rounds):
-    """A newcomer trains at the last step size, here 0.3 / 2^(round - 1)."""
+    """A newcomer trains at the last step size, 0.3 / 2^(rounds-1)."""
 
     def halved(round, rounds):
         return 0.5 ** (round - 1)
@@ -190,10 +193,10 @@ def test_a_diverged_run_is_named():
 
 
 def test_a_round_void_in_any_run_is_void():
-    """A round that is void in the run of any target is void.
+    """A round that is void for one target is void.
 
-    Target t has t void rounds: round 1 is void for targets 1 and 2, round 2 for target
-    2.
+    Target t has t void rounds. Round 1 is void for targets 1 and 2, and round 2 for
+    target 2.
     """
 
     @dataclass(frozen=True)
@@ -222,7 +225,7 @@ def test_what_it_does_not_take_is_refused():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{"participation": 0.5}, {}])
 def test_weights_have_a_row_for_each_target_whoever_took_part(options):
-    """Weights have a row for each target, with or without the target in the cohort.
+    """Weights have a row for each target, whatever the cohorts are.
 
     Each target's run has its own cohorts. Where client 1 drops out, the run for client
     1 has no weights.

@@ -1,4 +1,4 @@
-"""A run keeps records, warns at its end, and bears bad numbers and arguments."""
+"""A run keeps records, gives warnings and bears bad numbers."""
 
 import copy
 import warnings
@@ -75,7 +75,7 @@ def warnings_of_a_run(scale=1.0, labels=1.0, **options):
 
 
 def test_a_runaway_update_is_named_once_with_clip():
-    """A run warns once of a huge update, dropped clients and infinite losses.
+    """A run warns of huge updates, dropped clients and infinite losses.
 
     A healthy run gives no warning.
     """
@@ -160,7 +160,7 @@ def test_a_step_size_of_zero_drops_nobody(alg):
 
 # bad numbers and arguments ---------------------------------------------------
 def far(name, size):
-    """An algorithm in which client 2's upload is huge from round 2 on."""
+    """An algorithm in which client 2 uploads huge numbers from round 2."""
 
     class Far(ALGORITHMS[name]):
         def train(self, down, client_state, clients):
