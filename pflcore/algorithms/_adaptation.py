@@ -113,6 +113,7 @@ class FineTune(FedProx, FedOpt):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         tuning = (
             "finetune_lr",
             "finetune_epochs",
@@ -316,6 +317,7 @@ class KnnPer(FedOpt):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         late = ("k", "lam", "kernel", "min_size", "margin")
         return super().traits._replace(returns="probabilities", evaluation_only=late)
 
@@ -451,6 +453,7 @@ class PerFedAvg(FedAvg):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         reason = "takes its paper's own steps of SGD"
         return super().traits._replace(
             sgd_only_reason=reason, no_clip_grad_reason=reason

@@ -210,6 +210,7 @@ class FactorizedWaffle(FedAvg):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         reason = (
             "moves its dictionary by steps of SGD along one gradient with the beliefs'"
         )

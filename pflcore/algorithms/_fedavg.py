@@ -102,6 +102,7 @@ class FedAvg(Algorithm):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         if self.defence is None:
             return Traits(batch_norm=("average", "local"))
         required = () if self.trusted_client is None else (self.trusted_client,)
@@ -195,6 +196,7 @@ class QFedAvg(WithoutDefence, FedAvg):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         reason = ""
         if self.q > 0:
             reason = "takes an update over the step size for a gradient"

@@ -147,8 +147,12 @@ class FedDWA(Algorithm):
     server: x [N, P] (the personalized models), x0 [P] (the model of clients that have
     not taken part), seen [N] (the clients that have), and with guidance="previous" last
     [N, P] (each client's upload) · client: nothing (with guidance="kept" last [P], has
-    [1]) · down: x [S, P] (1 model, client i's x_i) · up: w, g [S, P] (2 models: the
-    trained one and the guidance; 1 with "previous" and "current").
+    [1], which is 1 once the client has a last model) · down: x [S, P] (1 model, client
+    i's x_i) · up: w, g [S, P] (2 models: the trained one and the guidance; 1 with
+    "previous" and "current").
+
+    Letters: N clients of the federation, S of them in a round's cohort, P parameters of
+    a model. K models are mixed for each client: k, or S where the cohort is smaller.
 
     A round goes like this (Algorithm 1):
 
@@ -192,12 +196,13 @@ class FedDWA(Algorithm):
     Not in the paper: `power`, `stride`, and `serve="guidance"`.
 
     Args:
-        k: Number of models that are mixed into a client's model, at most the cohort.
+        k: Number of models that are mixed into a client's model. With a k larger than
+            the cohort the whole cohort is mixed.
         guidance: Kind of the guidance model: "epoch", "steps" and "full_grad" train
             ahead; "previous" (the server's copy) and "kept" (the client's own copy)
             take the client's previous model; "current" takes its trained one.
-        lookahead: Epochs, minibatches or gradient steps of the look ahead,
-            by `guidance`. With "full_grad", 1 is the paper's Eq. 16.
+        lookahead: Epochs, minibatches or gradient steps that a client trains ahead
+            (step 3 above), by `guidance`. With "full_grad", 1 is the paper's Eq. 16.
         search: Method that finds the nearest models, without effect on which they
             are. "exact" computes all S * S distances together. "groups" (`ops.nearest`)
             gives the same bits from few distances where clients form clusters; where
@@ -209,7 +214,7 @@ class FedDWA(Algorithm):
             to `1 / |g_i - w_j|^(2 power)`. 1 is Eq. 15, 0 an even mix of the k nearest.
         stride: Length of g_i - w_i, in distances from w_i to the nearest other model.
             The guidance is rescaled to it, which takes all S * S distances. None leaves
-            the guidance as it is: the look ahead becomes shorter as gradients become
+            the guidance as it is: it comes nearer to w_i as gradients become
             smaller, and w_i takes more and more of the weight.
         serve: Model that a client is evaluated with: "mix" is x_i, "guidance" is the
             guidance that the client would compute after training x_i.
@@ -237,6 +242,7 @@ class FedDWA(Algorithm):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         reason = ""
         if self.guidance == "full_grad":
             reason = (

@@ -62,10 +62,10 @@ class FedOpt(FedAvg):
     Args:
         optimizer: Server optimizer, one
             of "sgd", "heavy_ball", "nesterov", "ema", "adam", "yogi" or "adagrad".
-        beta1: Decay of the momentum m in a round, for all but "sgd". 0.9 is the value
-            of the paper's Adam and Yogi.
-        beta2: Decay of the second moment v in a round, for "adam" and "yogi". 0.99 is
-            the paper's value.
+        beta1: Decay of the momentum m in a round, from 0 to below 1, for all but "sgd".
+            0.9 is the value of the paper's Adam and Yogi.
+        beta2: Decay of the second moment v in a round, from 0 to below 1, for "adam"
+            and "yogi". 0.99 is the paper's value.
         tau: The paper's tau, a number above 0 that is added to sqrt(v),
             for "adam", "yogi" and "adagrad". It bounds the step where updates are
             small.
@@ -200,8 +200,8 @@ class FedAdagrad(FedAdam):
 
     Args:
         optimizer: Server optimizer, "adagrad" for this algorithm.
-        beta1: Decay of the momentum m in a round. At 0, the paper's value, m is the
-            mean update of this round.
+        beta1: Decay of the momentum m in a round, from 0 to below 1. At 0, the paper's
+            value, m is the mean update of this round.
     """
 
     optimizer: Optimizer = "adagrad"

@@ -95,6 +95,7 @@ class APFL(FedAvg):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         reason = "takes steps of SGD along the gradients of two models"
         return super().traits._replace(
             batch_norm=("local",),  # statistics are those of the client's own mixture
@@ -252,6 +253,7 @@ class FedALA(FedAvg):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         return super().traits._replace(batch_norm=super().traits.batch_norm[::-1])
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:

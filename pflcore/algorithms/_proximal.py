@@ -90,6 +90,7 @@ class MRMTL(FedOpt):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         return super().traits._replace(batch_norm=("local",))  # v is never mixed
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
@@ -180,6 +181,7 @@ class PFedMe(FedAvg):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         reason = "takes its paper's own steps of SGD"
         return super().traits._replace(
             batch_norm=("local",),  # theta is never mixed

@@ -97,6 +97,7 @@ class SplitModel(FedAvg):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         policies = super().traits.batch_norm
         if self.private == "body":  # the layers that statistics belong to are private
             policies = policies[::-1]

@@ -80,6 +80,7 @@ class Scaffold(FedAvg):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         sgd_only_reason = ""
         no_clip_grad_reason = ""
         if self.option == "II":
@@ -211,6 +212,7 @@ class Waffle(WithoutDefence, Scaffold):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         # With "recompute", the upload is c_i itself, and the client keeps it whole.
         clipped = ("control", "c") if self.control_agg == "literal" else ("control",)
         return super().traits._replace(
@@ -325,6 +327,7 @@ class WeightErosion(Algorithm):
 
     @property
     def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
         return Traits(required_clients=(self.target,))
 
     def init(self, x0: Tensor, n: int) -> Tensors:

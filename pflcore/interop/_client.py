@@ -80,7 +80,7 @@ class Client:
             client. Where the features of that federation were standardized, the
             personalized model still takes raw features.
         training: The options of the local training.
-        seed: The seed of the server.
+        seed: The seed of the server, a whole number of 64 bits.
         hardware: The engine, the threads and the device of the local training; by
             default one thread on the CPU.
         batch_norm: The policy for batch norm's running statistics, that of the server.

@@ -101,7 +101,8 @@ class Server:
         template: The model: an `nn.Module`, a function that makes one, or a `Net`.
         num_clients: The number of clients that the state has room for at first.
         rounds: The planned number of rounds, which schedules depend on.
-        seed: The seed of the model's first weights and of the algorithm's draws.
+        seed: The seed of the model's first weights and of the algorithm's draws, a
+            whole number of 64 bits.
         batch_norm: The policy for batch norm's running statistics: "average", "local",
             or "auto" for the algorithm's own, as in `Simulation`.
         clip: The largest Euclidean norm of an update. Longer updates are shortened to

@@ -58,7 +58,8 @@ class Adversary:
 
     Args:
         attack: The name of the attack.
-        clients: The ids of the clients that attack.
+        clients: The ids of the clients that attack, each a whole number from 0 to N -
+            1.
         strength: The factor s of the attack; None for its default. "label_flip" has
             none.
     """

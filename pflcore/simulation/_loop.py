@@ -77,17 +77,21 @@ class Simulation:
         data: The federation.
         training: The options of local training.
         rounds: The number of rounds.
-        participation: The fraction of clients that take part in a round. Of N clients
-            these are max(1, floor(participation * N + 0.5)).
-        clients: The ids of the clients that may take part; None for all.
-        seed: The seed of all random numbers.
+        participation: The fraction of clients that take part in a round, above 0 and at
+            most 1. Of n eligible clients these are max(1, floor(participation * n +
+            0.5)).
+        clients: The ids of the clients that may take part, each a whole number from 0
+            to N - 1 for a federation of N clients; None for all.
+        seed: The seed of all random numbers, a whole number of 64 bits.
         evaluation: When, on what and for which clients models are evaluated.
         robustness: What is done about long updates, and clients that attack.
         hardware: Where the run is computed.
-        batch_norm: The policy for running statistics: "average", "local", or "auto" for
-            the first that the algorithm names in its traits.
-        loss: A name, a function of (scores, y), or a module; None for the default of
-            the targets.
+        batch_norm: The policy for batch norm's running statistics. "average" mixes them
+            as the models are mixed, "local" leaves each client its own. "auto" is the
+            policy that the algorithm's `traits.batch_norm` names first.
+        loss: The loss of a model that is no `Net`: "cross_entropy", "squared",
+            "half_squared", "hinge", "binary_cross_entropy", a function of (scores, y),
+            or a module. None is "cross_entropy" for labels and "squared" for numbers.
 
     Attributes:
         eligible_clients: The ids of the clients that may take part, ascending; None for
@@ -197,21 +201,31 @@ class Simulation:
         return self._run.peak_bytes()
 
     def header(self) -> Record:
-        """The description of the run, the first line of its record."""
+        """The description of the run, the first line of its record.
+
+        It is for readers: `history.header` is the header with which `run` began. By
+        `identity` a program tells runs apart.
+        """
         return self._run.header()
 
     def identity(self) -> Record:
-        """The description by which a checkpoint tells runs apart."""
+        """The description by which a checkpoint tells runs apart.
+
+        It has the header's entries that decide the results, with digests of the whole
+        data and model. Entries of the place of the run are in "made_with", which may
+        differ. The initial weights are left out: a checkpoint brings its own.
+        """
         return self._run.identity()
 
     # the rounds ---------------------------------------------------------------
     def iterate(self) -> Iterator[Record]:
         """Plays the rounds that are left, and yields the record of each.
 
-        The record's "eval" is None where the evaluation broke off. Where the run
-        diverges, or memory runs out, the iteration ends early, after a record with the
-        key "stopped". A lack of memory also sets "failed" in it. The state is then that
-        of the last round that was yielded, and the run can continue from it.
+        The record's "eval" is None where no evaluation is due, and where an error ended
+        the evaluation: a lack of memory, Ctrl-C, or an exception of a metric. Where the
+        run diverges, or memory runs out, the iteration ends early, after a record with
+        the key "stopped". A lack of memory also sets "failed" in it. The state is then
+        that of the last round that was yielded, and the run can continue from it.
         """
         log_engine(self.config.algorithm, self.context)
         while self._state.round < self.rounds:

@@ -28,12 +28,15 @@ class Evaluation:
     Args:
         every: The number of rounds from one evaluation to the next. The last round is
             evaluated in any case. 0 means never; then the data need not have the split.
-        split: The split on which the personalized models are evaluated.
-        clients: The ids of the clients that are evaluated, or a number of clients that
-            are drawn once; None for all.
+        split: The split on which the personalized models are evaluated: "train", "val"
+            or "test".
+        clients: The ids of the clients that are evaluated, each a whole number from 0
+            to N - 1. Or a number of clients, which are drawn once, before round 1, by
+            the run's seed, among the clients with samples. None for all.
         train_loss: Also compute the loss on the training data of every client.
-        metrics: More metrics: names such as "auc", "f1", "mae" or "r2", or functions of
-            one client's (scores, labels).
+        metrics: More metrics, beside the loss and, for labels, the accuracy. Names for
+            labels are "auc", "f1" and "balanced_accuracy", for numbers "mae", "rmse"
+            and "r2". A function takes one client's (scores, labels).
     """
 
     every: NonNegativeInt = 1
@@ -65,7 +68,12 @@ class Robustness:
 @checked
 @dataclass(frozen=True)
 class Hardware:
-    """The place of a run, which never changes a result beyond rounding.
+    """The place of a run, which never changes a result beyond the last digits.
+
+    An engine is "loop", one client after another, or "vmap", a block of clients at
+    once. Either may carry a chain of kernels, which computes the gradients of the run's
+    own loss where the kernels know every layer of the model; then the record's
+    `path.form` is "chain".
 
     Under engine "vmap" clients train in blocks of at most `clients_per_block`
     neighbours by size. Blocks are made of the whole cohort, so a run's bits are the
@@ -81,8 +89,10 @@ class Hardware:
     captured: choose graphs=False where attributes of the model change between rounds.
 
     Args:
-        engine: What computes the gradients: "loop", "vmap", or either of them with a
-            "chain" of kernels; "auto" for a choice by the model.
+        engine: The engine that computes the gradients. "auto" chooses by the model, and
+            takes a chain where there is one. "chain" does the same, and is an error for
+            a model with a layer that the kernels do not know. "loop" and "vmap" take
+            that engine, and never a chain.
         workers: The number of threads, which never changes a result; None for one per
             core. A GPU has one.
         device: The device, as torch names it, for example "cpu" or "cuda:0".

@@ -4,9 +4,11 @@ There are two engines. "loop" computes one client after another on each thread; 
 for convolutions and large models on a CPU. "vmap" computes a block of clients at once;
 it is for linear models, MLPs and GPUs. Both differentiate the module itself.
 
-A model whose layers the kernels of `pflcore.ops._chain` know is a chain. The kernels
-then compute what they can, which is the run's own loss, and the engine computes the
-rest. All take the same minibatches and agree up to rounding.
+Either engine may carry a chain: a model whose layers the kernels of
+`pflcore.ops._chain` know. Then the record's `path.form` is "chain". The kernels compute
+what they can, which is the run's own loss, and the engine computes the rest. A user who
+asks for "loop" or "vmap" gets no chain; "auto" and "chain" look for one. All take the
+same minibatches and agree up to the last digits.
 
 Symbols: S clients of a cohort; s clients of a chunk or of a step; Q columns of a row (P
 weights of the model, and more where an algorithm adds some); B samples of a minibatch;

@@ -128,17 +128,19 @@ class Training:
     """Options of local training, which are the same for every client.
 
     They belong to the run, not to an algorithm. An algorithm adds its terms to the
-    gradient after clipping, and before the optimizer sees it. Columns that it masks
-    never move. An algorithm whose formula holds for SGD's steps alone rejects AdamW.
+    gradient after clipping, and before the optimizer sees it. Columns that the
+    algorithm masks never move. An algorithm whose formula holds for SGD's steps alone
+    rejects AdamW.
 
     Args:
         lr: Step size of round 1, and without a schedule that of all rounds. AdamW needs
             one that is some hundred times smaller than that of SGD.
         batch_size: Samples of a minibatch.
         epochs: Local epochs of a round.
-        momentum: Momentum of SGD. Its buffer starts at zero in every round.
-        weight_decay: Added to the gradient as weight_decay * w by SGD. That of AdamW is
-            decoupled from the gradient.
+        momentum: Momentum of SGD, from 0 to below 1. Its buffer starts at zero in every
+            round. With AdamW, a momentum above 0 is an error.
+        weight_decay: Number >= 0. SGD adds weight_decay * w to the gradient. The decay
+            of AdamW is decoupled from the gradient.
         drop_last: Leave out the last minibatch where it is smaller than the others.
             Otherwise one of a single sample, on which a model (batch norm) cannot
             train, joins the one before it.
@@ -152,8 +154,8 @@ class Training:
             every round, and its formula is that of `torch.optim.AdamW`.
         clip_grad: Largest Euclidean norm of a minibatch's gradient; a longer gradient
             is shortened to it. None: gradients of any length.
-        betas: Decay rates of AdamW's means of the gradient and of its square; None: 0.9
-            and 0.999.
+        betas: Decay rates of AdamW's means of the gradient and of its square, two
+            numbers from 0 to below 1; None: 0.9 and 0.999.
         eps: Number that AdamW adds to the root of the mean square; None: 1e-8.
     """
 
