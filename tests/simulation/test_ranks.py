@@ -1,0 +1,79 @@
+"""Runs on several ranks have the bits of a run in one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from parts.ranks import play_all
+from places import ROOT
+
+from pflcore import ALGORITHMS
+
+dist = pytest.importorskip("torch.distributed")
+has_gloo = dist.is_available() and dist.is_gloo_available()
+pytestmark = pytest.mark.skipif(not has_gloo, reason="this torch has no Gloo")
+
+PROGRAM = ROOT / "tests" / "parts" / "ranks.py"
+ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def run_torchrun(count, *words, **options):
+    """The completed process of torchrun with `count` ranks."""
+    command = [*TORCHRUN, f"--nproc-per-node={count}", *map(str, words)]
+    options = {"capture_output": True, "text": True, "timeout": 500} | options
+    return subprocess.run(command, env=ENVIRONMENT, **options)
+
+
+def digests_of_ranks(count, cases, folder):
+    """The digests of the cases on each of `count` ranks."""
+    run = run_torchrun(count, PROGRAM, json.dumps(cases), folder)
+    assert run.returncode == 0, run.stderr[-5000:]
+    files = [Path(folder, f"digests-{rank}.json") for rank in range(count)]
+    return [json.loads(file.read_text()) for file in files]
+
+
+def assert_equal_digests(count, cases, folder):
+    """Asserts that every rank has the digests of this process."""
+    want = play_all(cases)
+    by_rank = digests_of_ranks(count, cases, folder)
+    for rank, got in enumerate(by_rank):
+        for name, digests in want.items():
+            if rank:  # rank 0 alone writes checkpoints
+                digests = {
+                    k: v for k, v in digests.items() if not k.startswith("checkpoint")
+                }
+            assert got[name] == digests, f"rank {rank}, {name}"
+
+
+QUICK_CASES = [
+    {"algorithm": "fedavg", "model": "batch_norm", "engine": "vmap"},
+    {"algorithm": "scaffold", "model": "plain", "engine": "loop"},
+    {"algorithm": "ditto", "model": "plain", "engine": "vmap"},
+    {"algorithm": "feddwa", "participation": 0.15},  # one client: a rank has none
+    {"algorithm": "l2c", "participation": 1.0},
+    {"algorithm": "waffle", "bad_clients": [2], "clip": 0.5},
+    {"algorithm": "fedavg", "bad_clients": list(range(7))},  # void rounds
+]
+
+
+def test_two_ranks_have_the_bits_of_one_process(tmp_path):
+    assert_equal_digests(2, QUICK_CASES, tmp_path)
+
+
+SHAPES = [
+    {"model": "chain", "participation": 0.6, "clip": 0.4},
+    {"model": "plain", "engine": "vmap"},
+    {"model": "batch_norm", "engine": "loop"},
+]
+
+
+@pytest.mark.deep("three processes")
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape["model"])
+def test_every_algorithm_has_its_bits_on_three_ranks(shape, tmp_path):
+    cases = [{"algorithm": name, **shape} for name in ALGORITHMS]
+    assert_equal_digests(3, cases, tmp_path)
