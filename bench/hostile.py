@@ -45,7 +45,7 @@ from pflcore.check import PositiveInt
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
 from pflcore.results.record import group_runs
-from pflcore.simulation._settings import Attack
+from pflcore.simulation._attacks import Attack
 
 ATTACKS, DEFENCES = get_args(Attack), get_args(Defence)
 N, ROUNDS, TRAINING = 10, 20, Training(lr=0.1, batch_size=20)

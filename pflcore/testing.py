@@ -27,14 +27,9 @@ from pflcore.data._federation import Federation
 from pflcore.data._protocols import with_validation
 from pflcore.simulation._evaluate import evaluate
 from pflcore.simulation._models import adapt
+from pflcore.simulation._state import RunConfig, State, flatten_state, initial_state
 from pflcore.simulation._uploads import RoundOutcome
-from pflcore.simulation.round import (
-    RunConfig,
-    State,
-    flatten_state,
-    initial_state,
-    step,
-)
+from pflcore.simulation.round import step
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train._clients import TrainContext
 from pflcore.train._engines import Engine

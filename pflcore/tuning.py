@@ -30,11 +30,11 @@ from pflcore.metrics import Metric, is_higher_better, metrics_of
 from pflcore.results.record import to_json
 from pflcore.results.table import markdown_table
 from pflcore.simulation import Simulation
-from pflcore.simulation._describe import content_digest, identity
+from pflcore.simulation._describe import content_digest
 from pflcore.simulation._evaluate import evaluate
 from pflcore.simulation._settings import Evaluation, Hardware
+from pflcore.simulation._state import RunConfig, State, flatten_state
 from pflcore.simulation.checkpoint import Checkpoint, load, lock, save
-from pflcore.simulation.round import RunConfig, State, flatten_state
 from pflcore.train import Net, Training
 from pflcore.train._losses import default_loss
 
@@ -353,7 +353,7 @@ class _Search:
         """The facts that must be equal for recorded results to be used again."""
         runs = []
         for run in range(len(self.protocols)):
-            facts = identity(self.simulation(base, run))
+            facts = self.simulation(base, run).identity()
             runs.append({k: v for k, v in facts.items() if k != "made_with"})
         if isinstance(self.states, str):
             states = list(self.states)  # a record has the letters of the word

@@ -25,7 +25,7 @@ from pflcore.data._protocols import StudyProtocol, with_validation
 from pflcore.results._files import atomic_write, remove_part_files, write_text
 from pflcore.results._progress import Progress
 from pflcore.results.record import OnRound, RecordWriter, Run, read, to_json
-from pflcore.simulation.round import RunConfig, State
+from pflcore.simulation._state import RunConfig, State
 
 # round, bytes down and up since the one before, state then
 Kept = tuple[int, int, int, State]

@@ -24,7 +24,7 @@ from pflcore.data._protocols import StudyProtocol
 from pflcore.results import _pictures as pictures
 from pflcore.results._files import write_text
 from pflcore.results.record import to_json
-from pflcore.simulation.round import RunConfig, State
+from pflcore.simulation._state import RunConfig, State
 
 
 def results(config: RunConfig, state: State, protocol: StudyProtocol) -> Tensor:

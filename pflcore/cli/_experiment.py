@@ -46,7 +46,7 @@ from pflcore.simulation import (
     Simulation,
     run_each_target,
 )
-from pflcore.simulation._settings import Adversary, Attack
+from pflcore.simulation._attacks import Adversary, Attack
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training
 from pflcore.train._net import Net

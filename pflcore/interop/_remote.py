@@ -64,6 +64,13 @@ from pflcore.simulation._models import (
     with_new_client,
 )
 from pflcore.simulation._settings import Hardware
+from pflcore.simulation._state import (
+    batch_norm_policy,
+    check_state,
+    flatten_state,
+    initial_state,
+    unflatten_state,
+)
 from pflcore.simulation._uploads import (
     CohortResult,
     RoundOutcome,
@@ -71,15 +78,7 @@ from pflcore.simulation._uploads import (
     finite_rows,
     shrink_towards,
 )
-from pflcore.simulation.round import (
-    batch_norm_policy,
-    check_state,
-    commit,
-    flatten_state,
-    initial_state,
-    serve,
-    unflatten_state,
-)
+from pflcore.simulation.round import commit, serve
 from pflcore.train import Clients, Net, Training
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
 from pflcore.train._losses import Loss, default_loss

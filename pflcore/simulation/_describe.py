@@ -2,13 +2,14 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pflcore.algorithms import name_of
 from pflcore.algorithms._adaptation import SplitModel
 from pflcore.check import summarize
 from pflcore.data._federation import Federation
@@ -16,10 +17,11 @@ from pflcore.data._ragged import Ragged
 from pflcore.metrics import human_bytes
 from pflcore.ops import __version__, backend
 from pflcore.results.record import OUTLIER_RATIO, to_json
-from pflcore.simulation._setup import row_bytes
+from pflcore.simulation._setup import RunOptions, peak_bytes, row_bytes
+from pflcore.simulation._state import RunConfig, State
 from pflcore.simulation._uploads import RoundOutcome
-from pflcore.simulation.round import RunConfig
 from pflcore.train import Net
+from pflcore.train._clients import TrainContext
 from pflcore.train._gpu_flags import allows_tf32
 from pflcore.train._losses import loss_name
 from pflcore.train._random import STREAM_VERSION
@@ -31,7 +33,19 @@ DIGEST_MAX_BYTES = 2**28
 REPORT_TENSOR_MIN_NUMBERS = 1000
 # Keys of a header that are no part of a run's identity: they tell where the run is
 # computed, or its identity has them in more detail.
-NOT_IDENTITY = ("storage", "backend", "peak_bytes", "loss", "size")
+NOT_IDENTITY = (
+    "storage",
+    "backend",
+    "peak_bytes",
+    "loss",
+    "size",
+    "versions",
+    "device",
+    "engine",
+    "clients_per_block",
+    "path",
+    "tf32",
+)
 VERSIONS = {"pflcore": __version__, "torch": torch.__version__}
 NO_OUTLIER = [0.0, 0, 0]  # as `largest_update` returns it without updates
 # Keys of records that have the name of an attribute, of a run and of an outcome.
@@ -39,49 +53,140 @@ RUN_FIELDS = ("training", "clients", "rounds", "participation", "seed")
 OUTCOME_FIELDS = ("dropped", "void", "bytes_down", "bytes_up", "train_loss", "clipped")
 
 
-def header(run: Any) -> Record:
-    """The first line of a run's record.
+@dataclass(frozen=True)
+class Run:
+    """The description of a run, which stays the same while its rounds are played.
 
-    A short digest tells data without a name, models, and losses with options apart.
+    Attributes:
+        options: The options of the simulation.
+        config: What a round needs: the options on their device.
+        eval_clients: The ids of the clients that are evaluated; None for all.
+        metrics: The names of the metrics of an evaluation.
     """
-    context = run.context
-    alg = run.algorithm
-    net = context.net
-    data = run.data
-    record = {
-        "algorithm": run.name,
-        "options": alg,
-        **{name: getattr(run, name) for name in RUN_FIELDS},
-        "data": _data_name(data),
-        "model": _model_name(net),
-        "eval_clients": _eval_clients(run),
-        "n": data.n,
-        "classes": data.classes,
-        "facts": data.facts,
-        "parameters": net.size,
-        "engine": context.engine.name,
-        "path": describe_engine(context),
-        "device": run.hardware.device,
-        "clients_per_block": context.clients_per_block,
-        "storage": "disk" if run.config.folder else "memory",
-        "batch_norm": run.batch_norm,
-        "clip": run.robustness.clip,
-        "stream": STREAM_VERSION,
-        "loss": _loss_name_with_digest(net.loss_fn),
-        "metrics": list(run.metrics),
-        "eval_split": run.evaluation.split,
-        "target": getattr(alg, "target", None),
-        "backend": backend(),
-        "versions": VERSIONS,
-        "peak_bytes": run.peak_bytes(),
-    }
-    if net.w0.device.type == "cuda":
-        record["tf32"] = allows_tf32()
-    if isinstance(alg, SplitModel):
-        record["private"] = _private_parameters(alg, net)
-    if run.robustness.adversary is not None:
-        record["adversary"] = run.robustness.adversary
-    return {**to_json(record), "size": context.data.size("train").tolist()}
+
+    options: RunOptions
+    config: RunConfig
+    eval_clients: Tensor | None
+    metrics: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The algorithm's name in records."""
+        return name_of(self.config.algorithm)
+
+    @property
+    def context(self) -> TrainContext:
+        """The part of `config` that training needs."""
+        return self.config.context
+
+    def peak_bytes(self) -> int:
+        """An estimate of the run's peak memory besides its data."""
+        return peak_bytes(self.config, self.options.participation)
+
+    def header(self) -> Record:
+        """The first line of the run's record.
+
+        Data without a name, models, and losses with options have a short digest, which
+        tells them apart.
+        """
+        options = self.options
+        context = self.context
+        alg = self.config.algorithm
+        net = context.net
+        data = options.data
+        record = {
+            "algorithm": self.name,
+            "options": alg,
+            **{name: getattr(options, name) for name in RUN_FIELDS},
+            "data": _data_name(data),
+            "model": _model_name(net),
+            "eval_clients": self._evaluated_clients(),
+            "n": data.n,
+            "classes": data.classes,
+            "facts": data.facts,
+            "parameters": net.size,
+            "engine": context.engine.name,
+            "path": describe_engine(context),
+            "device": options.hardware.device,
+            "clients_per_block": context.clients_per_block,
+            "storage": "disk" if self.config.folder else "memory",
+            "batch_norm": options.batch_norm,
+            "clip": options.robustness.clip,
+            "stream": STREAM_VERSION,
+            "loss": _loss_name_with_digest(net.loss_fn),
+            "metrics": list(self.metrics),
+            "eval_split": options.evaluation.split,
+            "target": getattr(alg, "target", None),
+            "backend": backend(),
+            "versions": VERSIONS,
+            "peak_bytes": self.peak_bytes(),
+        }
+        if net.w0.device.type == "cuda":
+            record["tf32"] = allows_tf32()
+        if isinstance(alg, SplitModel):
+            record["private"] = _private_parameters(alg, net)
+        if options.robustness.adversary is not None:
+            record["adversary"] = options.robustness.adversary
+        return {**to_json(record), "size": context.data.size("train").tolist()}
+
+    def _evaluated_clients(self) -> Tensor | int | None:
+        """The clients to evaluate: None or a number as in the options, else ids."""
+        clients = self.options.evaluation.clients
+        if clients is None or isinstance(clients, int):
+            return clients
+        return self.eval_clients
+
+    def identity(self) -> Record:
+        """The description by which a checkpoint tells runs apart.
+
+        Runs with the same identity have the same results. Its entry "made_with" is an
+        exception: it may differ, as when a run continues on another machine.
+        """
+        net = self.context.net
+        description: Record = {
+            "federation": describe_data(self.options.data),
+            "loss": loss_name(net.loss_fn),
+            "net": describe_net(net),
+        }
+        for name, value in self.header().items():
+            if name not in NOT_IDENTITY:
+                description[name] = value
+        description["evaluation"] = self.options.evaluation
+        description["made_with"] = self._made_with()
+        record: Record = to_json(description)
+        return record
+
+    def _made_with(self) -> Record:
+        """The part of the identity that may differ between two parts of a run."""
+        context = self.context
+        made_with = {
+            "versions": VERSIONS,
+            "device": self.options.hardware.device,
+            "engine": context.engine.name,
+            "clients_per_block": context.clients_per_block,
+            "form": context.engine.form,
+        }
+        if context.net.w0.device.type == "cuda":
+            made_with["tf32"] = allows_tf32()
+        return made_with
+
+    def compare(self, other: Record) -> str | None:
+        """The first difference from a run with the identity `other`, in words.
+
+        None where both are one run. "made_with" is left out.
+        """
+        there = _without_made_with(other)
+        here = _without_made_with(self.identity())
+        return first_difference(there, here)
+
+    def compare_made_with(self, other: Record) -> str | None:
+        """The first difference from "made_with" of the identity `other`, in words."""
+        return first_difference(other.get("made_with", {}), self._made_with())
+
+
+def _without_made_with(identity: Record) -> Record:
+    """The identity of a run without the part that may differ."""
+    return {name: value for name, value in identity.items() if name != "made_with"}
 
 
 def _data_name(data: Federation) -> str:
@@ -95,14 +200,6 @@ def _model_name(net: Net) -> str:
     """The class of a model, with a digest of its layers."""
     layers = describe_net(net)["layers"]
     return f"{type(net.module).__name__} {short_digest(layers)}"
-
-
-def _eval_clients(run: Any) -> Any:
-    """The clients to evaluate: None or a number as in the options, else their ids."""
-    clients = run.evaluation.clients
-    if clients is None or isinstance(clients, int):
-        return clients
-    return run.eval_clients
 
 
 def _loss_name_with_digest(loss_fn: Any) -> str:
@@ -119,7 +216,7 @@ def _private_parameters(alg: SplitModel, net: Net) -> list[str]:
     return [name for name, columns in net.slices.items() if mask[columns.start]]
 
 
-def describe_engine(context: Any) -> Record:
+def describe_engine(context: TrainContext) -> Record:
     """The engine that trains the model, with the reason for it.
 
     On a GPU it also tells whether local steps are captured as CUDA graphs.
@@ -131,45 +228,16 @@ def describe_engine(context: Any) -> Record:
     return path
 
 
-def identity(run: Any) -> Record:
-    """The description by which a checkpoint tells runs apart.
-
-    Runs with the same identity have the same results. What they were "made_with" may
-    differ, as when a run continues on another machine.
-    """
-    net = run.context.net
-    rest = header(run)
-    made_with = {
-        name: rest.pop(name)
-        for name in ("versions", "device", "engine", "clients_per_block")
-    }
-    made_with["form"] = rest.pop("path")["form"]
-    if "tf32" in rest:
-        made_with["tf32"] = rest.pop("tf32")
-    description = {
-        "federation": describe_data(run.data),
-        "loss": loss_name(net.loss_fn),
-        "net": describe_net(net),
-    }
-    for name, value in rest.items():
-        if name not in NOT_IDENTITY:
-            description[name] = value
-    description["evaluation"] = run.evaluation
-    description["made_with"] = made_with
-    record: Record = to_json(description)
-    return record
-
-
-def round_record(run: Any, outcome: RoundOutcome) -> Record:
+def round_record(run: Run, state: State, outcome: RoundOutcome) -> Record:
     """A round's record, without the algorithm's report and without evaluation."""
     norms = outcome.relative_update_norm
     if norms is not None:
         norms = [None if norm is None else float(f"{norm:.3g}") for norm in norms]
     return {
-        "round": run._state.round,
+        "round": state.round,
         "algorithm": run.name,
         "engine": run.context.engine.name,
-        "seed": run.seed,
+        "seed": run.context.seed,
         "seconds": 0.0,
         "cohort": outcome.ids,
         **{name: getattr(outcome, name) for name in OUTCOME_FIELDS},
@@ -179,11 +247,12 @@ def round_record(run: Any, outcome: RoundOutcome) -> Record:
     }
 
 
-def round_report(run: Any, outcome: RoundOutcome) -> Record:
+def round_report(run: Run, state: State, outcome: RoundOutcome) -> Record:
     """The algorithm's report of a round: small tensors as lists, others as copies."""
-    if outcome.void:  # it changed nothing
+    if outcome.void or outcome.cohort is None:  # the round changed nothing
         return {}
-    report = run.algorithm.report(run._state.server, outcome.mix, outcome.cohort)
+    alg = run.config.algorithm
+    report = alg.report(state.server, outcome.mix, outcome.cohort)
     record: Record = {}
     for name, tensor in report.items():
         if tensor.numel() > REPORT_TENSOR_MIN_NUMBERS:
@@ -204,13 +273,21 @@ def largest_update(record: Record) -> list[Any]:
     return max(updates, default=NO_OUTLIER)
 
 
-def explain_void(run: Any, outcome: RoundOutcome) -> str:
+def explain_void(
+    run: Run, state: State, records: Sequence[Record], outcome: RoundOutcome
+) -> str:
     """One sentence that tells why a run ends after void rounds.
 
     It names the longest update so far, where that is an outlier.
+
+    Args:
+        run: The description of the run.
+        state: The state after the last round.
+        records: The records of the rounds so far.
+        outcome: The outcome of the last round.
     """
-    last = run._state.round
-    first = last - run._state.void_rounds + 1
+    last = state.round
+    first = last - state.void_rounds + 1
     rounds = f"round {last} was" if first == last else f"rounds {first} to {last} were"
     if outcome.void_reason is not None:
         return f"{rounds.capitalize()} void: {outcome.void_reason}"
@@ -218,8 +295,8 @@ def explain_void(run: Any, outcome: RoundOutcome) -> str:
     if outcome.non_finite_state:
         names = ", ".join(outcome.non_finite_state)
         reason = f"the server's {names} would not be finite"
-    remedy = f"lower the learning rate ({run.training.lr})"
-    ratio, client, round = max(map(largest_update, run._records), default=NO_OUTLIER)
+    remedy = f"lower the learning rate ({run.context.training.lr})"
+    ratio, client, round = max(map(largest_update, records), default=NO_OUTLIER)
     if ratio > OUTLIER_RATIO:
         remedy = (
             f"client {client}'s update was {ratio:.3g} times the median in round "

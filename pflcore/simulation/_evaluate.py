@@ -11,7 +11,7 @@ from pflcore._device import to_device
 from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import checked, require
 from pflcore.metrics import Metric, measured_by
-from pflcore.simulation.round import RunConfig, State, client_rows
+from pflcore.simulation._state import RunConfig, State, client_rows
 from pflcore.train import Clients
 from pflcore.train._clients import assign_blocks, split_by_block
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS

@@ -16,8 +16,8 @@ from pflcore.results import _export as export
 from pflcore.results._export import Per
 from pflcore.simulation._describe import NO_OUTLIER, Record, largest_update
 from pflcore.simulation._models import LazyModels, Personalized, adapt, export_models
+from pflcore.simulation._state import State
 from pflcore.simulation.callbacks import TensorBoard
-from pflcore.simulation.round import State
 
 RUNAWAY_RATIO = 1e6  # times the median update of a round
 

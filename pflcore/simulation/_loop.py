@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from pflcore.algorithms import algorithm_of, name_of
+from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._protocol import Algorithm, Stop, Tensors, check_training
 from pflcore.check import (
     EXPECT_MODEL,
@@ -33,28 +33,30 @@ from pflcore.data._federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.simulation import _describe as describe
 from pflcore.simulation import checkpoint as store
-from pflcore.simulation._describe import Record
+from pflcore.simulation._describe import Record, Run
 from pflcore.simulation._evaluate import evaluate, evaluate_clients
 from pflcore.simulation._history import History
 from pflcore.simulation._models import LazyModels
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._setup import (
+    ModelSource,
+    RunOptions,
     adjustable_clients_per_block,
-    peak_bytes,
     prepare_run,
     select_eval_clients,
     training_data,
 )
 from pflcore.simulation._signals import defer_signals
+from pflcore.simulation._state import RunConfig, State, check_state, copy_state
 from pflcore.simulation.callbacks import Callback, check_record
 from pflcore.simulation.checkpoint import Checkpoint
-from pflcore.simulation.round import State, check_state, copy_state, sample_cohort, step
-from pflcore.train import Net, Training
+from pflcore.simulation.round import sample_cohort, step
+from pflcore.train import Training
 from pflcore.train import _memory as memory
+from pflcore.train._clients import TrainContext
 from pflcore.train._losses import Loss
 from pflcore.train._validate import check_torch_modes
 
-ModelSource = Net | nn.Module | Callable[[], nn.Module]  # a model
 # So many void rounds in a row end a run: with the same data and lr it cannot recover.
 MAX_VOID_ROUNDS = 3
 
@@ -94,31 +96,53 @@ class Simulation:
         check_torch_modes()
         self.algorithm = algorithm_of(self.algorithm)
         check_training(self.algorithm, self.training)
-        self.data = training_data(self)
-        clients = self.clients
-        if clients is not None:
-            clients = ids_of("clients", clients, self.data.n).sort().values
+        options = RunOptions(
+            algorithm=self.algorithm,
+            model=self.model,
+            data=self.data,
+            training=self.training,
+            rounds=self.rounds,
+            participation=self.participation,
+            clients=None,
+            seed=self.seed,
+            evaluation=self.evaluation,
+            robustness=self.robustness,
+            hardware=self.hardware,
+            batch_norm=self.batch_norm,
+            loss=self.loss,
+        )
+        self.data = training_data(options)
+        clients = None
+        if self.clients is not None:
+            clients = ids_of("clients", self.clients, self.data.n).sort().values
         self.clients = self.eligible_clients = clients
-        self.eval_clients = select_eval_clients(self)
+        options = replace(options, data=self.data, clients=clients)
+        self.eval_clients = select_eval_clients(options)
         self.history: History | None = None  # of the last call of `run`
-        # Of all rounds up to the state, by `run` or a checkpoint.
+        # The records of all rounds up to the state, by `run` or a checkpoint.
         self._records: list[Record] = []
-        self.config, self._state = prepare_run(self, device_of(self.hardware.device))
+        config, self._state = prepare_run(options, device_of(self.hardware.device))
         # True where the caller may hold the state, so that the run needs a copy.
         self._state_shared = False
-        scores_classes = self.context.net.scores_classes
+        scores_classes = config.context.net.scores_classes
         self.metrics = metrics_of(self.evaluation.metrics, scores_classes)
+        self._run = Run(options, config, self.eval_clients, tuple(self.metrics))
 
     # what it is ---------------------------------------------------------------
     @property
-    def context(self) -> Any:
-        """What training needs, see `TrainContext`."""
-        return self.config.context
+    def config(self) -> RunConfig:
+        """The options that a round needs, on their device."""
+        return self._run.config
+
+    @property
+    def context(self) -> TrainContext:
+        """The part of `config` that training needs."""
+        return self._run.context
 
     @property
     def name(self) -> str:
         """The algorithm's name in records."""
-        return name_of(self.config.algorithm)
+        return self._run.name
 
     @property
     def state(self) -> State:
@@ -145,12 +169,16 @@ class Simulation:
         ]
 
     def peak_bytes(self) -> int:
-        """An estimate of the run's peak memory beside its data."""
-        return peak_bytes(self.config, self.participation)
+        """An estimate of the run's peak memory besides its data."""
+        return self._run.peak_bytes()
 
     def header(self) -> Record:
         """The description of the run that is the first line of its record."""
-        return describe.header(self)
+        return self._run.header()
+
+    def identity(self) -> Record:
+        """The description by which a checkpoint tells runs apart."""
+        return self._run.identity()
 
     # the rounds ---------------------------------------------------------------
     def iterate(self) -> Iterator[Record]:
@@ -170,9 +198,11 @@ class Simulation:
             try:
                 ids = self._start_round(round)
                 self._state, outcome = step(self.config, self._state, ids)
-                record = describe.round_record(self, outcome)
+                record = describe.round_record(self._run, self._state, outcome)
                 phase = "the evaluation after round"
-                record["report"] = describe.round_report(self, outcome)
+                record["report"] = describe.round_report(
+                    self._run, self._state, outcome
+                )
                 record["eval"] = self._evaluate_round(round)
             except BaseException as e:
                 # An error of memory holds the round's frames with their tensors, so
@@ -189,7 +219,10 @@ class Simulation:
             void_rounds = self._state.void_rounds
             is_last = round >= self.rounds
             if void_rounds and (void_rounds >= MAX_VOID_ROUNDS or is_last):
-                yield {"stopped": describe.explain_void(self, outcome)}
+                reason = describe.explain_void(
+                    self._run, self._state, self._records, outcome
+                )
+                yield {"stopped": reason}
                 return
 
     def _start_round(self, round: int) -> Tensor:
@@ -228,12 +261,11 @@ class Simulation:
         of those clients alone, whose ids are in "clients".
         """
         metrics = self.metrics if split == self.evaluation.split else None
+        clients = self.eval_clients
         are_drawn = isinstance(self.evaluation.clients, int)
-        function: Any = evaluate_clients if are_drawn else evaluate
-        values: Tensors = function(
-            self.config, self._state, split, self.eval_clients, metrics
-        )
-        return values
+        if are_drawn and clients is not None:
+            return evaluate_clients(self.config, self._state, split, clients, metrics)
+        return evaluate(self.config, self._state, split, clients, metrics)
 
     @checked
     def run(
@@ -349,7 +381,7 @@ class Simulation:
         run is in the folder.
         """
         with store.lock(folder):
-            store.save_run(folder, self)
+            store.save_run(folder, self._run, self._state, self._records)
 
     def restore(self, folder: str | Path) -> Simulation:
         """Takes up the checkpoint in `folder`, and returns the simulation itself.
@@ -359,7 +391,8 @@ class Simulation:
         all records. Raises ValueError for a checkpoint that is absent, damaged, or of
         another run.
         """
-        self.config, self._state, self._records = store.restore_run(folder, self)
+        config, self._state, self._records = store.restore_run(folder, self._run)
+        self._run = replace(self._run, config=config)
         self._state_shared = False
         self.history = None
         return self
@@ -381,6 +414,6 @@ class Simulation:
     def _save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Writes a checkpoint; warns where it cannot be written."""
         try:
-            store.save_run(checkpoint.folder, self)
+            store.save_run(checkpoint.folder, self._run, self._state, self._records)
         except OSError as e:
             warn_caller(f"{e} The run goes on.", RuntimeWarning)

@@ -32,19 +32,16 @@ from pflcore.data._samples import Scaling
 from pflcore.nn._context import forward_context
 from pflcore.results._files import atomic_write
 from pflcore.simulation._evaluate import has_custom_predict, personalized_models
-from pflcore.simulation._uploads import RoundOutcome, accept
-from pflcore.simulation.checkpoint import safetensors_bytes
-from pflcore.simulation.round import (
+from pflcore.simulation._state import (
     RunConfig,
     State,
-    client_changes,
-    commit,
     flatten_state,
     initial_state,
-    step,
-    train_cohort,
     unflatten_state,
 )
+from pflcore.simulation._uploads import RoundOutcome, accept
+from pflcore.simulation.checkpoint import safetensors_bytes
+from pflcore.simulation.round import client_changes, commit, step, train_cohort
 from pflcore.train import Clients, Net
 from pflcore.train._losses import binary_cross_entropy, hinge
 from pflcore.train._select_engine import plan_single_samples

@@ -1,38 +1,44 @@
 """The beginning of a run: its options on their device, and its first state.
 
-It also estimates the memory that a run needs at its peak, beside its data.
+The functions estimate the memory, too, that a run needs at its peak besides its data.
+
+Symbols: N clients of the federation; S of them are evaluated.
 """
 
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pflcore.algorithms._protocol import Algorithm
 from pflcore.check import ids_of, require
 from pflcore.data._federation import Federation
 from pflcore.data._protocols import mask_ignored_label, with_validation
 from pflcore.data._samples import SPLITS
 from pflcore.metrics import human_bytes
 from pflcore.ops._chain import has_kernels
-from pflcore.simulation.round import (
+from pflcore.simulation._settings import Evaluation, Hardware, Robustness
+from pflcore.simulation._state import (
     RunConfig,
     State,
     batch_norm_policy,
-    check_disk_space,
     initial_state,
     new_client_state,
 )
-from pflcore.train import Net
+from pflcore.simulation._storage import check_disk_space
+from pflcore.train import Net, Training
 from pflcore.train import _memory as memory
 from pflcore.train._clients import TrainContext
 from pflcore.train._engines import Engine
-from pflcore.train._losses import default_loss, ignored_label
+from pflcore.train._losses import Loss, default_loss, ignored_label
 from pflcore.train._random import draw_without_replacement
 from pflcore.train._select_engine import make_context
 from pflcore.train._workers import Workers
 
+ModelSource = Net | nn.Module | Callable[[], nn.Module]  # a model
 # Rows of the size of a model that a run holds beside the state: the model as it was
 # given, as it starts, and as each thread binds it, those of a kernel, and those that an
 # allocator keeps after they are freed.
@@ -43,38 +49,75 @@ VMAP_ROW_COPIES = 6
 STATE_COPIES = 3
 
 
-def training_data(run: Any) -> Federation:
-    """The federation that a run (a `Simulation`) trains on.
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of a `Simulation`, after they were checked.
 
-    It lacks the samples that the loss ignores, is poisoned by the adversary, and has a
-    split "val" where the algorithm needs one.
+    Attributes:
+        algorithm: The algorithm, as an instance.
+        model: A module with its loss, a module alone, or a function that makes one.
+        data: The federation. `training_data` makes it fit for the run.
+        training: The options of local training.
+        rounds: The number of rounds.
+        participation: The fraction of clients that take part in a round.
+        clients: The ids of the clients that may take part, ascending; None for all.
+        seed: The seed of all random numbers.
+        evaluation: When, on what and for which clients models are evaluated.
+        robustness: What is done about long updates, and clients that attack.
+        hardware: Where the run is computed.
+        batch_norm: The policy for running statistics, see `batch_norm_policy`.
+        loss: The loss of a model that has none; None for the default of the targets.
     """
-    loss = run.model.loss_fn if isinstance(run.model, Net) else run.loss
-    data: Federation = mask_ignored_label(run.data, ignored_label(loss))
-    adversary = run.robustness.adversary
+
+    algorithm: Algorithm
+    model: ModelSource
+    data: Federation
+    training: Training
+    rounds: int
+    participation: float
+    clients: Tensor | None
+    seed: int
+    evaluation: Evaluation
+    robustness: Robustness
+    hardware: Hardware
+    batch_norm: str
+    loss: Loss | None
+
+
+def training_data(options: RunOptions) -> Federation:
+    """The federation that a run trains on.
+
+    It lacks the samples that the loss ignores, and the adversary has poisoned it. It
+    has a split "val" where the algorithm needs one. Raises ValueError where it lacks
+    the split of the evaluation.
+    """
+    model = options.model
+    loss = model.loss_fn if isinstance(model, Net) else options.loss
+    data: Federation = mask_ignored_label(options.data, ignored_label(loss))
+    adversary = options.robustness.adversary
     if adversary is not None:
         data = adversary.poison_data(data)
-    if run.algorithm.traits.needs_val:
-        data = with_validation(data, run.seed)
-    split = run.evaluation.split
+    if options.algorithm.traits.needs_val:
+        data = with_validation(data, options.seed)
+    split = options.evaluation.split
     wanted = f"one of {', '.join(data.index)}"
     if split in SPLITS:
         wanted += f" (hold samples out with split({split}=0.2))"
-    is_evaluated = run.evaluation.every != 0
+    is_evaluated = options.evaluation.every != 0
     fits = split in data.index or not is_evaluated
     require(fits, "evaluation.split", wanted, split, data.index)
     return data
 
 
-def select_eval_clients(run: Any) -> Tensor | None:
-    """The ids [S] of the clients that are evaluated, ascending; None: all.
+def select_eval_clients(options: RunOptions) -> Tensor | None:
+    """The ids [S] of the clients that are evaluated, ascending; None for all.
 
-    Where the options have a number, so many of the honest clients with samples are
-    drawn.
+    Where the options have a number instead of ids, that many clients are drawn among
+    the honest ones with samples.
     """
-    choice = run.evaluation.clients
-    data = run.data
-    adversary = run.robustness.adversary
+    choice = options.evaluation.clients
+    data = options.data
+    adversary = options.robustness.adversary
     if adversary is None:
         honest = torch.arange(data.n)
     else:
@@ -83,68 +126,80 @@ def select_eval_clients(run: Any) -> Tensor | None:
         return None if adversary is None else honest
     if not isinstance(choice, int):
         return ids_of("evaluation.clients", choice, data.n).sort().values
-    split = run.evaluation.split if run.evaluation.split in data.index else "train"
+    split = options.evaluation.split
+    if split not in data.index:
+        split = "train"
     candidates = honest[data.size(split)[honest] > 0]
     count = min(choice, len(candidates))
-    drawn = draw_without_replacement(len(candidates), count, run.seed, "eval_clients")
+    drawn = draw_without_replacement(
+        len(candidates), count, options.seed, "eval_clients"
+    )
     return candidates[drawn].sort().values
 
 
-def prepare_run(run: Any, device: str) -> tuple[RunConfig, State]:
+def prepare_run(options: RunOptions, device: str) -> tuple[RunConfig, State]:
     """The constants of a run, on its device, and its first state.
 
-    Raises MemoryError where they do not fit into memory, ValueError where the model or
-    the schedule of learning rates does not fit the run.
+    Raises MemoryError where they do not fit into memory. Raises ValueError where the
+    model or the schedule of learning rates does not fit the run.
     """
-    model = run.model
-    if not isinstance(model, Net):
-        model = Net(model, run.loss or default_loss(run.data.y), seed=run.seed)
-    elif run.loss is not None:
-        raise ValueError(
-            "loss: this Net has a loss of its own; give it to the Net, Net(model, "
-            "loss), or give the bare model."
-        )
-    net = run.algorithm.prepare(model)
-    batch_norm_policy(run.algorithm, net, run.batch_norm)
-    run.training.lr_at(1, run.rounds)  # a schedule that fails fails now
+    net = options.algorithm.prepare(_as_net(options))
+    batch_norm_policy(options.algorithm, net, options.batch_norm)
+    # A schedule that raises an error raises it here, before the first round.
+    options.training.lr_at(1, options.rounds)
     try:
-        return _prepare_run(run, net, device)
+        return _prepare_run(options, net, device)
     except Exception as error:
         if not memory.is_out_of_memory(error) or isinstance(error, memory.RunTooLarge):
             raise
         request = memory.failed_request(error)
     # Only here, after the `except`: the error holds the tensors of its frames.
     memory.free_caches(device)
-    context = TrainContext(net, run.data, run.training, Engine("loop"), Workers(1))
-    peak = peak_bytes(RunConfig(run.algorithm, context), run.participation)
-    data_bytes = run.data.x.nbytes + run.data.y.nbytes
+    data = options.data
+    context = TrainContext(net, data, options.training, Engine("loop"), Workers(1))
+    peak = peak_bytes(RunConfig(options.algorithm, context), options.participation)
+    data_bytes = data.x.nbytes + data.y.nbytes
     where = f"before the first round, with {human_bytes(data_bytes)} of data"
     raise MemoryError(memory.out_of_memory_text(where, peak, request, device))
 
 
-def _prepare_run(run: Any, net: Net, device: str) -> tuple[RunConfig, State]:
+def _as_net(options: RunOptions) -> Net:
+    """The model with its loss. Raises ValueError where two losses are given."""
+    model = options.model
+    if not isinstance(model, Net):
+        loss = options.loss or default_loss(options.data.y)
+        return Net(model, loss, seed=options.seed)
+    if options.loss is not None:
+        raise ValueError(
+            "loss: this Net has a loss of its own; give it to the Net, Net(model, "
+            "loss), or give the bare model."
+        )
+    return model
+
+
+def _prepare_run(options: RunOptions, net: Net, device: str) -> tuple[RunConfig, State]:
     """The result of `prepare_run`; a lack of memory raises errors of any kind."""
-    hardware = run.hardware
-    alg = run.algorithm
-    data = run.data
+    hardware = options.hardware
+    alg = options.algorithm
+    data = options.data
     if device != "cpu":
         net = net.to(device)
         data = data.to(device)
     context = make_context(
         net,
         data,
-        run.training,
+        options.training,
         hardware.engine,
         hardware.workers,
-        run.seed,
-        run.rounds,
+        options.seed,
+        options.rounds,
         hardware.clients_per_block,
         hardware.graphs,
     )
-    config = RunConfig(alg, context, run.robustness, run.batch_norm)
-    folder = storage_folder(config, hardware.storage, run.participation)
+    config = RunConfig(alg, context, options.robustness, options.batch_norm)
+    folder = storage_folder(config, hardware.storage, options.participation)
     config = config._replace(folder=folder)
-    peak = peak_bytes(config, run.participation)
+    peak = peak_bytes(config, options.participation)
     memory.check_fits_memory(peak, device, adjustable_clients_per_block(context))
     return config, initial_state(alg, context.net, data.n, folder)
 

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,8 @@ from pflcore.check import (
 )
 from pflcore.results._files import atomic_write, remove_part_files
 from pflcore.results.record import to_json
-from pflcore.simulation._describe import Record, first_difference, identity
-from pflcore.simulation._uploads import non_finite_names
-from pflcore.simulation.round import (
+from pflcore.simulation._describe import Record, Run
+from pflcore.simulation._state import (
     RunConfig,
     State,
     check_state,
@@ -42,6 +41,7 @@ from pflcore.simulation.round import (
     state_dict,
     unflatten_state,
 )
+from pflcore.simulation._uploads import non_finite_names
 from pflcore.train import Net
 
 try:
@@ -239,15 +239,23 @@ def safetensors_bytes(
 # a run's ----------------------------------------------------------------------
 
 
-def save_run(folder: str | Path, run: Any) -> None:
-    """Writes the checkpoint of a run, a `Simulation`. Raises OSError as `save` does."""
+def save_run(
+    folder: str | Path, run: Run, state: State, records: Sequence[Record]
+) -> None:
+    """Writes the checkpoint of a run. Raises OSError as `save` does.
+
+    Args:
+        folder: The folder of the checkpoint.
+        run: The description of the run.
+        state: The state after the last round.
+        records: The records of the rounds up to the state.
+    """
     net = run.context.net
-    state = run._state
-    tensors = state_dict(run.algorithm, state)
+    tensors = state_dict(run.config.algorithm, state)
     tensors["net.w0"] = net.w0
     tensors["net.b0"] = net.b0
     rounds = []
-    for record in run._records:
+    for record in records:
         report = dict(record["report"])
         for name, value in report.items():
             if isinstance(value, Tensor):
@@ -255,7 +263,7 @@ def save_run(folder: str | Path, run: Any) -> None:
                 report[name] = None  # keeps the name's place among the others
         rounds.append({**record, "report": report})
     facts = {
-        "run": identity(run),
+        "run": run.identity(),
         "round": state.round,
         "void": state.void_rounds,
         "rounds": rounds,
@@ -263,23 +271,24 @@ def save_run(folder: str | Path, run: Any) -> None:
     save(folder, tensors, facts)
 
 
-def restore_run(folder: str | Path, run: Any) -> tuple[RunConfig, State, list[Record]]:
-    """The parts of a run, a `Simulation`, that its checkpoint holds.
+def restore_run(folder: str | Path, run: Run) -> tuple[RunConfig, State, list[Record]]:
+    """The parts of a run that its checkpoint holds.
 
     Returns the options of the run with the model that it started from, the state, and
     the records. Raises ValueError for the checkpoint of another run; warns where it was
     made on another machine or by another version.
     """
+    alg = run.config.algorithm
     tensors, facts = load(folder)
-    _check_identity(folder, facts.get("run"), identity(run))
+    _check_identity(folder, facts.get("run"), run)
     try:
         reports = {
             name: tensors.pop(name) for name in [*tensors] if name.startswith("report.")
         }
-        records = _restore_records(facts, reports, run.rounds)
+        records = _restore_records(facts, reports, run.context.rounds)
         net = _restore_net(tensors, run.context.net)
-        initial = initial_state(run.algorithm, net, run.data.n, run.config.folder)
-        _check_state(tensors, initial, run.algorithm, net)
+        initial = initial_state(alg, net, run.context.data.n, run.config.folder)
+        _check_state(tensors, initial, alg, net)
     except ValueError as e:
         raise ValueError(
             f"checkpoint: {folder} holds one that this run did not write "
@@ -287,28 +296,24 @@ def restore_run(folder: str | Path, run: Any) -> tuple[RunConfig, State, list[Re
             "anew."
         ) from None
     config = run.config._replace(context=run.context._replace(net=net))
-    state = load_state_dict(
-        run.algorithm, initial, tensors, facts["round"], facts["void"]
-    )
+    state = load_state_dict(alg, initial, tensors, facts["round"], facts["void"])
     return config, state, records
 
 
-def _check_identity(folder: str | Path, there: Any, here: Record) -> None:
-    """Raises ValueError where a checkpoint's identity `there` is another run's.
+def _check_identity(folder: str | Path, there: Any, run: Run) -> None:
+    """Raises ValueError where the identity `there` of a checkpoint is another run's.
 
-    Warns where the run was made with something else.
+    Warns where the checkpoint was made with something else than this run.
     """
     there = there if isinstance(there, dict) else {}
-    made_with_there = there.pop("made_with", {})
-    made_with_here = here.pop("made_with", {})
-    difference = first_difference(there, here)
-    if difference:
+    difference = run.compare(there)
+    if difference is not None:
         raise ValueError(
             f"checkpoint: {folder} holds that of another run: {difference}; give what "
             "it was made with, or another folder."
         )
-    difference = first_difference(made_with_there, made_with_here)
-    if difference:
+    difference = run.compare_made_with(there)
+    if difference is not None:
         warn_caller(
             f"checkpoint: {difference}; numbers may differ in their last digits from "
             "an unbroken run's."

@@ -9,20 +9,14 @@
 Only `commit` writes to the run's state, once everything that it writes is computed. The
 steps before it read the state, and note in a `RoundOutcome` what happened.
 
-Client rows that do not fit into memory lie in files. These take disk space only for
-clients that took part.
-
-Shapes: N clients of the federation, S of them in the cohort, b running statistics.
+Symbols: N clients of the federation; S of them in the cohort; b numbers of batch norm's
+running statistics.
 """
 
-import shutil
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,28 +25,24 @@ from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
     Changes,
-    Cohort,
     MixingWeights,
-    Payload,
     RowUpdate,
     Tensors,
     VoidRound,
     apply,
     check_training,
-    lazy_zeros,
 )
-from pflcore.check import (
-    Fraction,
-    PositiveInt,
-    checked,
-    reject,
-    require,
-    summarize,
-    warn_caller,
-)
-from pflcore.metrics import human_bytes
-from pflcore.simulation._settings import Robustness
+from pflcore.check import Fraction, PositiveInt, checked, require, warn_caller
 from pflcore.simulation._signals import defer_signals
+from pflcore.simulation._state import (
+    RunConfig,
+    State,
+    client_rows,
+    flatten_state,
+    initial_state,
+    unflatten_state,
+)
+from pflcore.simulation._storage import check_disk_space, disk_bytes
 from pflcore.simulation._uploads import (
     CohortResult,
     RoundOutcome,
@@ -60,98 +50,12 @@ from pflcore.simulation._uploads import (
     drop_clients,
     non_finite_names,
 )
-from pflcore.train import Clients, Net
-from pflcore.train._clients import TrainContext
+from pflcore.train import Clients
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
 from pflcore.train._random import draw_without_replacement
 from pflcore.train._workers import single_threaded
 
 __all__ = ["RunConfig", "initial_state", "step"]
-
-# Weights of all clients that are handled together. One thread passes through fewer in
-# a few milliseconds; on a busy machine, waking other threads takes longer.
-ONE_THREAD_MAX_WEIGHTS = 1 << 22
-# A file system allocates whole blocks, so a row may take one block more than its bytes.
-FILE_BLOCK_BYTES = 1 << 12
-
-
-@dataclass(frozen=True)
-class State:
-    """Everything that changes during a run.
-
-    Its fields cannot be set anew, yet the tensors are no constants: `commit` writes a
-    round's new rows into them and returns a new `State` that shares their memory.
-    """
-
-    server: Tensors
-    clients: Tensors  # [N, ...]; the row of a client that never took part is not read
-    buffers: Tensor  # [N, b] running statistics of batch norm
-    participated: Tensor  # bool [N]
-    round: int = 0  # rounds played
-    void_rounds: int = 0  # void rounds in a row
-
-
-class RunConfig(NamedTuple):
-    """Everything that stays the same during a run."""
-
-    algorithm: Algorithm
-    # model, data, training options, engine, workers, seed and number of rounds
-    context: TrainContext
-    robustness: Robustness = Robustness()
-    batch_norm: str = "auto"  # see `batch_norm_policy`
-    folder: Path | None = None  # holds the files of client rows; None: rows in memory
-
-    @property
-    def averages(self) -> bool:
-        """True where batch norm's statistics are averaged over clients."""
-        net = self.context.net
-        return batch_norm_policy(self.algorithm, net, self.batch_norm) == "average"
-
-    def cohort(self, ids: Tensor, round: int, purpose: str = "send") -> Cohort:
-        """The cohort of the clients `ids` [S]."""
-        context = self.context
-        return Cohort(
-            ids,
-            num_samples=context.data.size("train")[ids],
-            n=context.data.n,
-            round=round,
-            rounds=context.rounds,
-            seed=context.seed,
-            purpose=purpose,
-        )
-
-    def fits_one_thread(self, count: int) -> bool:
-        """True where `count` models are too little work for several threads."""
-        return count * self.context.net.size < ONE_THREAD_MAX_WEIGHTS
-
-
-def batch_norm_policy(alg: Algorithm, net: Net, batch_norm: str = "auto") -> str:
-    """The policy for batch norm's running statistics: "average", "local" or "rule".
-
-    - "average" mixes the statistics with the weights that mix the models. Every client
-      receives the mix, also one that did not take part.
-    - "local" leaves each client its own statistics. A client that never trained is
-      evaluated with the mean of those that did.
-    - "rule" means that the algorithm treats the statistics as a part of its models.
-
-    "auto" is the policy that the algorithm names first in its traits. Raises ValueError
-    for a policy that the algorithm does not know.
-    """
-    known = alg.traits.batch_norm
-    if batch_norm == "auto":
-        return str(known[0])
-    # Without batch norm every policy comes to the same.
-    allowed = known if net.buffer_names else ("average", "local", "rule")
-    if batch_norm not in allowed:
-        words = " and ".join(map(repr, allowed))
-        raise ValueError(
-            f"batch_norm: this {type(alg).__name__} knows {words} statistics, got "
-            f"{batch_norm!r}."
-        )
-    return batch_norm
-
-
-# a round ----------------------------------------------------------------------
 
 
 @checked
@@ -337,181 +241,6 @@ def commit(state: State, changes: Changes, folder: Path | None = None) -> State:
         return unflatten_state(tensors, state.round + 1)
 
 
-# states -----------------------------------------------------------------------
-
-
-@checked
-def initial_state(
-    alg: Algorithm,
-    net: Net,
-    n: PositiveInt,
-    folder: Path | None = None,
-    clients: bool = True,
-) -> State:
-    """The state before the first round.
-
-    Args:
-        folder: holds files with the rows of clients, their own and the server's; None:
-            the rows are in memory.
-        clients: False leaves client state out, as on a server of its own.
-    """
-    for client in alg.traits.required_clients:
-        has_trusted_client = getattr(alg, "trusted_client", None) is not None
-        name = "trusted_client" if has_trusted_client else "target"
-        require(0 <= client < n, name, f"a client from 0 to {n - 1}", client)
-    server = alg.init(**alg.server_init_args(net), n=n)
-    if folder is not None:
-        for name in alg.traits.per_client_state:
-            server[name] = stored_zeros(n, server[name][0], folder)
-    client_states = {}
-    if clients:
-        for name, row in new_client_state(alg, net, server, n).items():
-            client_states[name] = stored_zeros(n, row[0], folder)
-    participated = torch.zeros(n, dtype=torch.bool)
-    return State(server, client_states, net.b0.repeat(n, 1), participated)
-
-
-def new_client_state(alg: Algorithm, net: Net, server: Tensors, n: int) -> Tensors:
-    """The state [1, ...] that a client has in its first round."""
-    cohort = Cohort(ids=torch.tensor([0]), num_samples=torch.tensor([1]), n=n)
-    rows = alg.init_client(alg.send(server, cohort), net, n)
-    return {name: row[:1] for name, row in rows.items()}
-
-
-def client_rows(config: RunConfig, state: State, ids: Tensor, down: Payload) -> Tensors:
-    """Copies [S, ...] of the state of the clients `ids`.
-
-    A client that never took part has no state yet and receives the first one.
-    """
-    rows = {
-        name: tensor[to_device(ids, tensor.device)]
-        for name, tensor in state.clients.items()
-    }
-    is_new = ~state.participated[ids]
-    if not rows or not is_new.any():
-        return rows
-    n = config.context.data.n
-    first_states = config.algorithm.init_client(down, config.context.net, n)
-    for name, first in first_states.items():
-        new = to_device(is_new, rows[name].device)
-        rows[name][new] = first.expand_as(rows[name])[new]
-    return rows
-
-
-def flatten_state(state: State) -> Tensors:
-    """All tensors of a state by name: "server.x", "clients.v", "batch_norm", "seen"."""
-    server = {f"server.{name}": tensor for name, tensor in state.server.items()}
-    clients = {f"clients.{name}": tensor for name, tensor in state.clients.items()}
-    return server | clients | {"batch_norm": state.buffers, "seen": state.participated}
-
-
-def unflatten_state(tensors: Tensors, round: int, void_rounds: int = 0) -> State:
-    """The state with the tensors that `flatten_state` named."""
-    server = _without_prefix(tensors, "server.")
-    clients = _without_prefix(tensors, "clients.")
-    return State(
-        server, clients, tensors["batch_norm"], tensors["seen"], round, void_rounds
-    )
-
-
-def _without_prefix(tensors: Tensors, prefix: str) -> Tensors:
-    """The tensors whose name begins with `prefix`, by the rest of the name."""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
-
-
-def copy_state(config: RunConfig, state: State) -> State:
-    """A copy that shares no memory and no file with `state`."""
-    alg = config.algorithm
-    n = len(state.participated)
-    has_client_rows = bool(state.clients)
-    new = initial_state(alg, config.context.net, n, config.folder, has_client_rows)
-    if config.folder is not None:
-        num_participated = int(state.participated.sum())
-        # Only rows of clients that took part take space, whichever rows they are.
-        needed = sum(
-            disk_bytes(rows[:num_participated]) for rows in state.clients.values()
-        )
-        check_disk_space("a copy of the state needs", needed, config.folder)
-    tensors = state_dict(alg, state)
-    return load_state_dict(alg, new, tensors, state.round, state.void_rounds)
-
-
-def client_row_names(alg: Algorithm, state: State) -> set[str]:
-    """The names of tensors [N, ...] whose rows are read only for participants."""
-    server = {f"server.{name}" for name in alg.traits.per_client_state}
-    return server | {f"clients.{name}" for name in state.clients}
-
-
-def state_dict(alg: Algorithm, state: State) -> Tensors:
-    """Copies of all tensors that a run needs to continue.
-
-    Tensors that are read only for participants keep only the participants' rows.
-    """
-    ids = state.participated.nonzero()[:, 0]
-    sparse_names = client_row_names(alg, state)
-    copies = {}
-    for name, tensor in flatten_state(state).items():
-        if name in sparse_names:
-            copies[name] = tensor[to_device(ids, tensor.device)]
-        else:
-            copies[name] = tensor.clone()
-    return copies
-
-
-def load_state_dict(
-    alg: Algorithm, state: State, tensors: Tensors, round: int, void_rounds: int
-) -> State:
-    """The state whose tensors `state_dict` copied.
-
-    `state` is an initial state of the same run. Do not use it afterwards: its rows are
-    updated in place.
-    """
-    ids = tensors["seen"].nonzero()[:, 0]
-    old = flatten_state(state)
-    sparse_names = client_row_names(alg, state)
-    changes: Changes = {}
-    for name, tensor in tensors.items():
-        if name in sparse_names:
-            changes[name] = RowUpdate(ids, tensor)
-        else:
-            # A tensor that the server added during the run has no device before it.
-            device = old.get(name, state.buffers).device
-            changes[name] = tensor.to(device)
-    return unflatten_state(apply(old, changes), round, void_rounds)
-
-
-def check_state(state: State, alg: Algorithm, net: Net, n: int) -> None:
-    """Raises ValueError for a state of another algorithm, federation or model."""
-    expected = flatten_state(initial_state(alg, net, n, clients=bool(state.clients)))
-    tensors = flatten_state(state)
-    needs = f"a state of {type(alg).__name__} with"
-    extra = [
-        name for name in tensors if name.startswith("clients.") and name not in expected
-    ]
-    require(not extra, "state", f"{needs} no {' and '.join(extra)}", list(tensors))
-    for name, like in expected.items():
-        rows = like.shape[:1]
-        # The server's lists of models or groups may have grown during the run. A list
-        # as long as the federation or the model cannot.
-        may_grow = (
-            name.startswith("server") and bool(rows) and rows[0] not in (n, net.size)
-        )
-        fits = _is_alike(tensors.get(name), like, ignored_axes=int(may_grow))
-        wanted = f"the {name} like {summarize(like)}, for {n} clients and this model"
-        require(fits, "state", f"{needs} {wanted}", tensors.get(name))
-
-
-def _is_alike(tensor: Tensor | None, like: Tensor, ignored_axes: int) -> bool:
-    """True where dtypes and shapes are equal, the first `ignored_axes` axes aside."""
-    if tensor is None or tensor.dtype != like.dtype or tensor.dim() != like.dim():
-        return False
-    return tensor.shape[ignored_axes:] == like.shape[ignored_axes:]
-
-
 @checked
 def sample_cohort(
     config: RunConfig,
@@ -543,42 +272,3 @@ def sample_cohort(
     # The required clients come first, so that a cut takes away others.
     cohort = [*required, *others][: max(count, len(required))]
     return torch.tensor(sorted(cohort))
-
-
-# files ------------------------------------------------------------------------
-
-
-def stored_zeros(n: int, like: Tensor, folder: Path | None = None) -> Tensor:
-    """Zeros [n, *like.shape] that take no space before they are written.
-
-    With `folder` they are a memory-mapped file without a name, so nothing is left on
-    disk however the process ends. Raises ValueError where the folder cannot be written.
-    """
-    if folder is None or like.device.type != "cpu" or not like.numel():
-        return lazy_zeros(n, like)
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            rows = np.memmap(file, like.numpy().dtype, "w+", shape=(n, *like.shape))
-    except OSError:
-        reject("storage", "a folder that can be written", str(folder))
-    return torch.from_numpy(rows)
-
-
-def disk_bytes(rows: Tensor) -> int:
-    """The most disk space of rows [S, ...], with blocks that are partly filled."""
-    return rows.nbytes + len(rows) * FILE_BLOCK_BYTES
-
-
-def check_disk_space(
-    what: str, needed: int, folder: Path, error: type[OSError | MemoryError] = OSError
-) -> None:
-    """Raises `error` where the disk has less than `needed` bytes free.
-
-    A memory-mapped file that cannot grow would end the process without a message.
-    """
-    free = shutil.disk_usage(folder).free if needed else 0
-    if needed > free:
-        raise error(
-            f"storage: {what} up to {human_bytes(needed)} on disk, and {folder} has "
-            f"{human_bytes(free)} free; make room, or name another folder (storage)."
-        )

@@ -200,7 +200,7 @@ def test_a_run_of_any_options_goes_on(options, after, words, tmp_path):
 def test_a_run_leaves_checkpoints_as_it_was_told(tmp_path, monkeypatch):
     at = []
     monkeypatch.setattr(
-        checkpoint, "save_run", lambda folder, run: at.append(run.state.round)
+        checkpoint, "save_run", lambda _folder, _run, state, _: at.append(state.round)
     )
     make(rounds=7).run(checkpoint=Checkpoint(tmp_path, every=3, minutes=0))
     assert at == [0, 3, 6, 7]  # the beginning and the end in any case

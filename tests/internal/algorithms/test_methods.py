@@ -18,7 +18,7 @@ from pflcore.algorithms import (
     LGFedAvg,
 )
 from pflcore.algorithms._relations import simplex_qp
-from pflcore.simulation.round import batch_norm_policy
+from pflcore.simulation._state import batch_norm_policy
 
 SERVED = (
     "fedavg scaffold waffle weight_erosion clustered_fl finetune fedrod sfl per_fedavg"

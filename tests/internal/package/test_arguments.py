@@ -29,7 +29,8 @@ from pflcore import (
 )
 from pflcore.algorithms import ALGORITHMS, FedAvg, fixed_options
 from pflcore.check import EXPECT_ANYTHING, expectation_of
-from pflcore.simulation.round import RunConfig, State, initial_state
+from pflcore.simulation._state import State
+from pflcore.simulation.round import RunConfig, initial_state
 
 WORDS, ROWS, LABELS = (
     ["a", "b"],

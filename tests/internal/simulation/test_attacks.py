@@ -14,7 +14,7 @@ from pflcore.algorithms import Cohort, Scaffold, Traits
 from pflcore.algorithms._fedavg import SORT_BLOCK_COLUMNS, Defence, robust_mean
 from pflcore.results.record import group_runs
 from pflcore.results.table import table
-from pflcore.simulation._settings import DEFAULT_STRENGTH, Adversary
+from pflcore.simulation._attacks import DEFAULT_STRENGTH, Adversary
 from pflcore.simulation._uploads import CohortResult, accept, update_norms
 
 DEFENCES = Defence.__args__

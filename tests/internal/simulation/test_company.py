@@ -11,7 +11,8 @@ from small import swept
 from pflcore import Clients
 from pflcore.algorithms import SharedRows
 from pflcore.simulation import _evaluate as evaluation
-from pflcore.simulation.round import client_rows, sample_cohort, step
+from pflcore.simulation._state import client_rows
+from pflcore.simulation.round import sample_cohort, step
 from pflcore.train import _clients
 from pflcore.train._clients import assign_blocks, split_by_block
 

@@ -11,7 +11,7 @@ from small import images, make_setting, normed_model, swept
 from pflcore import Net, Training, step
 from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation import Robustness
-from pflcore.simulation._settings import Adversary
+from pflcore.simulation._attacks import Adversary
 from pflcore.simulation._uploads import accept
 from pflcore.simulation.round import (
     RunConfig,
