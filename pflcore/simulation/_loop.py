@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 from torch import Tensor
 
 from pflcore.algorithms import algorithm_of
@@ -31,12 +33,14 @@ from pflcore.check import (
 )
 from pflcore.data._federation import Federation
 from pflcore.metrics import metrics_of
+from pflcore.ops import backend
 from pflcore.simulation import _describe as describe
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation._describe import Record, Run
 from pflcore.simulation._evaluate import evaluate, evaluate_clients
 from pflcore.simulation._history import History
 from pflcore.simulation._models import LazyModels
+from pflcore.simulation._ranks import local_device
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._setup import (
     ModelSource,
@@ -47,7 +51,13 @@ from pflcore.simulation._setup import (
     training_data,
 )
 from pflcore.simulation._signals import defer_signals
-from pflcore.simulation._state import RunConfig, State, check_state, copy_state
+from pflcore.simulation._state import (
+    RunConfig,
+    State,
+    check_state,
+    copy_state,
+    flatten_state,
+)
 from pflcore.simulation.callbacks import Callback, check_record
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.round import sample_cohort, step
@@ -121,7 +131,10 @@ class Simulation:
         self.history: History | None = None  # of the last call of `run`
         # The records of all rounds up to the state, by `run` or a checkpoint.
         self._records: list[Record] = []
-        config, self._state = prepare_run(options, device_of(self.hardware.device))
+        device = device_of(self.hardware.device)
+        if self.hardware.ranks == "auto":
+            device = local_device(device)
+        config, self._state = prepare_run(options, device)
         # True where the caller may hold the state, so that the run needs a copy.
         self._state_shared = False
         scores_classes = config.context.net.scores_classes
@@ -189,6 +202,7 @@ class Simulation:
         record with the key "stopped". The state is then that of the last round that was
         yielded, and the run can continue from it.
         """
+        ranks = self.config.ranks
         while self._state.round < self.rounds:
             round = self._state.round + 1
             phase = "round"
@@ -196,15 +210,18 @@ class Simulation:
             record: Record = {}
             error: BaseException | str | None = None
             try:
-                ids = self._start_round(round)
-                self._state, outcome = step(self.config, self._state, ids)
-                record = describe.round_record(self._run, self._state, outcome)
-                phase = "the evaluation after round"
-                record["report"] = describe.round_report(
-                    self._run, self._state, outcome
-                )
-                record["eval"] = self._evaluate_round(round)
+                # A rank that is interrupted completes the round as the others do.
+                with defer_signals(ranks.count > 1):
+                    ids = self._start_round(round)
+                    self._state, outcome = step(self.config, self._state, ids)
+                    record = describe.round_record(self._run, self._state, outcome)
+                    phase = "the evaluation after round"
+                    record["report"] = describe.round_report(
+                        self._run, self._state, outcome
+                    )
+                    record["eval"] = self._evaluate_round(round)
             except BaseException as e:
+                ranks.tell(f"round {round}", e)
                 # An error of memory holds the round's frames with their tensors, so
                 # only its request is kept.
                 error = memory.failed_request(e) if memory.is_out_of_memory(e) else e
@@ -292,11 +309,44 @@ class Simulation:
         callbacks = [on_round] if callable(on_round) else on_round or []
         if isinstance(checkpoint, str | Path):
             checkpoint = Checkpoint(checkpoint)
-        with store.lock(checkpoint.folder) if checkpoint else nullcontext():
-            if checkpoint:
-                # The folder may hold the checkpoint of another run.
-                self._save_checkpoint(checkpoint)
+        ranks = self.config.ranks
+        if not ranks.is_first:  # the first rank alone writes and calls back
+            callbacks = []
+            checkpoint = None
+        with ExitStack() as stack:
+            stack.enter_context(_warnings_on(ranks.is_first))
+            with ranks.together("the beginning of the run"):
+                self._check_ranks_agree()
+                if checkpoint:
+                    stack.enter_context(store.lock(checkpoint.folder))
+                    # The folder may hold the checkpoint of another run.
+                    self._save_checkpoint(checkpoint)
             return self._run_rounds(callbacks, checkpoint)
+
+    def _check_ranks_agree(self) -> None:
+        """Raises ValueError on all ranks where one would play another run."""
+        ranks = self.config.ranks
+        if ranks.count == 1:
+            return
+        description = {
+            **self.identity(),
+            "state": describe.content_digest(flatten_state(self._state)),
+            "rounds played": self._state.round,
+            "initial weights": describe.content_digest(self.context.net.w0),
+            "kernels": str(backend()),
+            "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        }
+        descriptions = ranks.exchange("the comparison of the ranks", description)
+        for rank, other in enumerate(descriptions):
+            difference = describe.first_difference(
+                descriptions[0], other, places=("on rank 0", f"on rank {rank}")
+            )
+            if difference is not None:
+                raise ValueError(
+                    f"ranks: rank {rank} would play another run than rank 0: "
+                    f"{difference}; give all ranks the same data and code, and seed "
+                    "what the script draws."
+                )
 
     def _run_rounds(
         self, callbacks: Sequence[Callback], checkpoint: Checkpoint | None
@@ -306,9 +356,10 @@ class Simulation:
         before = [] if self.history else list(self._records)
         history = self.history = History(self.header(), before)
         try:
-            for record, callback in itertools.product(before, callbacks):
-                callback(record["round"], record)
-            self._play_rounds(history, callbacks, checkpoint)
+            with self.config.ranks.together("the end of the run"):
+                for record, callback in itertools.product(before, callbacks):
+                    callback(record["round"], record)
+                self._play_rounds(history, callbacks, checkpoint)
         except Stop as stop:
             history.stopped = str(stop)
         except KeyboardInterrupt:
@@ -327,7 +378,7 @@ class Simulation:
             raise
         finally:
             history.state = self.state
-            history.models = LazyModels(self.config, history.state)
+            history.models = LazyModels(self.config.in_process, history.state)
         if not history.interrupted:
             self._warn_of_problems(history)
         return history
@@ -380,8 +431,11 @@ class Simulation:
         of the run. Raises OSError where it cannot be written, ValueError where another
         run is in the folder.
         """
-        with store.lock(folder):
-            store.save_run(folder, self._run, self._state, self._records)
+        ranks = self.config.ranks
+        with ranks.together("the saving of a checkpoint"):
+            if ranks.is_first:
+                with store.lock(folder):
+                    store.save_run(folder, self._run, self._state, self._records)
 
     def restore(self, folder: str | Path) -> Simulation:
         """Takes up the checkpoint in `folder`, and returns the simulation itself.
@@ -417,3 +471,14 @@ class Simulation:
             store.save_run(checkpoint.folder, self._run, self._state, self._records)
         except OSError as e:
             warn_caller(f"{e} The run goes on.", RuntimeWarning)
+
+
+@contextmanager
+def _warnings_on(wanted: bool) -> Iterator[None]:
+    """Keeps warnings inside of the block silent, unless they are wanted."""
+    if wanted:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

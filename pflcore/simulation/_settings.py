@@ -8,26 +8,10 @@ from typing import Annotated, Literal
 import annotated_types as at
 from torch import Tensor
 
-<<<<<<< HEAD
-from pflcore._device import to_device
-from pflcore.algorithms._protocol import Tensors, Traits
-from pflcore.check import (
-    Ids,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    check_fields,
-    checked,
-    ids_of,
-    reject,
-    require,
-)
-from pflcore.data._federation import Federation
-=======
 from pflcore.check import Ids, NonNegativeInt, PositiveFloat, PositiveInt, checked
->>>>>>> sim
 from pflcore.metrics import Metric
 from pflcore.simulation._attacks import Adversary
+from pflcore.simulation.executor import Executor
 
 # A larger number of threads is a slip.
 ThreadCount = Annotated[
@@ -93,3 +77,9 @@ class Hardware:
     # GPU
     clients_per_block: PositiveInt | None = None
     graphs: bool = True  # on a GPU: capture local steps as CUDA graphs
+    # auto: the processes that torchrun started share the clients; 1: each plays alone
+    ranks: Literal["auto", 1] = "auto"
+    # minutes that processes wait for each other; the first run of a process decides
+    rank_timeout: PositiveFloat = 30.0
+    # what computes the clients of a cohort; None: this process, or all ranks
+    executor: Executor | None = None

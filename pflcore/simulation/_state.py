@@ -10,6 +10,8 @@ Symbols: N clients of the federation; S of them in the cohort; b numbers of batc
 running statistics.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +30,10 @@ from pflcore.algorithms._protocol import (
     apply,
 )
 from pflcore.check import PositiveInt, checked, require, summarize
+from pflcore.simulation._ranks import ONE_RANK, Ranks
 from pflcore.simulation._settings import Robustness
 from pflcore.simulation._storage import check_disk_space, disk_bytes, stored_zeros
+from pflcore.simulation.executor import Executor, InProcess
 from pflcore.train import Net
 from pflcore.train._clients import TrainContext
 
@@ -63,12 +67,19 @@ class RunConfig(NamedTuple):
     robustness: Robustness = Robustness()
     batch_norm: str = "auto"  # see `batch_norm_policy`
     folder: Path | None = None  # holds the files of client rows; None: rows in memory
+    executor: Executor = InProcess()  # computes the clients of a cohort
+    ranks: Ranks = ONE_RANK  # the processes that play the run together
 
     @property
     def averages(self) -> bool:
         """True where batch norm's statistics are averaged over clients."""
         net = self.context.net
         return batch_norm_policy(self.algorithm, net, self.batch_norm) == "average"
+
+    @property
+    def in_process(self) -> RunConfig:
+        """The same run for this process alone, which waits for no other rank."""
+        return self._replace(executor=InProcess(), ranks=ONE_RANK)
 
     def cohort(self, ids: Tensor, round: int, purpose: str = "send") -> Cohort:
         """The cohort of the clients `ids` [S]."""

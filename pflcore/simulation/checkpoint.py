@@ -279,7 +279,9 @@ def restore_run(folder: str | Path, run: Run) -> tuple[RunConfig, State, list[Re
     made on another machine or by another version.
     """
     alg = run.config.algorithm
-    tensors, facts = load(folder)
+    # The folder may be one that only the first rank sees.
+    ranks = run.config.ranks
+    tensors, facts = ranks.from_first("the checkpoint", lambda: load(folder))
     _check_identity(folder, facts.get("run"), run)
     try:
         reports = {

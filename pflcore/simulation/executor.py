@@ -21,13 +21,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from pflcore._device import to_device
-from pflcore.algorithms._protocol import Tensors
+from pflcore.algorithms._protocol import SharedRows, Tensors
 from pflcore.simulation._ranks import Ranks
 from pflcore.simulation._signals import allow_signals
 
@@ -57,6 +57,21 @@ class CohortWork:
     work: Tensor
     block_numbers: Tensor
     compute: Callable[[Tensor], Tensors]
+
+
+def take_positions(value: Any, positions: Tensor, count: int) -> Any:
+    """The rows of some clients of a tensor or `SharedRows` for `count` clients.
+
+    A row that all clients share stays one row. Without a choice nothing is copied.
+    """
+    if len(positions) == count:
+        return value
+    if isinstance(value, SharedRows):
+        index = value.index[to_device(positions, value.index.device)]
+        return value._replace(index=index)
+    if value.stride(0) == 0:
+        return value[:1].expand(len(positions), *value.shape[1:])
+    return value[to_device(positions, value.device)]
 
 
 @runtime_checkable
