@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pflcore._device import to_device
 from pflcore.algorithms._protocol import Stop, Tensors
 from pflcore.simulation._signals import defer_signals
 from pflcore.train._memory import is_out_of_memory
@@ -282,59 +283,81 @@ class Ranks:
                 names are the same on all ranks. It is not called without clients.
         """
         own_positions = shares[self.rank]
-        rows = Tensors()
+        counts = [len(share) for share in shares]
+        forms: dict[str, RowForm] = {}
+        parcels: dict[str, Parcel] = {}
         error = None
         try:
             if len(own_positions):
                 rows = compute(own_positions)
+                forms = {name: row_form(tensor) for name, tensor in rows.items()}
+                # Memory is taken here, where all ranks hear of a lack of it.
+                for name, tensor in rows.items():
+                    parcels[name] = self._parcel(forms[name], max(counts), tensor)
         except BaseException as e:
             error = e
-        forms = {name: row_form(tensor) for name, tensor in rows.items()}
         all_forms = self.exchange(place, forms, error)
         # A rank without clients has no tensors, so it learns their forms from others.
         forms = next(form for form in all_forms if form)
         # The place among the gathered rows, rank after rank, of each client's row.
         order = torch.cat(list(shares)).argsort()
-        counts = [len(share) for share in shares]
         gathered = {}
         for name, form in forms.items():
-            with self._talking():
-                gathered[name] = self._gather_rows(rows.get(name), form, counts)[order]
+            parcel = parcels.pop(name, None) or self._parcel(form, max(counts))
+            rows_by_rank = self._send(parcel, counts)
+            gathered[name] = rows_by_rank[to_device(order, rows_by_rank.device)]
         return gathered
 
-    def _gather_rows(
-        self, rows: Tensor | None, form: RowForm, counts: Sequence[int]
-    ) -> Tensor:
-        """The rows [S, ...] of all ranks, rank after rank.
+    def _parcel(self, form: RowForm, count: int, rows: Tensor | None = None) -> Parcel:
+        """The buffers for `count` rows of each rank, with this rank's rows in them.
 
-        They travel as bytes, so their bits stay. All ranks send as many rows, as the
-        collective wants it; what a rank lacks is filled up.
+        All ranks send as many rows, as the collective wants it. So a rank with fewer
+        clients than another sends some zeros, too.
         """
         dtype, shape, device_type = form
         device = torch.device(device_type)
         if device_type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        group = self._cpu_group
-        wire_device = torch.device("cpu")
-        if device_type == "cuda" and self._card_group is not None:
-            group = self._card_group
-            wire_device = device
-        most = max(counts)
-        item_bytes = torch.empty((), dtype=dtype).element_size()
-        row_bytes = torch.Size(shape).numel() * item_bytes
-        if not row_bytes:
-            return torch.empty(sum(counts), *shape, dtype=dtype, device=device)
-        sent = torch.zeros(most, row_bytes, dtype=torch.uint8, device=wire_device)
+        by_card = device_type == "cuda" and self._card_group is not None
+        wire_device = device if by_card else torch.device("cpu")
+        sent = torch.zeros(count, *shape, dtype=dtype, device=wire_device)
         if rows is not None:
-            as_bytes = rows.detach().contiguous().view(len(rows), -1).view(torch.uint8)
-            sent[: len(rows)] = as_bytes.to(wire_device)
-        received = sent.new_empty(self.count * most, row_bytes)
-        dist.all_gather(list(received.split(most)), sent, group=group)
-        self.traffic.bytes_received += received.nbytes - sent.nbytes
+            sent[: len(rows)] = rows.detach()
+        received = sent.new_empty(self.count * count, *shape)
+        return Parcel(sent, received, device)
+
+    def _send(self, parcel: Parcel, counts: Sequence[int]) -> Tensor:
+        """The rows [S, ...] of all ranks, rank after rank.
+
+        They travel as bytes: any dtype will do, and their bits stay.
+        """
+        sent, received, device = parcel
+        most = len(sent)
+        if sent.numel():
+            is_on_card = sent.device.type == "cuda"
+            group = self._card_group if is_on_card else self._cpu_group
+            pieces = received.view(-1).view(torch.uint8).split(sent.nbytes)
+            with self._talking():
+                as_bytes = sent.view(-1).view(torch.uint8)
+                dist.all_gather(list(pieces), as_bytes, group=group)
+            self.traffic.bytes_received += received.nbytes - sent.nbytes
         parts = received.split(most)
         filled = [part[:count] for part, count in zip(parts, counts, strict=True)]
-        all_rows = torch.cat(filled).view(dtype)
-        return all_rows.view(sum(counts), *shape).to(device)
+        return torch.cat(filled).to(device)
+
+
+class Parcel(NamedTuple):
+    """The buffers with which rows go to all ranks.
+
+    Attributes:
+        sent: This rank's rows, and zeros after them.
+        received: The rows of all ranks, each as many as are sent.
+        device: The device that the rows have in the end.
+    """
+
+    sent: Tensor
+    received: Tensor
+    device: torch.device
 
 
 def row_form(tensor: Tensor) -> RowForm:
