@@ -289,6 +289,7 @@ class Simulation:
         self,
         on_round: Callback | Sequence[Callback] | None = None,
         checkpoint: Checkpoint | str | Path | None = None,
+        resume: bool = False,
     ) -> History:
         """Plays all rounds.
 
@@ -304,11 +305,16 @@ class Simulation:
             checkpoint: a folder, or when and where. After a crash the same simulation's
                 `restore(folder).run()` returns what this one would have returned. A
                 checkpoint that cannot be written is a warning.
+            resume: goes on from the checkpoint where there is one, as `restore` does;
+                where there is none, the run begins. It needs `checkpoint`.
         """
         check_torch_modes()
         callbacks = [on_round] if callable(on_round) else on_round or []
         if isinstance(checkpoint, str | Path):
             checkpoint = Checkpoint(checkpoint)
+        require(checkpoint or not resume, "resume", "False without a checkpoint", resume)
+        if checkpoint and resume:
+            self._restore_if_there(checkpoint)
         ranks = self.config.ranks
         if not ranks.is_first:  # the first rank alone writes and calls back
             callbacks = []
@@ -450,6 +456,14 @@ class Simulation:
         self._state_shared = False
         self.history = None
         return self
+
+    def _restore_if_there(self, checkpoint: Checkpoint) -> None:
+        """Takes up a checkpoint where there is one."""
+        ranks = self.config.ranks
+        # The folder may be one that only the first rank sees.
+        exists = ranks.from_first("the checkpoint", lambda: checkpoint.exists)
+        if exists:
+            self.restore(checkpoint.folder)
 
     def _save_checkpoint_if_due(
         self, checkpoint: Checkpoint | None, record: Record

@@ -149,8 +149,8 @@ class OneByOne:
         index = torch.cat(order).argsort()
         gathered = {}
         for name in parts[0]:
-            rows = torch.cat([part[name] for part in parts])
-            gathered[name] = rows[to_device(index, rows.device)]
+            tensor = torch.cat([part[name] for part in parts])
+            gathered[name] = tensor[to_device(index, tensor.device)]
         return gathered
 
 
