@@ -336,9 +336,11 @@ class Simulation:
             return
         description = {
             **self.identity(),
-            "state": describe.content_digest(flatten_state(self._state)),
-            "rounds played": self._state.round,
-            "initial weights": describe.content_digest(self.context.net.w0),
+            "digest of the initial weights": describe.content_digest(
+                self.context.net.w0
+            ),
+            "number of rounds played": self._state.round,
+            "digest of the state": describe.content_digest(flatten_state(self._state)),
             "kernels": str(backend()),
             "CPU capability": torch.backends.cpu.get_cpu_capability(),
         }

@@ -87,6 +87,8 @@ def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutc
         outcome.bytes_down += buffer_bytes
         outcome.bytes_up += buffer_bytes
         changes = serve(alg, state, result, outcome, config.averages)
+        # No rank commits a round in which another has failed.
+        config.ranks.exchange(f"the commit of round {result.cohort.round}")
         return commit(state, changes, config.folder), outcome
 
 

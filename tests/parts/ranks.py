@@ -71,6 +71,7 @@ def make_simulation(case):
             workers=1,
             clients_per_block=case.get("clients_per_block", 2),
             ranks=case.get("ranks", "auto"),
+            rank_timeout=case.get("rank_timeout", 5.0),
         ),
     )
 
