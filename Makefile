@@ -1,16 +1,18 @@
 # Everything sets itself up in .venv: Python, a C++ compiler and pip's registry are all that is needed.
 PYTHON ?= python3
+# what pip is asked for; for example TORCH="torch==2.10.* torchvision"
+TORCH ?= torch torchvision
 BIN := .venv/bin
 WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-deep lint build portability wheels sharded flower lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
+.PHONY: demo test test-deep lint hooks build portability wheels sharded flower lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
 
 # torch comes first: the kernels are built against the torch that is there; ninja, on the path, compiles files side by side
 .venv/tools: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip setuptools wheel pybind11 ninja
-	$(BIN)/pip install --quiet torch torchvision numpy safetensors annotated-types
+	$(BIN)/pip install --quiet $(TORCH) numpy safetensors annotated-types
 	touch $@
 
 .venv/ready: .venv/tools $(SOURCES)
@@ -24,7 +26,7 @@ build: .venv/ready
 demo: build
 	$(BIN)/python examples/demo.py
 
-# every law at small size, in minutes; ORDER=--randomly-seed=N shuffles the tests
+# every property at small size, in minutes; ORDER=--randomly-seed=N shuffles the tests
 ORDER ?= -p no:randomly
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup --durations 10 --no-idle-skips $(ORDER)
 test: build
@@ -38,6 +40,11 @@ lint: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# ruff, mypy and clang-format before each commit, on the files that it changes; `pre-commit run --all-files` looks at all of them
+hooks: build
+	$(BIN)/pip install --quiet pre-commit
+	$(BIN)/pre-commit install
 
 # the kernels against the oldest torch and the newest, on every Python that is here: gigabytes of downloads
 portability:

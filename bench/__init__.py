@@ -1,16 +1,20 @@
-"""`pflcore bench`: each op at each size beside the best that torch, numpy, scipy and
-scikit-learn offer, and beside the machine's limit.
+"""Times of each op at each size, those of other libraries, and the machine's limit.
 
-The limit is measured in the same run (csrc/cpu/roofline.h): bytes that must be read
-over the bandwidth of reading, plus bytes that must be written over the bandwidth of
-writing past the caches; or the arithmetic over the rate of a loop of the same
-instructions in registers, where that takes longer. Times are medians. Where somebody
-else is faster, the table says so.
+The other libraries are torch, numpy, scipy and scikit-learn. `pflcore bench` prints the
+table.
+
+The limit is measured in the same run (csrc/cpu/roofline.h). It is the longer one of two
+times:
+
+- the bytes that must be read over the bandwidth of reading, plus the bytes that must be
+  written over the bandwidth of writing past the caches
+- the arithmetic over the rate of a loop of the same instructions in registers
+
+Times are medians. Where another library is faster, the table says so.
 """
 
 import importlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,17 +45,28 @@ Work = Literal["flute-lr", "pfllib-mnist", "blazefl-cnn"]
 
 @dataclass(frozen=True)
 class Options:
-    """What is timed, and for how long."""
+    """Choice of what is timed, and for how long.
 
-    op: tuple[Literal["all", "scale"] | Op, ...] = ("all",)  # which ops
-    # instead of ops: rounds that others have published times of, side by side with them
+    Args:
+        op: which ops
+        workload: instead of ops: rounds that others have published times of, side by
+            side with them
+        rounds: rounds of a workload; None: the workload's own number
+        quick: small sizes only, about a minute
+        seconds: time for each provider at each size, about
+        json: write all measurements to this file
+        markdown: write the table to this file
+        plot: with "scale": write its picture to this file
+    """
+
+    op: tuple[Literal["all", "scale"] | Op, ...] = ("all",)
     workload: tuple[Work, ...] = ()
-    rounds: int | None = None  # of a workload; default: its own
-    quick: bool = False  # small sizes only, about a minute
-    seconds: float = 1.0  # for each provider at each size, about
-    json: Path | None = None  # write all measurements to this file
-    markdown: Path | None = None  # write the table to this file
-    plot: Path | None = None  # with "scale": write its picture to this file
+    rounds: int | None = None
+    quick: bool = False
+    seconds: float = 1.0
+    json: Path | None = None
+    markdown: Path | None = None
+    plot: Path | None = None
 
 
 def suite(name: str) -> ModuleType:
@@ -60,31 +75,12 @@ def suite(name: str) -> ModuleType:
 
 
 def run(options: Options) -> int:
-    """Prints the table, a line as soon as it is measured."""
-    from bench import published, scale
-
+    """Prints the table, each line as soon as it is measured; returns 0."""
     for name in ("json", "markdown", "plot"):
         path = getattr(options, name)
-        require(
-            path is None or path.parent.is_dir(),
-            name,
-            "a file in an existing folder",
-            str(path),
-        )
-    measured: Any
-    if "scale" in options.op:
-        measured, text = scale.run(options.quick, options.seconds, options.plot)
-    else:
-        machine = table.Machine.measure(128 if options.quick else 512)
-        if options.workload:
-            measured, text = published.run(options.workload, options.rounds, machine)
-        else:
-            budget = min(options.seconds, 0.2 if options.quick else math.inf)
-            patience = 3.0 if options.quick else 10.0
-            names = OPS if "all" in options.op else dict.fromkeys(options.op)
-            todo = problems(sizes(names, options.quick))
-            aside = {"limit_ms", "published"}
-            measured, text = table.play(todo, machine, aside, budget, patience)
+        has_folder = path is None or path.parent.is_dir()
+        require(has_folder, name, "a file in an existing folder", str(path))
+    measured, text = _measure(options)
     if options.json is not None:
         write_text(options.json, json.dumps(measured, indent=1) + "\n")
     if options.markdown is not None:
@@ -92,8 +88,29 @@ def run(options: Options) -> int:
     return 0
 
 
+def _measure(options: Options) -> tuple[Any, str]:
+    """The measurements and the printed table."""
+    from bench import published, scale
+
+    if "scale" in options.op:
+        return scale.run(options.quick, options.seconds, options.plot)
+    megabytes = 128 if options.quick else 512
+    machine = table.Machine.measure(megabytes)
+    if options.workload:
+        return published.run(options.workload, options.rounds, machine)
+    budget = options.seconds
+    patience = 10.0
+    if options.quick:
+        budget = min(budget, 0.2)
+        patience = 3.0
+    names = OPS if "all" in options.op else dict.fromkeys(options.op)
+    todo = problems(sizes(names, options.quick))
+    aside = {"limit_ms", "published"}
+    return table.play(todo, machine, aside, budget, patience)
+
+
 def sizes(names: Iterable[str], quick: bool) -> Iterator[tuple[str, Size]]:
-    """Each of these ops at each of its sizes."""
+    """Each of these ops at each of its sizes: pairs of a name and a size."""
     for name in names:
         for size in suite(name).sizes(quick):
             yield name, size
@@ -102,16 +119,18 @@ def sizes(names: Iterable[str], quick: bool) -> Iterator[tuple[str, Size]]:
 def problems(
     todo: Iterable[tuple[str, Size]], device: str = "cpu"
 ) -> Iterator[Problem]:
-    """These ops at these sizes; without a provider that runs where the memory is too
-    small."""
+    """Problems of these ops at these sizes.
+
+    Where the memory is too small for one, its only provider is absent and says so.
+    """
     none: Calls = {"": Absent("not enough free memory")}
     for name, size in todo:
         with torch.device(device):
             made = suite(name).problem(size)
         yield made or Problem(name, size, none)
-        del made  # before the next one is made
+        del made  # Its memory is free before the next one is made.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Runs the command line; returns its exit status."""
     return run(parsed(Options, "pflcore bench", __doc__, argv))

@@ -1,6 +1,7 @@
-"""Rounds of FedAvg on a card: pflcore's, with and without CUDA graphs, beside what one
-writes in plain torch, one client after another, eager and with its step captured as a
-CUDA graph.
+"""Rounds of FedAvg on a card: pflcore compared with a loop in plain torch.
+
+pflcore's rounds run with and without CUDA graphs. The loop trains one client after
+another, eagerly or with its step captured as a CUDA graph.
 """
 
 import functools
@@ -22,7 +23,7 @@ FULL_WIDTH = 64  # channels of ResNet-18's first convolution
 
 
 class Residual(nn.Module):
-    """Two 3 x 3 convolutions with group norm and a way around them."""
+    """Two 3 x 3 convolutions with group norm, and a shortcut around them."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -40,22 +41,23 @@ class Residual(nn.Module):
 
 
 def resnet18(width: int) -> nn.Module:
-    """ResNet-18 for images of 32 x 32, with group norm; 11.2 million weights at full
-    width."""
+    """ResNet-18 for images of 32 x 32, with group norm.
+
+    It has 11.2 million weights at full width.
+    """
     widths = [width, width, 2 * width, 4 * width, 8 * width]
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False)]
     layers += [nn.GroupNorm(4, width), nn.ReLU()]
     for stage, (before, after) in enumerate(itertools.pairwise(widths)):
-        layers += [
-            Residual(before, after, 1 if stage == 0 else 2),
-            Residual(after, after, 1),
-        ]
+        stride = 1 if stage == 0 else 2
+        layers.append(Residual(before, after, stride))
+        layers.append(Residual(after, after, 1))
     head = nn.Linear(8 * width, 10)
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
 
 
 def build(model: str) -> nn.Module:
-    """A model by its name in the table."""
+    """The model of this name in the table."""
     if model == "ResNet-18":
         return resnet18(FULL_WIDTH)
     if model == "ResNet-18, quarter width":
@@ -64,32 +66,42 @@ def build(model: str) -> nn.Module:
 
 
 def image_shape(model: str) -> tuple[int, int, int]:
+    """The shape of the images on which the model is trained."""
     return (1, 28, 28) if model == "mlp" else (3, 32, 32)
 
 
-# model, clients, training images of each: whole batches
+# Model, clients, and training images of each, which are whole batches.
 SIZES: list[tuple[str, int, int]] = [
-    *((model, n, 500) for model in ("mlp", "lenet5", "cifar_cnn") for n in (20, 100)),
-    *(("ResNet-18, quarter width", n, 500) for n in (20, 100)),
+    ("mlp", 20, 500),
+    ("mlp", 100, 500),
+    ("lenet5", 20, 500),
+    ("lenet5", 100, 500),
+    ("cifar_cnn", 20, 500),
+    ("cifar_cnn", 100, 500),
+    ("ResNet-18, quarter width", 20, 500),
+    ("ResNet-18, quarter width", 100, 500),
     ("ResNet-18", 20, 150),
 ]
+QUICK_MODELS = ("mlp", "lenet5")
+QUICK_CLIENTS = 20
 
 
 def sizes(quick: bool) -> list[Size]:
-    """Models and numbers of clients; `quick`: the two smallest models, 20 clients."""
-    chosen = (
-        SIZES
-        if not quick
-        else [s for s in SIZES if s[0] in ("mlp", "lenet5") and s[1] == 20]
-    )
-    return [
-        {"model": model, "N": n, "images": images, "B": min(BATCH, images)}
-        for model, n, images in chosen
-    ]
+    """Models, N clients, the images of each, and batches of B.
+
+    With `quick` there are the two smallest models and 20 clients.
+    """
+    chosen = []
+    for model, n, images in SIZES:
+        is_quick = model in QUICK_MODELS and n == QUICK_CLIENTS
+        if is_quick or not quick:
+            batch = min(BATCH, images)
+            chosen.append({"model": model, "N": n, "images": images, "B": batch})
+    return chosen
 
 
 def problem(size: Size, device: str) -> Problem:
-    """A round in which everybody trains for one epoch."""
+    """The problem of a round in which every client trains for one epoch."""
     data = federation(size["model"], size["N"], size["images"]).to(device)
     make = functools.partial(build, size["model"])
     training = Training(LR, size["B"], 1)
@@ -100,19 +112,20 @@ def problem(size: Size, device: str) -> Problem:
         played = Simulation("fedavg", make, data, training, **how).iterate()  # type: ignore
         return lambda: next(played)
 
+    def loop(captured: bool) -> Call:
+        return PlainLoop(make().to(device), data, size["B"], captured)
+
     calls: Calls = {
         "pflcore": rounds(),
         "pflcore, eager": rounds(graphs=False),
-        "plain loop": PlainLoop(make().to(device), data, size["B"], captured=False),
-        "plain loop, captured": PlainLoop(
-            make().to(device), data, size["B"], captured=True
-        ),
+        "plain loop": loop(captured=False),
+        "plain loop, captured": loop(captured=True),
     }
     return Problem("round on a card", {**size, "backward": 1}, calls)
 
 
 def federation(model: str, n: int, images: int) -> Federation:
-    """Images around a mean for each class, an equal number for each client."""
+    """Clients with equal numbers of images, which lie around a mean of each class."""
     generator = torch.Generator().manual_seed(0)
     shape = image_shape(model)
     y = torch.randint(10, (n * images,), generator=generator)
@@ -122,12 +135,14 @@ def federation(model: str, n: int, images: int) -> Federation:
 
 
 class PlainLoop:
-    """One module, SGD, one client after another; a call plays a round."""
+    """FedAvg as a loop over clients, with one module; a call plays a round."""
 
     def __init__(
         self, model: nn.Module, data: Federation, batch: int, captured: bool
     ) -> None:
-        self.model, self.data, self.batch = model, data, batch
+        self.model = model
+        self.data = data
+        self.batch = batch
         self.parameters: list[Tensor] = list(model.parameters())
         self.state = {k: v.clone() for k, v in model.state_dict().items()}
         self.places = torch.arange(batch, device=data.device)
@@ -136,7 +151,7 @@ class PlainLoop:
             self.step = captured_call(self.take_step, data.device)
 
     def take_step(self) -> None:
-        """A step of SGD on the samples at `places`."""
+        """Takes a step of SGD on the samples at `places`."""
         x = self.data.x.index_select(0, self.places)
         y = self.data.y.index_select(0, self.places)
         with torch.enable_grad():
@@ -156,15 +171,18 @@ class PlainLoop:
                 self.places.copy_(part)
                 self.step()
             for k, v in self.model.state_dict().items():
-                total[k] += (
-                    v / self.data.n if v.is_floating_point() else v // self.data.n
-                )
+                if v.is_floating_point():
+                    total[k] += v / self.data.n
+                else:
+                    total[k] += v // self.data.n
         self.state = total
 
 
 def captured_call(body: Callable[[], None], device: torch.device) -> Call:
-    """`body` as a CUDA graph, after warm calls on a stream of its own; on a CPU
-    itself."""
+    """`body` as a CUDA graph; on a CPU `body` itself.
+
+    Before the capture, some calls on a stream of their own warm it up.
+    """
     if device.type != "cuda":
         return body
     side = torch.cuda.Stream()

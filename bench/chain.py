@@ -1,5 +1,9 @@
-"""Local training of whole models: an epoch of all clients in one call, beside the same
-in torch, client after client."""
+"""Local training of whole models: an epoch of all clients in one call.
+
+Beside it stands the same training in torch, client after client.
+
+Symbols: N clients of n samples each.
+"""
 
 from typing import Any
 
@@ -10,7 +14,7 @@ from bench.workload import Workload, cohort, federation, train
 from pflcore import Net
 from pflcore.train._select_engine import make_context
 
-# N clients of n samples each, batches of 20, one epoch of the model
+# Model, data, N and n; batches of 20, one epoch.
 WHOLE = (
     ("linear", "rows", 139, 110),
     ("linear", "made up", 20, 600),
@@ -20,18 +24,31 @@ WHOLE = (
 
 
 def sizes(quick: bool) -> Sizes:
-    for model, data, n, samples in WHOLE[:3] if quick else WHOLE:
-        few = {"N": min(n, 10), "n": 100} if quick else {"N": n, "n": samples}
-        yield {"model": model, "data": data, **few}
+    """Models, data, and N and n."""
+    chosen = WHOLE[:3] if quick else WHOLE
+    for model, data, n, samples in chosen:
+        if quick:
+            n = min(n, 10)
+            samples = 100
+        yield {"model": model, "data": data, "N": n, "n": samples}
 
 
 def problem(size: Size) -> Problem:
+    """The problem of a size."""
     n = size["N"]
-    w = Workload("", size["model"], size["data"], n, n, n * size["n"], 0)
-    data, net = federation(w), Net(w.build, seed=0)
-    setting, general = (
-        make_context(net, data, w.training, e, seed=0) for e in ("auto", "loop")
+    w = Workload(
+        name="",
+        model=size["model"],
+        data=size["data"],
+        n=n,
+        cohort=n,
+        samples=n * size["n"],
+        tests=0,
     )
+    data = federation(w)
+    net = Net(w.build, seed=0)
+    setting = make_context(net, data, w.training, "auto", seed=0)
+    general = make_context(net, data, w.training, "loop", seed=0)
 
     @torch.enable_grad()
     def call(s: Any = setting) -> torch.Tensor:
@@ -39,7 +56,8 @@ def problem(size: Size) -> Problem:
         return clients.fit(rows).w
 
     def plain() -> torch.Tensor:
-        model, trained = w.build(), []
+        model = w.build()
+        trained = []
         for i in range(n):
             net.load(model, net.w0)
             train(model, w, i)
@@ -47,11 +65,10 @@ def problem(size: Size) -> Problem:
         return torch.stack(trained)
 
     def error(got: torch.Tensor) -> float | None:
-        # the plain loop shuffles otherwise: the same training by the general path
-        return (
-            None
-            if setting.engine.chain is None
-            else relative(call(), call(general).double())
-        )
+        # The plain loop has other shuffles, so the package's general engine, with the
+        # same ones, is what the chain is compared with.
+        if setting.engine.chain is None:
+            return None
+        return relative(call(), call(general).double())
 
     return Problem("chain", size, {"pflcore": call, "plain loop": plain}, error)

@@ -1,7 +1,12 @@
-"""Ten clients of WAFFLe's MLP (784-200-10, 120 factors, batches of 10): its layers
-beside dense ones, and with all that it draws."""
+"""Training of WAFFLe's factorized MLP compared with a dense one, for ten clients.
 
-from bench.problem import Problem, Size, Sizes
+The MLP is 784-200-10 with 120 factors and batches of 10. A third provider also draws
+what WAFFLe samples, and adds its divergence.
+"""
+
+from typing import Any
+
+from bench.problem import Calls, Problem, Size, Sizes
 from bench.workload import Workload, cohort, federation
 from pflcore import Net
 from pflcore.algorithms._factorized_waffle import FactorizedWaffle
@@ -12,33 +17,40 @@ CLIENTS = 10
 
 
 def sizes(quick: bool) -> Sizes:
-    """One epoch of `images` made-up images of 1 x 28 x 28 for each of ten clients."""
-    for images in (100,) if quick else (100, 480):
-        yield {"images": images}
+    """Numbers of each client's made-up images of 1 x 28 x 28, for one epoch."""
+    yield {"images": 100}
+    if not quick:
+        yield {"images": 480}
 
 
 def problem(size: Size) -> Problem:
+    """The problem of a size."""
     w = Workload(
-        "", "mlp", "made up", CLIENTS, CLIENTS, CLIENTS * size["images"], 0, 10, 0.04
+        name="",
+        model="mlp",
+        data="made up",
+        n=CLIENTS,
+        cohort=CLIENTS,
+        samples=CLIENTS * size["images"],
+        tests=0,
+        batch=10,
+        lr=0.04,
     )
     waffle = FactorizedWaffle(ranks=(120,))
     dense = Net(lambda: model_for("mlp", (1, 28, 28), 10, bias=False))
     factorized = waffle.prepare(dense)
-
-    (on_dense, rows), (on_factors, factors) = (
-        cohort(make_context(net, federation(w), w.training))
-        for net in (dense, factorized)
-    )
+    data = federation(w)
+    on_dense, rows = cohort(make_context(dense, data, w.training))
+    on_factors, factors = cohort(make_context(factorized, data, w.training))
     first = waffle.init_client({}, factorized, CLIENTS)
     own = {k: v.repeat(CLIENTS, 1) for k, v in first.items()}
-    return Problem(
-        "factorized",
-        size,
-        {
-            "factorized layers": lambda: on_factors.fit(factors),
-            "dense layers": lambda: on_dense.fit(rows),
-            "with sampling and divergence": lambda: waffle.train_rows(
-                factors.clone(), own, on_factors
-            ),
-        },
-    )
+
+    def sampled() -> Any:
+        return waffle.train_rows(factors.clone(), own, on_factors)
+
+    providers: Calls = {
+        "factorized layers": lambda: on_factors.fit(factors),
+        "dense layers": lambda: on_dense.fit(rows),
+        "with sampling and divergence": sampled,
+    }
+    return Problem("factorized", size, providers)

@@ -1,11 +1,11 @@
-"""The lines of docs/interop.md inside PFLlib and FL-bench as they are, beside their own
-FedAvg:
+"""The lines of docs/interop.md inside PFLlib and FL-bench, and their own FedAvg.
 
-python -m bench.frameworks --pfllib FOLDER --fl-bench FOLDER
+    python -m bench.frameworks --pfllib FOLDER --fl-bench FOLDER
 
-takes a checkout of either, with its MNIST clients made by its own generator and its
-packages installed, and prints the test accuracy of each round. PFLlib plays twice in
-one process, as its `-t 2` does: the second server has to start anew.
+It takes a checkout of either framework, unchanged, whose own generator has made the
+MNIST clients, and whose packages are installed. It prints the test accuracy of each
+round. PFLlib plays twice in one process, as its `-t 2` does: the second server has to
+start anew.
 """
 
 import os
@@ -19,7 +19,7 @@ from bench.problem import parsed
 
 ROOT = Path(__file__).parents[1]
 
-# both are given the lines, where runs may lie, and "personal" or "fedavg"
+# Both programs get the lines, a folder for runs, and "personal" or "fedavg".
 PFLLIB = """
 import runpy, sys
 _, lines, out, method = sys.argv
@@ -61,41 +61,52 @@ def lines(framework: str) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    pfllib: Path | None = None  # a checkout of PFLlib
-    fl_bench: Path | None = None  # a checkout of FL-bench
+    """Options of the command line.
+
+    Args:
+        pfllib: a checkout of PFLlib
+        fl_bench: a checkout of FL-bench
+    """
+
+    pfllib: Path | None = None
+    fl_bench: Path | None = None
 
 
 def main() -> None:
-    """The command line."""
-    got = parsed(Options, "python -m bench.frameworks", __doc__, None)
-    pfllib = got.pfllib and got.pfllib / "system"
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    """Prints a line for each framework and method."""
+    options = parsed(Options, "python -m bench.frameworks", __doc__, None)
+    pfllib = options.pfllib and options.pfllib / "system"
     for framework, program, folder, accuracy in (
         ("PFLlib", PFLLIB, pfllib, r"Averaged Test Accuracy: ([\d.]+)"),
-        ("FL-bench", FL_BENCH, got.fl_bench, r"\"accuracy\": \"([\d.]+)%"),
+        ("FL-bench", FL_BENCH, options.fl_bench, r"\"accuracy\": \"([\d.]+)%"),
     ):
         if folder is None:
             continue
         for method, name in (("fedavg", "FedAvg"), ("personal", "personalize")):
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    "-c",
-                    program,
-                    lines(framework),
-                    Path.cwd() / "runs",
-                    method,
-                ],
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": path},
-                capture_output=True,
-                text=True,
-            )
-            if done.returncode:
-                why = f"it ended with {done.returncode}: {done.stderr[-2000:]}"
-                raise RuntimeError(f"{framework}: {why}")
-            found = map(float, re.findall(accuracy, done.stdout))  # in percent
-            print(framework, name, *found, flush=True)
+            output = output_of(framework, program, folder, method)
+            percents = map(float, re.findall(accuracy, output))
+            print(framework, name, *percents, flush=True)
+
+
+def output_of(framework: str, program: str, folder: Path, method: str) -> str:
+    """The output of a program that runs in a framework's folder.
+
+    Raises RuntimeError where it fails.
+    """
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    words = [lines(framework), str(Path.cwd() / "runs"), method]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        reason = f"it ended with {done.returncode}: {done.stderr[-2000:]}"
+        raise RuntimeError(f"{framework}: {reason}")
+    output: str = done.stdout
+    return output
 
 
 if __name__ == "__main__":

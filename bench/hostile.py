@@ -1,4 +1,4 @@
-"""Measures what bad clients do: the figures of docs/trust.md.
+"""Measurements of the harm that bad clients do: the figures of docs/trust.md.
 
 `python -m bench.hostile [inputs] [attacks] [waffle] [--seeds N]` prints them:
 
@@ -40,20 +40,26 @@ from pflcore import (
     Simulation,
     Training,
 )
-from pflcore.algorithms._fedavg import BYZANTINE_MARGIN, Defence
+from pflcore.algorithms._defences import BYZANTINE_MARGIN, Defence
 from pflcore.check import PositiveInt
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
 from pflcore.results.record import group_runs
 from pflcore.simulation._attacks import Attack
 
-ATTACKS, DEFENCES = get_args(Attack), get_args(Defence)
-N, ROUNDS, TRAINING = 10, 20, Training(lr=0.1, batch_size=20)
-BAD = (8, 9)  # of the first table
-# of the second: the agents who share most classes with the target, the nearest first
-TARGET, NEAREST = 0, (1, 9, 2, 8)
-# the defence that must keep what the honest clients have, but for so many points
-HOLDS, POINTS = "multi_krum", 5.0
+ATTACKS = get_args(Attack)
+DEFENCES = get_args(Defence)
+N = 10  # clients
+ROUNDS = 20
+TRAINING = Training(lr=0.1, batch_size=20)
+BAD = (8, 9)  # the bad clients of `attacks`
+# Those of `waffle` are the agents that share most classes with the target, the nearest
+# first.
+TARGET = 0
+NEAREST = (1, 9, 2, 8)
+# With this defence, the honest clients may lose at most POINTS of accuracy.
+HOLDS = "multi_krum"
+POINTS = 5.0
 CLIP = 1.0
 TESTS = Path(__file__).parent.parent / "tests"
 UPLOAD = "test_an_upload_that_does_not_fit_is_named_and_a_round_goes_on_without_it"
@@ -187,22 +193,23 @@ def waffle(seeds: int = 1) -> int:
 
 
 def inputs(seeds: int = 1) -> int:
-    """Bad inputs tried by the tests, by kind, and how many tests found that
-    something was lost."""
+    """Prints how many bad inputs the tests tried, by kind.
+
+    Returns how many tests found that something was lost.
+    """
 
     class Seen:
         def pytest_sessionfinish(self, session: pytest.Session) -> None:
             self.lost = session.testsfailed
-            names: Any = (getattr(item, "originalname", "") for item in session.items)
-            self.tried = Counter(
-                name.removeprefix("test_").replace("_", " ") for name in names
-            )
+            self.tried = Counter[str]()
+            for item in session.items:
+                name = getattr(item, "originalname", "")
+                self.tried[name.removeprefix("test_").replace("_", " ")] += 1
 
-    seen, words = (
-        Seen(),
-        ["-q", "--no-header", "-p", "no:cacheprovider", "--suite", "all"],
-    )
-    status = pytest.main([*words, *(str(TESTS / law) for law in LAWS)], plugins=[seen])
+    seen = Seen()
+    words = ["-q", "--no-header", "-p", "no:cacheprovider", "--suite", "all"]
+    files = [str(TESTS / law) for law in LAWS]
+    status = pytest.main([*words, *files], plugins=[seen])
     if status not in (0, 1):
         raise SystemExit(
             f"{TESTS}: its tests cannot be run, pytest ends with {status}."
@@ -214,15 +221,24 @@ def inputs(seeds: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Options:
+    """Options of the command line.
+
+    Args:
+        what: the figures that are measured
+        seeds: seeds of the split and the run
+    """
+
     what: Positional[tuple[Literal["inputs", "attacks", "waffle"], ...]] = ("inputs",)
-    seeds: PositiveInt = 1  # of the split and the run
+    seeds: PositiveInt = 1
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs the command line; returns 1 where something was lost, else 0."""
     given = parsed(Options, "python -m bench.hostile", __doc__, argv)
     warnings.simplefilter("ignore")
     parts = {"inputs": inputs, "attacks": attacks, "waffle": waffle}
-    return int(sum(parts[what](given.seeds) for what in given.what) > 0)
+    lost = sum(parts[what](given.seeds) for what in given.what)
+    return int(lost > 0)
 
 
 if __name__ == "__main__":

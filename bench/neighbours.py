@@ -1,8 +1,9 @@
-"""Does FedDWA need exact distances? `python -m bench.neighbours`: in how many rounds a
-float32 Gram matrix chooses other neighbours, and what that costs in accuracy.
+"""FedDWA's neighbours by exact distances and by a float32 Gram matrix.
 
-One run mixes by exact distances and asks a Gram matrix the same question in every
-round; another mixes by what the Gram matrix says.
+`python -m bench.neighbours` shows in how many rounds the Gram matrix chooses other
+neighbours, and what that costs in accuracy. One run mixes by exact distances, and in
+every round computes what the Gram matrix would choose. Another run mixes by the Gram
+matrix.
 """
 
 import itertools
@@ -16,7 +17,7 @@ from torch import Tensor
 from bench.problem import Facts, gram, parsed
 from bench.table import Table
 from pflcore import Simulation, Training, metrics, ops
-from pflcore.algorithms._relations import FedDWA
+from pflcore.algorithms._feddwa import FedDWA
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
 
@@ -33,39 +34,54 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Asked(FedDWA):
-    """FedDWA that mixes by exact distances or by a Gram matrix, and notes what the
-    other would have said."""
+    """FedDWA by exact distances or by a Gram matrix, which notes the differences.
+
+    Args:
+        by_gram: mixes by the Gram matrix
+        seen: for each round the clients with other neighbours, the mean weight that
+            moved, and the median relative error of a distance
+    """
 
     by_gram: bool = False
-    # a round: clients with other neighbours, weight and distance off
     seen: list[tuple[int, float, float]] = field(default_factory=list)
 
     def mixing_weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        exact, near = (
-            ops.pairwise_sqdist(guide, w),
-            gram(guide, w).clamp(min=0).double(),
-        )
-        a, b = (ops.feddwa_weights(d, min(self.k, len(w))) for d in (exact, near))
-        none = torch.zeros(len(w), len(w), dtype=torch.float64)
-        mixes = [none.scatter(1, t.index, t.weight.double()) for t in (a, b)]
+        exact = ops.pairwise_sqdist(guide, w)
+        near = gram(guide, w).clamp(min=0).double()
+        k = min(self.k, len(w))
+        a = ops.feddwa_weights(exact, k)
+        b = ops.feddwa_weights(near, k)
+        zeros = torch.zeros(len(w), len(w), dtype=torch.float64)
+        mix_a = zeros.scatter(1, a.index, a.weight.double())
+        mix_b = zeros.scatter(1, b.index, b.weight.double())
         others = (a.index.sort(1).values != b.index.sort(1).values).any(1)
         off = (near - exact).abs() / exact.clamp(min=1e-30)
-        moved = (mixes[0] - mixes[1]).abs().sum(1).mean() / 2
+        moved = (mix_a - mix_b).abs().sum(1).mean() / 2
         self.seen.append((int(others.sum()), float(moved), float(off.median())))
-        return (b if self.by_gram else a)[:2]
+        chosen = b if self.by_gram else a
+        return chosen.weight, chosen.index
 
 
-ROUNDS, LR, SEEDS = 30, 0.01, 3
+ROUNDS = 30
+LR = 0.01
+SEEDS = 3
 
 
 @dataclass(frozen=True)
 class Options:
+    """Options of the command line.
+
+    Args:
+        data: the data set
+        samples: training samples of all clients together; None: all that there are
+    """
+
     data: str = "mnist5k"
-    # training samples of all clients together; default: all there are
     samples: int | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Prints a row for each way to cut the data."""
     got = parsed(Options, "python -m bench.neighbours", __doc__, argv)
     about = (
         f"{got.data}, LeNet-5, 20 clients, k = 5, lr {LR}, {ROUNDS} rounds, {SEEDS} "
@@ -74,15 +90,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = Table(HEAD, about=[about])
     for name, (cut, options) in CUTS.items():
         fed = federation_of(got.data, cut, 20, 0, train_samples=got.samples, **options)
-        seen, final = [], {False: list[float](), True: list[float]()}
+        seen = []
+        final = {False: list[float](), True: list[float]()}
         for seed, by_gram in itertools.product(range(SEEDS), final):
             alg = Asked(by_gram=by_gram)
             net = partial(model_for, "lenet5", fed.shape, fed.classes)
             run = Simulation(alg, net, fed, Training(LR, 20), ROUNDS, seed=seed)
-            final[by_gram].append(100 * float(run.run().series()[1][-5:].nanmean()))
-            seen += [] if by_gram else alg.seen
+            last_rounds = run.run().series()[1][-5:]
+            final[by_gram].append(100 * float(last_rounds.nanmean()))
+            if not by_gram:
+                seen += alg.seen
         others, moved, off = torch.tensor(seen, dtype=torch.float64).unbind(1)
-        gap = " ".join(f"{b - a:+.2f}" for a, b in zip(*final.values(), strict=True))
+        pairs = zip(*final.values(), strict=True)
+        gap = " ".join(f"{b - a:+.2f}" for a, b in pairs)
         table.add(
             f"{name} | {int((others > 0).sum())} of {len(seen)} | "
             f"{100 * others.mean() / 20:.1f} % | {100 * moved.mean():.1f} % | "

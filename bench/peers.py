@@ -1,8 +1,8 @@
-"""The same FedAvg round in Flower's simulation and in Apple's pfl: each of their own,
-between two aggregations, without the start.
+"""The same FedAvg round in Flower's simulation and in Apple's pfl.
 
-Both are optional (the extra `bench`). Every client trains as `workload.train` does, on
-its own samples of the workload's federation.
+A round's time is the time between two of their aggregations, without the start. Both
+are optional (the extra `bench`). Every client trains as `workload.train` does, on its
+own samples of the workload's federation.
 """
 
 import contextlib
@@ -23,14 +23,17 @@ from pflcore.train._workers import single_threaded
 
 
 def flower(w: workload.Workload) -> Measured:
-    """`run_simulation` with one CPU for each client, without evaluation."""
+    """Seconds of rounds of `run_simulation`, without evaluation.
+
+    Each client has one CPU.
+    """
     if w.evaluate:
         raise Absent("not measured: an evaluation is a task of Ray's for every client")
     quiet = {
         "FLWR_TELEMETRY_ENABLED": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "RAY_worker_niceness": "0",  # as everybody else: Ray's own is 15
+        "RAY_worker_niceness": "0",  # that of the other providers; Ray's own is 15
     }
     os.environ.update({"FLWR_HOME": tempfile.mkdtemp(), **quiet, **os.environ})
     import ray  # noqa: F401
@@ -40,7 +43,8 @@ def flower(w: workload.Workload) -> Measured:
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    client, marks = ClientApp(), list[float]()
+    client = ClientApp()
+    marks: list[float] = []
 
     @client.train()  # type: ignore[untyped-decorator]
     def train(message: Any, context: Any) -> Any:
@@ -81,14 +85,14 @@ def flower(w: workload.Workload) -> Measured:
     try:
         run_simulation(server, client, num_supernodes=w.n, backend_config=backend)
     except RuntimeError as error:
-        # Ray gives up on a machine that is too busy to start it; the others are still
-        # measured
+        # Ray gives up on a machine that is too busy to start it. The other providers
+        # are still measured.
         raise Absent(f"its simulation failed ({error.__cause__ or error})") from None
     return Measured(b - a for a, b in itertools.pairwise(marks))
 
 
 def apple(w: workload.Workload) -> Measured:
-    """pfl's `FederatedAveraging` on its `SimulatedBackend`."""
+    """Seconds of rounds of pfl's `FederatedAveraging` on its `SimulatedBackend`."""
     from pfl import metrics
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
@@ -99,7 +103,8 @@ def apple(w: workload.Workload) -> Measured:
     from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
     from pfl.model.pytorch import PyTorchModel
 
-    net, marks = w.build(), list[float]()
+    net = w.build()
+    marks: list[float] = []
 
     class Module(torch.nn.Module):
         def __init__(self) -> None:
@@ -110,10 +115,12 @@ def apple(w: workload.Workload) -> Measured:
             return F.cross_entropy(self.net(x), y)
 
         def metrics(self, x: Tensor, y: Tensor) -> Facts:
-            found = zip(
-                ("loss", "accuracy"), workload.scored(self.net, x, y), strict=True
-            )
-            return {name: metrics.Weighted(len(x) * v, len(x)) for name, v in found}
+            n = len(x)
+            loss, accuracy = workload.scored(self.net, x, y)
+            return {
+                "loss": metrics.Weighted(n * loss, n),
+                "accuracy": metrics.Weighted(n * accuracy, n),
+            }
 
     class Clock(TrainingProcessCallback):  # type: ignore[misc]
         def after_central_iteration(self, *args: Any, **words: Any) -> tuple[bool, Any]:
@@ -121,13 +128,13 @@ def apple(w: workload.Workload) -> Measured:
             return False, metrics.Metrics()
 
     module = Module()
-    wrapped = PyTorchModel(
-        module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0)
-    )
+    central_optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    wrapped = PyTorchModel(module, torch.optim.SGD, central_optimizer)
 
     def clients(split: str) -> Any:
         order = torch.randperm(w.n, generator=torch.Generator().manual_seed(0))
-        turn, samples = itertools.cycle(order.tolist()), workload.federation(w)
+        turn = itertools.cycle(order.tolist())
+        samples = workload.federation(w)
         return FederatedDataset(
             lambda i: Dataset(samples.client(i, split), user_id=str(i)),
             lambda: next(turn),
@@ -136,14 +143,17 @@ def apple(w: workload.Workload) -> Measured:
     training = NNTrainHyperParams(
         local_num_epochs=w.epochs, local_learning_rate=w.lr, local_batch_size=w.batch
     )
+    evaluated = w.n if w.evaluate else 0
+    every = 1 if w.evaluate else 10**6
     plan = NNAlgorithmParams(
         central_num_iterations=w.rounds + 1,
         train_cohort_size=w.cohort,
-        evaluation_frequency=1 if w.evaluate else 10**6,
-        val_cohort_size=w.n if w.evaluate else 0,
+        evaluation_frequency=every,
+        val_cohort_size=evaluated,
     )
     backend = SimulatedBackend(training_data=clients("train"), val_data=clients("test"))
-    evaluation, quiet = NNEvalHyperParams(local_batch_size=500), io.StringIO()
+    evaluation = NNEvalHyperParams(local_batch_size=500)
+    quiet = io.StringIO()
     with single_threaded(), torch.enable_grad(), contextlib.redirect_stdout(quiet):
         FederatedAveraging().run(
             plan, backend, wrapped, training, evaluation, callbacks=[Clock()]

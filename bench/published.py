@@ -1,6 +1,9 @@
-"""Rounds of workloads that others have published times of: pflcore, a plain torch loop,
-Flower and pfl in one run on one machine."""
+"""Rounds of workloads that others have published times of.
 
+pflcore, a plain torch loop, Flower and pfl are timed in one run on one machine.
+"""
+
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +27,7 @@ from pflcore.train._workers import single_threaded
 
 
 def title(w: Workload) -> str:
+    """A sentence that describes the workload."""
     what = w.data if is_real(w.data) else f"made-up data of the shape of {w.data}"
     sizes = w.sizes
     return (
@@ -34,26 +38,34 @@ def title(w: Workload) -> str:
 
 
 def problem(w: Workload) -> Problem:
-    """A round; its least time is the arithmetic of the model over the rate of
-    multiply-adds."""
+    """The problem of a round.
+
+    Its least time is the arithmetic of the model over the rate of multiply-adds.
+    """
     calls: Calls = {
         "pflcore": lambda: ours(w),
         "plain loop": lambda: plain(w),
         "flwr": lambda: peers.flower(w),
         "pfl": lambda: peers.apple(w),
     }
-    calls |= {who: Absent("not run here") for who in w.published if who not in calls}
+    for author in w.published:
+        calls.setdefault(author, Absent("not run here"))
     forward, step = flops(w)
-    # of a cohort of mean size
-    once = w.samples * w.cohort / w.n * w.epochs * step + w.tests * forward * w.evaluate
+    # The cohort counts as one of mean size.
+    operations = w.samples * w.cohort / w.n * w.epochs * step
+    if w.evaluate:
+        operations += w.tests * forward
     size = {"evaluate": w.evaluate}
-    return Problem(w.name, size, calls, operations=once, published=w.published)
+    return Problem(w.name, size, calls, operations=operations, published=w.published)
 
 
 def flops(w: Workload) -> tuple[float, float]:
-    """Additions and multiplications of one sample: forward, and in a step of training
-    (the images need no gradient)."""
-    model, (x, y) = w.build(), federation(w).client(0, "train")
+    """Additions and multiplications of one sample, forward and in a step of training.
+
+    The images need no gradient.
+    """
+    model = w.build()
+    x, y = federation(w).client(0, "train")
     counts = []
     for back in (False, True):
         with FlopCounterMode(display=False) as counter, torch.enable_grad():
@@ -64,23 +76,28 @@ def flops(w: Workload) -> tuple[float, float]:
     return counts[0], counts[1]
 
 
-@torch.enable_grad()  # as a user would
+@torch.enable_grad()  # A user's program has gradients enabled, too.
 def ours(w: Workload) -> Measured:
+    """Seconds of pflcore's rounds, after a first one."""
     rounds = simulation("fedavg", w).iterate()
     next(rounds)
     return clocked(lambda: next(rounds), w.rounds)
 
 
 def plain(w: Workload) -> Measured:
-    """`plain_loop` on the workload's cohorts, with its evaluation."""
-    model, gen = w.build(), torch.Generator().manual_seed(0)
-    train, size = plain_loop(model, w), torch.tensor(w.sizes, dtype=torch.float64)
+    """Seconds of `plain_loop` on the workload's cohorts, with its evaluation."""
+    model = w.build()
+    gen = torch.Generator().manual_seed(0)
+    train = plain_loop(model, w)
+    size = torch.tensor(w.sizes, dtype=torch.float64)
+    evaluated = range(w.n) if w.evaluate else ()
 
     @single_threaded()
     def round() -> None:
         cohort = torch.randperm(w.n, generator=gen)[: w.cohort]
-        train(cohort.tolist(), (size[cohort] / size[cohort].sum()).tolist())
-        for i in range(w.n if w.evaluate else 0):
+        share = size[cohort] / size[cohort].sum()
+        train(cohort.tolist(), share.tolist())
+        for i in evaluated:
             scored(model, *federation(w).client(i, "test"))
 
     round()
@@ -88,18 +105,23 @@ def plain(w: Workload) -> Measured:
 
 
 def clocked(call: Callable[[], object], times: int) -> Measured:
+    """Seconds of each call, of `times` calls."""
     return Measured(table.clock(call)[0] for _ in range(times))
 
 
 def run(
     names: tuple[str, ...], rounds: int | None, machine: table.Machine
 ) -> tuple[Facts, str]:
-    """Prints the table of the workloads, with and without evaluation."""
-    whole = [replace(WORKLOADS[n], rounds=rounds or WORKLOADS[n].rounds) for n in names]
-    todo = (
-        problem(replace(w, evaluate=evaluate))
-        for w in whole
-        for evaluate in (False, True)
-    )
-    aside, about = {"gb_per_s", "error"}, [*map(title, whole)]
+    """Prints the table of the workloads; returns the measurements and the table.
+
+    Each workload is timed without and with evaluation.
+    """
+    whole = []
+    for name in names:
+        workload = WORKLOADS[name]
+        whole.append(replace(workload, rounds=rounds or workload.rounds))
+    cases = itertools.product(whole, (False, True))
+    todo = (problem(replace(w, evaluate=evaluate)) for w, evaluate in cases)
+    aside = {"gb_per_s", "error"}
+    about = [*map(title, whole)]
     return table.play(todo, machine, aside, 0.0, math.inf, about)

@@ -1,5 +1,9 @@
-"""The rank-1 linear layer: `rank1_linear` beside two `F.linear`, forward and with its
-backward pass."""
+"""The rank-1 linear layer: `rank1_linear` compared with two `F.linear`.
+
+It is timed forward, and with its backward pass.
+
+Symbols: a batch of B samples of I inputs; F factors; O outputs; N clients.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -13,8 +17,11 @@ from pflcore import ops
 
 
 def sizes(quick: bool) -> Sizes:
-    """The network of the WAFFLe paper; active: how many of the 120 factors have lam !=
-    0; backward: gradients of x and both factors, too."""
+    """Sizes of the WAFFLe paper's network.
+
+    "active" of the 120 factors have a lam other than 0. With "backward", the gradients
+    of x and of both factors are computed, too.
+    """
     paper = {"I": 784, "F": 120, "O": 200}
     batches = (10, 64) if quick else (10, 20, 32, 64)
     for active, backward, b in itertools.product((36, 120), (0, 1), batches):
@@ -22,19 +29,19 @@ def sizes(quick: bool) -> Sizes:
 
 
 def problem(size: Size) -> Problem:
-    """With "N" in the size so many clients, each with a lam of its own."""
-    b, i, f, o = (size[letter] for letter in "BIFO")
-    n, active, backward, gen = (
-        size.get("N"),
-        size["active"],
-        bool(size["backward"]),
-        generator(),
-    )
-    many = () if n is None else (n,)
-    x, w_a, w_b, grad = (
-        torch.randn(*shape, generator=gen)
-        for shape in ((*many, b, i), (o, f), (f, i), (*many, b, o))
-    )
+    """The problem of a size; with "N", of N clients that have a lam each."""
+    b = size["B"]
+    i = size["I"]
+    f = size["F"]
+    o = size["O"]
+    active = size["active"]
+    backward = bool(size["backward"])
+    gen = generator()
+    many = (size["N"],) if "N" in size else ()
+    x = torch.randn(*many, b, i, generator=gen)
+    w_a = torch.randn(o, f, generator=gen)
+    w_b = torch.randn(f, i, generator=gen)
+    grad = torch.randn(*many, b, o, generator=gen)
     lam = torch.zeros(*many, f)
     lam[..., torch.randperm(f, generator=gen)[:active]] = 1.1
     scale = lam[..., None, :]
@@ -54,18 +61,22 @@ def problem(size: Size) -> Problem:
     with torch.set_grad_enabled(backward):
         wants = call(twice, wide)()
 
-    each = n or 1
     calls = {
         "pflcore": call(lambda x, a, w: ops.rank1_linear(x, a, lam, w)),
         "F.linear twice": call(twice),
     }
+    clients = size.get("N", 1)
+    written = clients * b * o
+    products = 1
+    if backward:
+        written += clients * b * i + f * (i + o)
+        products = 3  # the backward pass has each of the two products twice
     return Problem(
         "rank1_linear",
         size,
         calls,
         lambda got: max(map(relative, got, wants)),
-        reads=4 * (each * b * i + active * (i + o)),
-        writes=4 * (each * b * o + (each * b * i + f * (i + o) if backward else 0)),
-        # backward takes each of the two products twice
-        operations=2.0 * each * b * active * (i + o) * (3 if backward else 1),
+        reads=4 * (clients * b * i + active * (i + o)),
+        writes=4 * written,
+        operations=2.0 * clients * b * active * (i + o) * products,
     )

@@ -1,5 +1,7 @@
-"""One round of training, end to end: an algorithm of every family; for FedAvg a plain
-torch loop, Flower and pfl beside it."""
+"""One round of training, end to end, for an algorithm of every family.
+
+Beside FedAvg's stand a plain torch loop, Flower and pfl.
+"""
 
 import itertools
 
@@ -22,19 +24,32 @@ FAMILIES = (
 
 
 def sizes(quick: bool) -> Sizes:
-    """N clients of `images` made-up images of 1 x 28 x 28, batches of 20, one epoch."""
-    for name, model, n in itertools.product(
-        FAMILIES, ("lenet5", "mlp"), (10,) if quick else (10, 20, 100)
-    ):
+    """Algorithms, models, N clients and the images of each.
+
+    Images are made up, of 1 x 28 x 28; a round is one epoch in batches of 20.
+    """
+    clients = (10,) if quick else (10, 20, 100)
+    for name, model, n in itertools.product(FAMILIES, ("lenet5", "mlp"), clients):
         images = 100 if quick or n > 20 else 1000
         yield {"algorithm": name, "model": model, "N": n, "images": images}
 
 
 def problem(size: Size) -> Problem:
-    """Of a client's images a tenth is for testing; everybody takes part in every
-    round."""
-    n, images = size["N"], size["images"]
-    w = Workload("rounds", size["model"], "made up", n, n, n * images * 9 // 10, n)
+    """The problem of a size: rounds in which every client takes part.
+
+    A tenth of a client's images is for testing.
+    """
+    n = size["N"]
+    images = size["images"]
+    w = Workload(
+        name="rounds",
+        model=size["model"],
+        data="made up",
+        n=n,
+        cohort=n,
+        samples=n * images * 9 // 10,
+        tests=n,
+    )
     rounds = simulation(size["algorithm"], w).iterate()
     providers: Calls = {"pflcore": lambda: next(rounds)}
     if size["algorithm"] == "fedavg":

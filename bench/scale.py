@@ -1,8 +1,8 @@
-"""A round's time, the process's own memory and the record's bytes, at 100 to 1,000,000
-clients of whom 100 take part in a round.
+"""Growth of a round's time, memory and record with the number of clients.
 
-Each measurement has a process of its own: memory that one has had says nothing about
-the next.
+There are 100 to 1,000,000 clients, of which 100 take part in a round. Each measurement
+runs in a process of its own, so that memory that one has used does not count for the
+next.
 """
 
 import itertools
@@ -25,7 +25,10 @@ from pflcore.results.record import RecordWriter
 
 ALGORITHMS = ("fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster")
 ROOT = Path(__file__).parents[1]  # of the checkout
-COHORT, INPUTS, SAMPLES, EVALUATED = 100, 28, 15, 200
+COHORT = 100
+INPUTS = 28
+SAMPLES = 15
+EVALUATED = 200
 HEAD = (
     "algorithm | clients | ms a round, least | ms a round, median | RssAnon, MB | "
     "bytes of record a round"
@@ -33,16 +36,20 @@ HEAD = (
 
 
 def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[Facts], str]:
-    """Prints a line for each; with `plot` a picture too. Gives the measurements and
-    the table."""
-    table, rows = Table(HEAD), dict[str, list[Facts]]()
-    sizes = [10**k for k in range(2, 5 if quick else 7)]
+    """Prints a line for each measurement; returns the measurements and the table.
+
+    With `plot` it draws a picture, too.
+    """
+    table = Table(HEAD)
+    rows = dict[str, list[Facts]]()
+    end = 5 if quick else 7
+    sizes = [10**k for k in range(2, end)]
     for name, n in itertools.product(ALGORITHMS, sizes):
         command = [sys.executable, "-m", "bench.scale", name, str(n), str(seconds)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
-            why = (done.stderr.strip().splitlines() or ["killed"])[-1]
-            table.add(f"{name} | {n:,} | {why} |  |  | ")
+            errors = done.stderr.strip().splitlines() or ["killed"]
+            table.add(f"{name} | {n:,} | {errors[-1]} |  |  | ")
             continue
         row = json.loads(done.stdout.splitlines()[-1])
         rows.setdefault(name, []).append(row)
@@ -50,31 +57,37 @@ def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[Facts], st
             f"{name} | {n:,} | {row['least']:.2f} | {row['median']:.2f} | "
             f"{row['rss']:.0f} | {row['bytes']:,}"
         )
-    for name, mine in rows.items():
-        print(f"{name}: {growth(mine)}", flush=True)
+    measured = []
+    for name, of_algorithm in rows.items():
+        print(f"{name}: {growth(of_algorithm)}", flush=True)
+        measured += of_algorithm
     if plot is not None:
         draw(rows, plot)
-    return [row for mine in rows.values() for row in mine], table.text()
+    return measured, table.text()
 
 
 def growth(rows: list[Facts]) -> str:
-    """How one algorithm's numbers grow with N, as exponents of N: slopes of the
-    least-squares lines through their logarithms."""
+    """A sentence on the growth of one algorithm's numbers with N, as powers of N.
+
+    The exponents are slopes of the least-squares lines through the logarithms.
+    """
     if len(rows) < 2:
         return "too few sizes to say"
-    n, words = (
-        np.log([r["n"] for r in rows]),
-        {"least": "time", "rss": "memory", "bytes": "record"},
-    )
-    return ", ".join(
-        f"{word} as N^{np.polyfit(n, np.log([r[key] for r in rows]), 1)[0]:.2f}"
-        for key, word in words.items()
-    )
+    n = np.log([r["n"] for r in rows])
+    words = {"least": "time", "rss": "memory", "bytes": "record"}
+    parts = []
+    for key, word in words.items():
+        values = np.log([r[key] for r in rows])
+        slope, _ = np.polyfit(n, values, 1)
+        parts.append(f"{word} as N^{slope:.2f}")
+    return ", ".join(parts)
 
 
 def draw(rows: dict[str, list[Facts]], path: Path) -> None:
-    """Time, memory and record against the number of clients, a line for each
-    algorithm."""
+    """Draws time, memory and record against the number of clients.
+
+    Each algorithm has a line.
+    """
     figure, axes = figure_of(13, 4, 3)
     units = {
         "least": "ms a round",
@@ -82,25 +95,29 @@ def draw(rows: dict[str, list[Facts]], path: Path) -> None:
         "bytes": "bytes of record a round",
     }
     for axis, (key, unit) in zip(axes, units.items(), strict=True):
-        for name, mine in rows.items():
-            axis.loglog(
-                [r["n"] for r in mine], [r[key] for r in mine], marker="o", label=name
-            )
+        for name, of_algorithm in rows.items():
+            clients = [r["n"] for r in of_algorithm]
+            values = [r[key] for r in of_algorithm]
+            axis.loglog(clients, values, marker="o", label=name)
         tidy(axis, "", "clients", unit)
     axes[0].legend(fontsize=8, frameon=False)
     save(figure, path)
 
 
 def one(name: str, n: int, seconds: float) -> Facts:
-    """Rounds of one algorithm for about so long."""
+    """The measurements of one algorithm, whose rounds are played for about `seconds`.
+
+    The clients have random samples of two classes.
+    """
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(n * SAMPLES, INPUTS, generator=gen)
     y = torch.randint(0, 2, (n * SAMPLES,), generator=gen)
     places = torch.arange(n * SAMPLES).view(n, SAMPLES)
     index = {"train": places[:, :10], "test": places[:, 10:]}
-    lists = {
-        s: Ragged(p.reshape(-1), torch.full((n,), p.shape[1])) for s, p in index.items()
-    }
+    lists = {}
+    for split, of_split in index.items():
+        counts = torch.full((n,), of_split.shape[1])
+        lists[split] = Ragged(of_split.reshape(-1), counts)
     play = Simulation(
         name,
         lambda: torch.nn.Linear(INPUTS, 2),
@@ -123,12 +140,13 @@ def one(name: str, n: int, seconds: float) -> Facts:
             record.write(line)
         size = (written(folder) - before) // len(times)
     rss = int(fact("self/status", "RssAnon", "0").split()[0]) / 1e3
-    times = times[2:]  # the first ones make what the others use
+    times = times[2:]  # The first rounds make what the others use.
     found = {"least": min(times), "median": statistics.median_high(times), "rss": rss}
     return {"algorithm": name, "n": n, **found, "bytes": size}
 
 
 def written(folder: str) -> int:
+    """The bytes of all files in a folder."""
     return sum(p.stat().st_size for p in Path(folder).iterdir())
 
 

@@ -1,5 +1,7 @@
-"""The fused step of local training: `sgd_step_` beside the torch calls that it
-replaces, with a correction and a proximal term."""
+"""The fused step of local training: `sgd_step_`, and the torch calls it replaces.
+
+Symbols: S clients' models of Q parameters.
+"""
 
 import itertools
 from typing import Any
@@ -10,27 +12,43 @@ from torch import Tensor
 from bench.problem import Problem, Size, Sizes, generator, relative
 from pflcore import ops
 
-LR, MU = 0.01, 0.1
+LR = 0.01
+MU = 0.1
 
 
 def sizes(quick: bool) -> Sizes:
-    """S clients of Q parameters: a linear model, an MLP, a LeNet, a CNN; plain SGD, and
-    with all corrections."""
-    for full, (s, q) in itertools.product(
-        (0, 1), ((139, 30), (10, 159_010), (20, 61_706), (20, 582_026))
-    ):
+    """Sizes S and Q of a linear model, an MLP, a LeNet and a CNN.
+
+    "corrected" is 0 for plain SGD, and 1 for a step with a correction and a proximal
+    term.
+    """
+    shapes = ((139, 30), (10, 159_010), (20, 61_706), (20, 582_026))
+    for full, (s, q) in itertools.product((0, 1), shapes):
         if not quick or s * q < 2_000_000:
             yield {"S": s, "Q": q, "corrected": full}
 
 
 def problem(size: Size) -> Problem:
-    s, q, full = size["S"], size["Q"], bool(size["corrected"])
+    """The problem of a size."""
+    s = size["S"]
+    q = size["Q"]
+    full = bool(size["corrected"])
     gen = generator()
-    start, grad, shift, anchor = (torch.randn(s, q, generator=gen) for _ in range(4))
-    w, more = start.clone(), (shift, None, MU, anchor) if full else ()
+    start = torch.randn(s, q, generator=gen)
+    grad = torch.randn(s, q, generator=gen)
+    shift = torch.randn(s, q, generator=gen)
+    anchor = torch.randn(s, q, generator=gen)
+    w = start.clone()
+    more: tuple[Any, ...] = ()
+    tables_read = 2  # w and grad
+    operations = 2
+    if full:
+        more = (shift, None, MU, anchor)
+        tables_read = 4
+        operations = 6
 
     def ours() -> Tensor:
-        ops.sgd_step_(w, grad, LR, *more)  # type: ignore[arg-type]
+        ops.sgd_step_(w, grad, LR, *more)
         return w
 
     def plain(w: Tensor, grad: Tensor, shift: Tensor, anchor: Tensor) -> Tensor:
@@ -41,18 +59,17 @@ def problem(size: Size) -> Problem:
         return w.sub_(step, alpha=LR)
 
     def error(got: Any) -> float:
-        """One step from the start: the timed calls took many."""
+        """The error of one step from the start, since the timed calls took many."""
         w.copy_(start)
-        return relative(
-            ours(), plain(*(v.double() for v in (start, grad, shift, anchor)))
-        )
+        want = plain(start.double(), grad.double(), shift.double(), anchor.double())
+        return relative(ours(), want)
 
     return Problem(
         "sgd_step_",
         size,
         {"pflcore": ours, "torch": lambda: plain(w, grad, shift, anchor)},
         error,
-        reads=4 * s * q * (4 if full else 2),
+        reads=4 * s * q * tables_read,
         writes=4 * s * q,
-        operations=float(s * q * (6 if full else 2)),
+        operations=float(s * q * operations),
     )

@@ -1,5 +1,9 @@
-"""Squared distances of client models: `pairwise_sqdist` beside torch, scipy and
-scikit-learn."""
+"""Squared distances of client models: `pairwise_sqdist` and other libraries.
+
+They are torch, scipy and scikit-learn.
+
+Symbols: N models of P parameters.
+"""
 
 from typing import Any
 
@@ -11,32 +15,36 @@ from pflcore import ops
 
 sizes = cohorts
 
-# Elements of pairs that torch's direct distances take on a card; more take it seconds a
-# call.
+# The most elements of pairs with which torch's direct distances are timed on a card.
+# More take it seconds a call.
 DIRECT_MAX_ELEMENTS = 1e11
 
 
 def exact(x: Tensor) -> Tensor:
-    """[n, n] in float64, a strip at a time."""
-    strips = [(s[:, None].double() - s).square().sum(-1) for s in x.split(1 << 18, 1)]
-    return torch.stack(strips).sum(0)
+    """Squared distances [N, N] in float64, computed in strips of columns."""
+    sums = []
+    for strip in x.split(1 << 18, 1):
+        difference = strip[:, None].double() - strip
+        sums.append(difference.square().sum(-1))
+    return torch.stack(sums).sum(0)
 
 
 def problem(size: Size) -> Problem | None:
-    n, p = size["N"], size["P"]
+    """The problem of a size; None where the memory is too small."""
+    n = size["N"]
+    p = size["P"]
     if not fits(3 * n * p):
         return None
     x = models(n, p)
-    few = min(n, 5)  # that are checked
-    i, j = torch.triu_indices(few, few, 1)
-    want = exact(x[:few])[i, j]
+    checked = min(n, 5)  # models
+    i, j = torch.triu_indices(checked, checked, 1)
+    want = exact(x[:checked])[i, j]
 
     def error(got: Any) -> float:
         got = torch.as_tensor(got)
-        if got.dim() == 1:  # pdist's order
-            got = got.new_zeros(n, n).index_put_(
-                tuple(torch.triu_indices(n, n, 1)), got
-            )
+        if got.dim() == 1:  # pdist gives the pairs in a row.
+            pairs = tuple(torch.triu_indices(n, n, 1))
+            got = got.new_zeros(n, n).index_put_(pairs, got)
         return relative(got[i, j].double() / want, torch.ones_like(want))
 
     def scipy() -> Any:
@@ -59,19 +67,20 @@ def problem(size: Size) -> Problem | None:
     if x.is_cuda and n * n * p > DIRECT_MAX_ELEMENTS:
         direct = {}
 
+    providers = {
+        "pflcore": lambda: ops.pairwise_sqdist(x),
+        # With two operands, all N * N pairs are computed.
+        "pflcore, two operands": lambda: ops.pairwise_sqdist(x, x[:]),
+        **direct,
+        "torch.cdist, mm": lambda: cdist(""),
+        "Gram float32": lambda: gram(x, x),
+        "Gram float64": lambda: gram(x.double(), x.double()),
+        **on_cpu({"scipy cdist": scipy, "scikit-learn": sklearn}),
+    }
     return Problem(
         "sqdist",
         size,
-        {
-            "pflcore": lambda: ops.pairwise_sqdist(x),
-            # all N * N pairs are taken
-            "pflcore, two operands": lambda: ops.pairwise_sqdist(x, x[:]),
-            **direct,
-            "torch.cdist, mm": lambda: cdist(""),
-            "Gram float32": lambda: gram(x, x),
-            "Gram float64": lambda: gram(x.double(), x.double()),
-            **on_cpu({"scipy cdist": scipy, "scikit-learn": sklearn}),
-        },
+        providers,
         error,
         reads=4 * n * p,
         writes=8 * n * n,

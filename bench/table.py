@@ -1,4 +1,7 @@
-"""Timing of problems, and their table."""
+"""Timing of problems, and their table.
+
+A row of a table is a text such as "one cell | another".
+"""
 
 from __future__ import annotations
 
@@ -24,24 +27,40 @@ Timer = Callable[[Call, float], tuple[list[float], Any]]
 
 @dataclass
 class Row:
-    """One provider at one problem."""
+    """The measurements of one provider at one problem.
+
+    Attributes:
+        op: the op's name
+        size: the sizes by name
+        provider: the provider's name
+        ms: the median time of a call, in milliseconds
+        runs: calls that were timed
+        gb_per_s: bytes that must move, over the time taken
+        gflop_per_s: additions and multiplications, over the time taken
+        limit_ms: the least time that this machine needs
+        of_limit: that least time, over the time taken
+        error: the relative error against float64
+        slower: the time over pflcore's time; below 1 pflcore is slower
+        note: the reason why there are no times, or a remark
+        published: a round's time as its authors say
+    """
 
     op: str
     size: Facts
     provider: str
-    ms: float | None = None  # median
+    ms: float | None = None
     runs: int = 0
-    gb_per_s: float | None = None  # bytes that must move, over the time taken
+    gb_per_s: float | None = None
     gflop_per_s: float | None = None
-    limit_ms: float | None = None  # the least time this machine needs
-    of_limit: float | None = None  # that time, over the time taken
-    error: float | None = None  # relative, against float64
-    slower: float | None = None  # times pflcore's time; below 1: pflcore loses here
+    limit_ms: float | None = None
+    of_limit: float | None = None
+    error: float | None = None
+    slower: float | None = None
     note: str = ""
-    published: str = ""  # a round's time as its authors say
+    published: str = ""
 
 
-# fields of a row: their headings, and how they are written
+# Fields of a row, their headings, and the formats of their cells.
 COLUMNS = """\
 op | op |
 size | size |
@@ -59,33 +78,51 @@ note | |
 
 
 def markdown(rows: Iterable[str]) -> list[str]:
-    """Rows, each as "one cell | another", as the lines of a Markdown table."""
+    """Lines of a Markdown table with these rows."""
     return _markdown([row.split(" | ") for row in rows])
 
 
 class Table:
-    """Rows, each as "one cell | another", that are printed as soon as they are known;
-    `text()` is all of them as Markdown, under the sentences `about`."""
+    """A table whose rows are printed as soon as they are known.
+
+    Args:
+        head: the headings
+        about: sentences that are printed above the table
+    """
 
     def __init__(self, *head: str, about: Sequence[str] = ()) -> None:
-        self.about, self.lines, self.width = [*about, ""], list[str](), [0] * 100
+        self.about = [*about, ""]
+        self.lines = list[str]()
+        self.width = [0] * 100
         print(*self.about, sep="\n")
         self.add(*head)
         print("|" + "---|" * len(self.width), flush=True)
 
     def add(self, *row: str) -> None:
+        """Prints a row, each column as wide as its widest cell so far."""
         self.lines.append(" | ".join(row))
         cells = self.lines[-1].split(" | ")
         self.width = [*map(max, self.width, map(len, cells))]
         print(f"| {' | '.join(map(str.ljust, cells, self.width))} |", flush=True)
 
     def text(self) -> str:
+        """The sentences, and all rows as a Markdown table."""
         return "\n".join([*self.about, *markdown(self.lines), ""])
 
 
 @dataclass
 class Machine:
-    """Where and with what it was measured."""
+    """The machine and the software that times were measured with.
+
+    Attributes:
+        cpu: the processor's name, or the card's
+        threads: torch's threads
+        isa: the kernels' instruction set; None without kernels
+        limits: bytes read and written, and operations done, in a second
+        versions: versions of pflcore and torch
+        date: the time of the measurement, UTC
+        load: processes that wanted to run when it began; None where it is not known
+    """
 
     cpu: str
     threads: int
@@ -93,26 +130,31 @@ class Machine:
     limits: dict[str, float]
     versions: dict[str, str]
     date: str
-    load: float | None = None  # processes that wanted to run when it began
+    load: float | None = None
 
     @staticmethod
     def measure(megabytes: int = 512) -> Machine:
-        threads, backend = torch.get_num_threads(), pflcore.backend()
+        """This machine, whose limits are measured on `megabytes` of memory."""
+        threads = torch.get_num_threads()
+        backend = pflcore.backend()
         limits: dict[str, float] = {}
-        with contextlib.suppress(ImportError):  # it was not built
+        with contextlib.suppress(ImportError):  # The module was not built.
             module = importlib.import_module("pflcore._C")
-            limits |= module.limits(threads, megabytes << 20) if backend.kernels else {}
+            if backend.kernels:
+                limits = module.limits(threads, megabytes << 20)
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         return Machine(
-            processor(),
-            threads,
-            backend.isa,
-            limits,
-            {"pflcore": pflcore.__version__, "torch": torch.__version__},
-            time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-            os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+            cpu=processor(),
+            threads=threads,
+            isa=backend.isa,
+            limits=limits,
+            versions={"pflcore": pflcore.__version__, "torch": torch.__version__},
+            date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            load=load,
         )
 
     def lines(self) -> list[str]:
+        """Sentences about the machine, for the head of a table."""
         versions = ", ".join(f"{k} {v}" for k, v in self.versions.items())
         isa = self.isa or "no kernels"
         out = [f"{self.cpu}, {self.threads} threads, {isa}; {versions}; {self.date}"]
@@ -132,6 +174,7 @@ class Machine:
 
 
 def processor() -> str:
+    """The processor's name."""
     return fact("cpuinfo", "model name", platform.processor() or platform.machine())
 
 
@@ -143,10 +186,10 @@ def clock(call: Call) -> tuple[float, Any]:
 
 
 def timed(call: Call, budget: float) -> tuple[list[float], Any]:
-    """Seconds of each run within about `budget` seconds, after one run that is not
-    counted unless it alone takes that long.
+    """Seconds of each run, and the last result.
 
-    A call that gives back `Measured` seconds has timed itself.
+    The runs take about `budget` seconds together. A first run is not counted, unless it
+    alone takes that long. A call that returns `Measured` seconds has timed itself.
     """
     first, result = clock(call)
     if isinstance(result, Measured):
@@ -168,36 +211,38 @@ def measure(
     rates: dict[tuple[str, str], float],
     timer: Timer | None = None,
 ) -> Iterator[Row]:
-    """A row for each provider, pflcore's first. What would take longer than `patience`
-    seconds is left out, with a note."""
-    limit, ours = problem.limit(limits), None
+    """Rows of all providers, pflcore's first.
+
+    A provider that would take longer than `patience` seconds is left out, with a note.
+
+    Args:
+        budget: seconds for each provider
+        rates: operations a second that each op's providers reached at other sizes; the
+            problem's own rates are added
+        timer: the function that times a call; None: `timed`
+    """
+    limit = problem.limit(limits)
+    ours = None
     for provider, call in problem.providers.items():
         row = Row(problem.op, problem.size, provider)
         row.published = problem.published.get(provider, "")
-        # by the rate that the provider reached at other sizes
         expected = problem.operations / rates.get((problem.op, provider), math.inf)
         try:
             if expected > patience:
                 raise Absent(f"left out: about {expected:.0f} s")
-            with torch.set_grad_enabled(bool(problem.size.get("backward"))):
-                seconds, result = (timer or timed)(call, budget)
-                row.error = problem.error(result)
-                del result
+            seconds = _run_provider(problem, row, call, budget, timer or timed)
         except (ImportError, MemoryError, RuntimeError) as error:
-            # torch's own out-of-memory error is a RuntimeError
+            # Torch's own out-of-memory error is a RuntimeError.
             if isinstance(error, RuntimeError) and "allocate" not in str(error):
                 raise
             row.note = str(error).splitlines()[0][:120]
             yield row
             continue
-        median, work = statistics.median(seconds), problem.costs.get(provider, 1.0)
-        row.ms, row.runs = 1e3 * median, len(seconds)
+        median = statistics.median(seconds)
+        row.runs = len(seconds)
+        _fill_times(row, problem, median, limit)
         if problem.operations:
             rates[problem.op, provider] = problem.operations / median
-            row.gb_per_s = (problem.reads + problem.writes) / median / 1e9
-            row.gflop_per_s = problem.operations * work / median / 1e9
-        if limit:
-            row.limit_ms, row.of_limit = 1e3 * limit, limit * work / median
         if provider == "pflcore":
             ours = median
         elif ours:
@@ -205,6 +250,31 @@ def measure(
             if row.slower < 0.98 and not provider.startswith("pflcore"):
                 row.note = "faster than pflcore"
         yield row
+
+
+def _run_provider(
+    problem: Problem, row: Row, call: Call, budget: float, timer: Timer
+) -> list[float]:
+    """Seconds of a provider's runs; its error goes into the row.
+
+    The result is freed before the next provider runs.
+    """
+    with torch.set_grad_enabled(bool(problem.size.get("backward"))):
+        seconds, result = timer(call, budget)
+        row.error = problem.error(result)
+    return seconds
+
+
+def _fill_times(row: Row, problem: Problem, median: float, limit: float | None) -> None:
+    """Fills in the row's time, its rates, and its part of the limit."""
+    work = problem.costs.get(row.provider, 1.0)
+    row.ms = 1e3 * median
+    if problem.operations:
+        row.gb_per_s = (problem.reads + problem.writes) / median / 1e9
+        row.gflop_per_s = problem.operations * work / median / 1e9
+    if limit:
+        row.limit_ms = 1e3 * limit
+        row.of_limit = limit * work / median
 
 
 def play(
@@ -216,27 +286,40 @@ def play(
     about: Sequence[str] = (),
     timer: Timer | None = None,
 ) -> tuple[Facts, str]:
-    """Prints a table of every problem's rows, each as soon as it is measured (see
-    `measure`), without the columns `aside`. Gives the measurements and the table."""
-    columns = [
-        [cell.strip() for cell in line.split("|")] for line in COLUMNS.splitlines()
-    ]
-    columns = [c for c in columns if c[0] not in aside]
+    """Prints a table of every problem's rows; returns the measurements and the table.
+
+    Each row is printed as soon as it is measured, see `measure`.
+
+    Args:
+        aside: the names of columns that are left out
+        about: sentences above the table
+    """
+    columns = []
+    for line in COLUMNS.splitlines():
+        name, head, form = map(str.strip, line.split("|"))
+        if name not in aside:
+            columns.append((name, head, form))
     table = Table(*(head for _, head, _ in columns), about=[*machine.lines(), *about])
-    rates, rows = dict[tuple[str, str], float](), []
+    rates = dict[tuple[str, str], float]()
+    rows = []
     for problem in problems:
         for row in measure(problem, machine.limits, budget, patience, rates, timer):
             rows.append(asdict(row))
             values = vars(row) | {"size": size_of(row.size)}
-            cells = ((values[name], form) for name, _, form in columns)
-            table.add(
-                *("" if value is None else format(value, form) for value, form in cells)
-            )
-        del problem  # before the next one is made
+            cells = []
+            for name, _, form in columns:
+                value = values[name]
+                cell = "" if value is None else format(value, form)
+                cells.append(cell)
+            table.add(*cells)
+        del problem  # Its memory is free before the next one is made.
     return {"machine": asdict(machine), "rows": rows}, table.text()
 
 
 def size_of(size: Mapping[str, Any]) -> str:
-    return " ".join(
-        str(v) if isinstance(v, str) else f"{k}={v}" for k, v in size.items()
-    )
+    """A size as text, such as "lenet5 N=20"."""
+    words = []
+    for name, value in size.items():
+        word = value if isinstance(value, str) else f"{name}={value}"
+        words.append(word)
+    return " ".join(words)

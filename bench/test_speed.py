@@ -1,5 +1,7 @@
-"""pflcore's time at every op and size as pytest-benchmark keeps it, and the others'
-times beside it: `pytest bench -k sqdist`; `pflcore bench` prints the same as a table.
+"""pflcore's time at every op and size, as pytest-benchmark keeps it.
+
+The other providers' times are kept, too. Run `pytest bench -k sqdist`; `pflcore
+bench` prints the same as a table.
 """
 
 from typing import Any
@@ -14,9 +16,12 @@ SIZES = bench.sizes(bench.OPS, False)
 RATES: dict[tuple[str, str], float] = {}
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), SIZES, ids=lambda v: v if isinstance(v, str) else table.size_of(v)
-)
+def text_of(value: Any) -> str:
+    """The text of an op's name or of a size, for a test's name."""
+    return value if isinstance(value, str) else table.size_of(value)
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES, ids=text_of)
 def test_speed(benchmark: Any, name: str, size: dict[str, Any]) -> None:
     problem = bench.suite(name).problem(size)
     if problem is None:

@@ -1,8 +1,13 @@
-"""Weights from distances: `feddwa_weights` and `waffle_weights` beside torch. Launch
-cost is what counts at N = 10."""
+"""Weights from distances: `feddwa_weights` and `waffle_weights`, and torch.
+
+At N = 10 clients, launching costs more than the arithmetic.
+"""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from bench.problem import Calls, Problem, Size, Sizes, generator, relative
 from pflcore import ops
@@ -10,40 +15,54 @@ from pflcore.ops import reference
 
 
 def sizes(quick: bool) -> Sizes:
-    for n in (10, 100) if quick else (10, 20, 100, 1000):
+    """Both rules for N clients."""
+    clients = (10, 100) if quick else (10, 20, 100, 1000)
+    for n in clients:
         yield {"rule": "feddwa", "N": n, "K": 5}
         yield {"rule": "waffle", "N": n}
 
 
 def problem(size: Size) -> Problem:
+    """The problem of a rule and a size."""
     n = size["N"]
     sqdist = ops.pairwise_sqdist(torch.randn(n, 50, generator=generator()))
     if size["rule"] == "waffle":
-        dist, target, omega, psi = sqdist[0].sqrt(), torch.tensor(0), 0.6, 0.7
-        providers: Calls = {
-            "pflcore": lambda: [ops.waffle_weights(dist, 0, omega, psi)],
-            "reference": lambda: [
-                reference.waffle_weights(dist, target, omega, psi, False)
-            ],
-        }
+        providers = waffle_calls(sqdist)
     else:
-        k = size["K"]
+        providers = feddwa_calls(sqdist, size["K"])
 
-        def plain() -> tuple[torch.Tensor, torch.Tensor]:
-            near = sqdist.topk(k, 1, largest=False)
-            return F.normalize(
-                near.values.clamp(min=1e-12).reciprocal(), 1, 1
-            ), near.indices
+    def error(got: Any) -> float:
+        return relative(got[0], providers["reference"]()[0])
 
-        providers = {
-            "pflcore": lambda: ops.feddwa_weights(sqdist, k),
-            "reference": lambda: reference.feddwa_weights(sqdist, k),
-            "torch": plain,
-        }
+    return Problem(f"{size['rule']}_weights", size, providers, error)
 
-    return Problem(
-        f"{size['rule']}_weights",
-        size,
-        providers,
-        lambda got: relative(got[0], providers["reference"]()[0]),
-    )
+
+def waffle_calls(sqdist: Tensor) -> Calls:
+    """WAFFLE's weights for client 0."""
+    dist = sqdist[0].sqrt()
+    target = torch.tensor(0)
+    omega = 0.6
+    psi = 0.7
+
+    def by_reference() -> list[Tensor]:
+        return [reference.waffle_weights(dist, target, omega, psi, False)]
+
+    return {
+        "pflcore": lambda: [ops.waffle_weights(dist, 0, omega, psi)],
+        "reference": by_reference,
+    }
+
+
+def feddwa_calls(sqdist: Tensor, k: int) -> Calls:
+    """FedDWA's weights of the k nearest models."""
+
+    def by_torch() -> tuple[Tensor, Tensor]:
+        near = sqdist.topk(k, 1, largest=False)
+        inverse = near.values.clamp(min=1e-12).reciprocal()
+        return F.normalize(inverse, 1, 1), near.indices
+
+    return {
+        "pflcore": lambda: ops.feddwa_weights(sqdist, k),
+        "reference": lambda: reference.feddwa_weights(sqdist, k),
+        "torch": by_torch,
+    }

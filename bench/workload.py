@@ -1,5 +1,7 @@
-"""What clients train in the benchmarks of whole rounds, in any runtime; and the
-workloads that others have published times of."""
+"""Workloads of whole rounds: models, data and local training, for any runtime.
+
+Among them are workloads that others have published times of.
+"""
 
 import functools
 import importlib.util
@@ -18,38 +20,58 @@ from torch import Tensor
 from pflcore import Clients, Evaluation, Federation, Simulation, Training
 from pflcore.data import _sources as sources
 from pflcore.nn.models import model_for
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._workers import single_threaded
 
-BATCH, LR = 20, 0.005
+BATCH = 20
+LR = 0.005
 FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-py"}
-SHAPES = {"cifar10": (3, 32, 32), "rows": (28,)}  # others: MNIST's
+SHAPES = {"cifar10": (3, 32, 32), "rows": (28,)}  # Other data have MNIST's shape.
 TUTORIAL = {"channels": (6, 16), "hidden": (120, 84)}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """FedAvg on `n` clients, `cohort` of them a round. Two of the same values are
-    the same work."""
+    """Rounds of FedAvg with clients, data and options.
+
+    Workloads of equal values are the same work.
+
+    Args:
+        name: its name in the table
+        model: a model of pflcore.nn.models, or "tutorial"
+        data: "mnist", "cifar10", "made up" for numbers of MNIST's shape, or "rows" for
+            28 numbers a sample
+        n: clients
+        cohort: clients of a round
+        samples: training samples of all clients together
+        tests: test samples of all clients together
+        batch: samples of a minibatch
+        lr: step size
+        epochs: epochs of local training
+        rounds: timed rounds, after a first one
+        power: a client's size is in proportion to its rank to the power of -power; 0:
+            all have one size
+        published: a round's time as the authors of other programs say, by program
+        evaluate: evaluates all clients' test samples after each round
+    """
 
     name: str
-    model: str  # of pflcore.nn.models, or "tutorial"
-    # "mnist", "cifar10", "made up": numbers of MNIST's shape, or "rows": 28 of them
+    model: str
     data: str
     n: int
     cohort: int
-    samples: int  # of all clients together
-    tests: int  # test samples of all clients together
+    samples: int
+    tests: int
     batch: int = BATCH
     lr: float = LR
     epochs: int = 1
-    rounds: int = 4  # timed ones, after the first
-    power: float = 0.0  # sizes go by rank^-power; 0: all alike
-    # who needs how long for a round, as they say
+    rounds: int = 4
+    power: float = 0.0
     published: Mapping[str, str] = field(default_factory=dict, hash=False)
-    evaluate: bool = False  # everybody's test samples, after each round
+    evaluate: bool = False
 
     def build(self) -> nn.Module:
+        """A new model."""
         shape = SHAPES.get(self.data, (1, 28, 28))
         if self.model == "tutorial":
             return model_for("cnn", shape, 10, **TUTORIAL)
@@ -57,29 +79,28 @@ class Workload:
 
     @property
     def training(self) -> Training:
+        """Options of local training."""
         return Training(self.lr, self.batch, self.epochs)
 
     @property
     def sizes(self) -> list[int]:
         """Training samples of each client, at least one."""
         weight = torch.arange(1, self.n + 1, dtype=torch.float64) ** -self.power
-        ends = (
-            (weight.cumsum(0) / weight.sum() * (self.samples - self.n)).round().long()
-        )
-        return (ends.diff(prepend=torch.zeros(1, dtype=torch.int64)) + 1).tolist()
+        spare = self.samples - self.n  # Each client has one sample at least.
+        ends = (weight.cumsum(0) / weight.sum() * spare).round().long()
+        start = torch.zeros(1, dtype=torch.int64)
+        return (ends.diff(prepend=start) + 1).tolist()
 
 
-WORKLOADS = {
-    name: Workload(name, **said)
-    for name, said in json.loads(
-        Path(__file__).with_name("workloads.json").read_text()
-    ).items()
-}
+PUBLISHED = json.loads(Path(__file__).with_name("workloads.json").read_text())
+WORKLOADS = {name: Workload(name, **options) for name, options in PUBLISHED.items()}
 
 
 def is_real(data: str) -> bool:
-    """Whether the data set itself lies in the folder PFLCORE_DATA, as `load` reads it:
-    nothing is downloaded for a benchmark."""
+    """True where the data set lies in the folder PFLCORE_DATA, as `load` reads it.
+
+    A benchmark downloads nothing.
+    """
     if data == "cifar10" and importlib.util.find_spec("torchvision") is None:
         return False
     folder = Path(os.environ.get("PFLCORE_DATA", "/nowhere"))
@@ -88,22 +109,24 @@ def is_real(data: str) -> bool:
 
 @functools.lru_cache(2)
 def pool(data: str, samples: int, tests: int) -> tuple[Tensor, Tensor]:
-    """`samples` training and then `tests` test images x [n, ...], and their labels y
-    [n]."""
+    """Images x [n, ...] and labels y [n]: training samples, then test samples."""
     gen = torch.Generator().manual_seed(0)
     if not is_real(data):
-        n, shape = samples + tests, SHAPES.get(data, (1, 28, 28))
-        return torch.randn(n, *shape, generator=gen), torch.randint(
-            10, (n,), generator=gen
-        )
+        n = samples + tests
+        shape = SHAPES.get(data, (1, 28, 28))
+        x = torch.randn(n, *shape, generator=gen)
+        y = torch.randint(10, (n,), generator=gen)
+        return x, y
     source = sources.load(data)
     order = torch.randperm(len(source.x_train), generator=gen)[:samples]
     x = torch.cat([source.x_train[order], source.x_test[:tests]])
-    return x, torch.cat([source.y_train[order], source.y_test[:tests]])
+    y = torch.cat([source.y_train[order], source.y_test[:tests]])
+    return x, y
 
 
 @functools.lru_cache(4)
 def federation(w: Workload) -> Federation:
+    """The workload's clients and their samples."""
     x, y = pool(w.data, w.samples, w.tests)
     train = list(torch.arange(w.samples).split(w.sizes))
     test = list((w.samples + torch.arange(w.tests)).tensor_split(w.n))
@@ -112,20 +135,26 @@ def federation(w: Workload) -> Federation:
 
 def cohort(setting: TrainContext) -> tuple[Clients, Tensor]:
     """All clients, and the model that each starts from."""
-    n, net = setting.data.n, setting.net
+    n = setting.data.n
+    net = setting.net
     buffers = net.b0.expand(n, -1).clone()
     return Clients(setting, torch.arange(n), 1, buffers), net.w0.repeat(n, 1)
 
 
 def simulation(algorithm: str, w: Workload, **more: Any) -> Simulation:
-    """A run of the workload that does not end, and so has no last round, which is
-    evaluated."""
-    more |= {
-        "participation": w.cohort / w.n,
-        "evaluation": Evaluation(every=int(w.evaluate)),
-    }
+    """A run of the workload that does not end.
+
+    Its last round would be evaluated, even without `evaluate`.
+    """
     return Simulation(
-        algorithm, w.build, federation(w), w.training, rounds=10**6, **more
+        algorithm,
+        w.build,
+        federation(w),
+        w.training,
+        rounds=10**6,
+        participation=w.cohort / w.n,
+        evaluation=Evaluation(every=int(w.evaluate)),
+        **more,
     )
 
 
@@ -133,7 +162,7 @@ def simulation(algorithm: str, w: Workload, **more: Any) -> Simulation:
 def train(
     model: nn.Module, w: Workload, client: int, data: Federation | None = None
 ) -> int:
-    """A client's part of a round; gives its number of samples."""
+    """Trains the model on a client's samples; returns their number."""
     x, y = (data or federation(w)).client(client, "train")
     optimizer = torch.optim.SGD(model.parameters(), lr=w.lr)
     for _ in range(w.epochs):
@@ -148,9 +177,11 @@ def train(
 def plain_loop(
     model: nn.Module, w: Workload
 ) -> Callable[[Sequence[int], Sequence[float]], None]:
-    """What one writes without a framework: one nn.Module, torch.optim.SGD, one client
-    after another, on one thread. A round of these clients with these shares in the
-    mean."""
+    """A function that plays a round as one writes it without a framework.
+
+    It trains one client after another with one nn.Module and torch.optim.SGD, on one
+    thread. It takes the clients of the round and their shares in the mean.
+    """
     state = {k: v.clone() for k, v in model.state_dict().items()}
 
     @single_threaded()
@@ -169,8 +200,8 @@ def plain_loop(
 
 @torch.no_grad()
 def scored(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Mean loss and accuracy."""
+    """The mean loss and the accuracy."""
     scores = model(x)
-    return float(F.cross_entropy(scores, y)), float(
-        (scores.argmax(1) == y).double().mean()
-    )
+    loss = F.cross_entropy(scores, y)
+    accuracy = (scores.argmax(1) == y).double().mean()
+    return float(loss), float(accuracy)

@@ -1,5 +1,5 @@
-// What the kernels' library says of itself, in C, to every Python. Its ops register themselves when
-// it is loaded (torch.ops.load_library).
+// The facts that the kernels' library tells of itself, in C, to every Python. Its ops register
+// themselves when it is loaded (torch.ops.load_library).
 #include <torch/headeronly/version.h>
 
 #include <string>

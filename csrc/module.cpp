@@ -1,5 +1,6 @@
-// pflcore._C: what this machine can do, and what the module was built with, for benchmarks. The
-// kernels do without it (library.cpp), and it without them: it shares nothing with their library.
+// pflcore._C: the limits of this machine, and the torch that the module was built with, for
+// benchmarks. It shares nothing with the kernels' library (library.cpp), and neither needs the
+// other.
 #include <pybind11/pybind11.h>
 #include <torch/headeronly/version.h>
 

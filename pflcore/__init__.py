@@ -12,7 +12,7 @@ from typing import Any
 
 
 def _read_stub() -> dict[str, str]:
-    """The module of each name that `__init__.pyi` imports."""
+    """The module of each name that `__init__.pyi` imports, by name."""
     stub = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
     modules = {}
     for node in ast.parse(stub).body:
@@ -27,6 +27,10 @@ __all__ = sorted(_modules.keys() - {"__version__"})
 
 
 def __getattr__(name: str) -> Any:
+    """A public name or a submodule of pflcore, which is imported by this call.
+
+    Raises AttributeError where there is neither.
+    """
     submodule = f"{__name__}.{name}"
     try:
         if name in _modules:
@@ -37,11 +41,12 @@ def __getattr__(name: str) -> Any:
             value = importlib.import_module(submodule)
     except ModuleNotFoundError as error:
         if error.name != submodule:
-            raise  # the submodule is there, but imports one that is not
+            raise  # the submodule is there, but imports a module that is missing
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    globals()[name] = value  # it is found without this function from now on
+    globals()[name] = value  # Python finds it without this function the next time
     return value
 
 
 def __dir__() -> list[str]:
+    """The names of the package, with those that are not imported yet."""
     return sorted({*globals(), *_modules})

@@ -1,4 +1,4 @@
-"""Checks arguments by their annotations: one mechanism, one form of sentence.
+"""Checks of arguments by their annotations, with one form of error.
 
 An annotation says the type, the bounds and the choices. A type checker,
 `hypothesis.strategies.from_type` and the command line read the same line:
@@ -8,8 +8,13 @@ An annotation says the type, the bounds and the choices. A type checker,
 
     keep(2)      # ValueError: fraction: expected a number above 0, at most 1, got 2.
 
+`expectation_of` turns an annotation into an `Expectation`: the words for the values,
+and a function that tells whether a value fits. `checked` does so once for a function,
+and `check_fields` once for a dataclass. An annotation that does not tell one value from
+another checks nothing: the function then looks at its argument itself, by `require`.
+
 Numbers are finite, numpy's scalars become Python's own, and True and False are no
-numbers.
+numbers. A default is taken as it is.
 """
 
 import collections.abc as abc
@@ -58,41 +63,78 @@ class Expectation(NamedTuple):
     """A kind of values, with the words for it.
 
     It can stand in an annotation: Annotated[Any, Expectation(...)].
-    """
-
-    words: str  # as they follow the word "expected"
-    fits: Callable[[Any], bool]  # whether a value is of the kind
-    names: tuple[str, ...] = ()  # its values, where they are names that can be misspelt
-
-
-def reject(name: str, expected: str, got: Any, names: Iterable[str] = ()) -> NoReturn:
-    """Raises ValueError in the one form of sentence.
 
     Args:
-        name: The argument's name.
+        words: The words that follow "expected" in an error.
+        fits: A function that is true for values of the kind.
+        names: The values of the kind, where they are names that can be misspelt.
+    """
+
+    words: str
+    fits: Callable[[Any], bool]
+    names: tuple[str, ...] = ()
+
+
+class Words(str):
+    """Text that an error shows whole and without quotation marks.
+
+    It takes the place of a value that the words say better, such as "a part of w's
+    memory".
+    """
+
+
+def reject(
+    name: str,
+    expected: str,
+    got: Any,
+    names: Iterable[str] = (),
+    *,
+    remedy: str = "",
+    error: type[Exception] = ValueError,
+) -> NoReturn:
+    """Raises the error of an argument: "NAME: expected X, got Y; remedy.".
+
+    Args:
+        name: The argument's name. An op's argument is written as the call, such as
+            "aggregate(out)".
+        expected: The words for the values that the argument may have.
+        got: The wrong value, which `summarize` puts into words, or `Words`.
         names: The values that the argument may have. Where one of them is nearly what
             was given, the sentence suggests it.
+        remedy: What the caller can do, without the full stop.
+        error: The class of the error.
     """
+    end = f"; {remedy}." if remedy else "."
     near = closest_name(got, names)
     if near is not None:
-        raise ValueError(
-            f"{name}: got {summarize(got)}, did you mean {near!r}? Expected {expected}."
-        )
-    raise ValueError(f"{name}: expected {expected}, got {summarize(got)}.")
+        question = f"{name}: got {summarize(got)}, did you mean {near!r}?"
+        raise error(f"{question} Expected {expected}{end}")
+    raise error(f"{name}: expected {expected}, got {summarize(got)}{end}")
 
 
 def require(
-    fits: Any, name: str, expected: str, got: Any, names: Iterable[str] = ()
+    fits: Any,
+    name: str,
+    expected: str,
+    got: Any,
+    names: Iterable[str] = (),
+    *,
+    remedy: str = "",
+    error: type[Exception] = ValueError,
 ) -> None:
-    """Raises ValueError, as `reject` does, unless the argument fits."""
+    """Raises an error, as `reject` does, unless the argument fits.
+
+    Where the words are built from values and the call is frequent, test first and then
+    call `reject`: building them takes time.
+    """
     if not fits:
-        reject(name, expected, got, names)
+        reject(name, expected, got, names, remedy=remedy, error=error)
 
 
 def closest_name(value: Any, names: Iterable[str]) -> str | None:
-    """The one of `names` that a misspelt word is nearest to, if one is near.
+    """The name that a misspelt word is nearest to, or None.
 
-    Of several words, in a list or tuple, the first counts.
+    Where the value is a list or tuple of words, its first one counts.
     """
     word = next(iter(value), None) if isinstance(value, list | tuple) else value
     if not isinstance(word, str):
@@ -103,9 +145,12 @@ def closest_name(value: Any, names: Iterable[str]) -> str | None:
 
 
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line that called pflcore, through however many calls."""
+    """Warns at the line of the user's own code that called pflcore.
+
+    Calls within pflcore, and through torch, are passed over.
+    """
     frame = sys._getframe(1)
-    level = 2  # 1 is this function, 2 the function that calls it
+    level = 2  # level 1 is this function, and level 2 the function that calls it
     while frame.f_back and _is_internal(frame):
         frame = frame.f_back
         level = level + 1
@@ -113,6 +158,7 @@ def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _is_internal(frame: types.FrameType) -> bool:
+    """True where the line of a frame is not the caller's own."""
     package = frame.f_globals.get("__name__", "").partition(".")[0]
     return package in INTERNAL_PACKAGES
 
@@ -124,17 +170,35 @@ def with_article(noun: str) -> str:
 
 
 def checked(thing: F) -> F:
-    """The function, or the class, with checks of its arguments by their annotations.
+    """The function or class with checks of its arguments by their annotations.
 
-    Of a class the arguments of `__init__` are checked. A default is not. The call
-    raises ValueError where an argument is not what its annotation says.
+    In a class it is the arguments of `__init__` that are checked. The call raises
+    ValueError where an argument is not what its annotation says.
+    """
+    return _with_checks(thing, "{}")
+
+
+def checked_op(thing: F) -> F:
+    """The op with the checks of `checked`, whose errors name the call.
+
+    That is the form of all ops: "nearest(k): expected a whole number, ...".
+    """
+    return _with_checks(thing, f"{thing.__name__}({{}})")
+
+
+def _with_checks(thing: F, name_format: str) -> F:
+    """The function or class with checks, whose errors use `name_format`.
+
+    Args:
+        name_format: The form of an argument's name in an error, such as "nearest({})".
     """
     call: Any = thing.__init__ if inspect.isclass(thing) else thing  # type: ignore[misc]
     signature = inspect.signature(call)
 
     @functools.cache
     def expectations() -> dict[str, Expectation]:
-        # It is called with the first call, when the module has all names of its hints.
+        # This is left to the first call: then the module has all names that the
+        # annotations use.
         hints = typing.get_type_hints(call, include_extras=True)
         return {
             name: expectation_of(hint)
@@ -149,7 +213,8 @@ def checked(thing: F) -> F:
         for name, value in bound.arguments.items():
             is_default = value is signature.parameters[name].default
             if name in expected and not is_default:
-                bound.arguments[name] = validated(name, expected[name], value)
+                shown = name_format.format(name)
+                bound.arguments[name] = validated(shown, expected[name], value)
         return call(*bound.args, **bound.kwargs)
 
     if not inspect.isclass(thing):
@@ -159,20 +224,21 @@ def checked(thing: F) -> F:
 
 
 def check_fields(thing: Any) -> None:
-    """Raises ValueError where a field of a dataclass is not what its annotation says.
+    """Raises ValueError where a dataclass's field is not as its annotation says.
 
-    A dataclass calls it in its `__post_init__`. Scalars of numpy's in its fields become
-    Python's own.
+    A dataclass calls it in its `__post_init__`. Numpy's scalars in its fields become
+    Python's own, also where the dataclass is frozen.
     """
     for name, expectation in _field_expectations(type(thing)).items():  # type: ignore[arg-type]
         value = getattr(thing, name)
         plain = validated(name, expectation, value)
         if plain is not value:
+            # A frozen dataclass refuses `setattr`.
             object.__setattr__(thing, name, plain)
 
 
 def validated(name: str, expectation: Expectation, value: Any) -> Any:
-    """The value of the argument `name`, where a scalar of numpy's is Python's own.
+    """The value of the argument `name`, with numpy's scalars as Python's own.
 
     Raises ValueError where the value is not as expected.
     """
@@ -185,12 +251,12 @@ def validated(name: str, expectation: Expectation, value: Any) -> Any:
 
 @functools.cache
 def _field_expectations(cls: type) -> dict[str, Expectation]:
-    """What each field of a dataclass is expected to be."""
+    """The kind of values of each field of a dataclass."""
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
     except (NameError, TypeError):
-        # The hints of a class that stands in a function can have names that are not to
-        # be found. Then only the fields that it inherits are checked.
+        # The annotations of a class that stands in a function can use names that are
+        # not found from outside of it. Then only the inherited fields are checked.
         base = cls.__base__
         return _field_expectations(base) if is_dataclass(base) else {}  # type: ignore
     return {f.name: expectation_of(hints[f.name]) for f in fields(cls)}  # type: ignore[arg-type]
@@ -200,6 +266,7 @@ def expectation_of(hint: Any) -> Expectation:  # noqa: PLR0911 (a kind of hint e
     """The kind of values that an annotation allows.
 
     It is `EXPECT_ANYTHING` where the annotation does not tell one value from another.
+    An Annotated type is narrowed by each part of its metadata in turn.
     """
     origin = get_origin(hint)
     args = get_args(hint)
@@ -275,7 +342,8 @@ def _bounded(expectation: Expectation, metadata: Any) -> Expectation:
 def _expect_each(expectation: Expectation, words: str) -> Expectation:
     """A list or a dict whose values are each as expected.
 
-    Of an iterable that is no list and no tuple, the values are not looked at.
+    The values of an iterable that is neither a list nor a tuple are not looked at:
+    reading them could use them up.
 
     Args:
         words: "a list" or "a dict".
@@ -296,23 +364,43 @@ def _expect_each(expectation: Expectation, words: str) -> Expectation:
 
 
 def summarize(value: Any) -> str:
-    """A value in a few words on one line; of a tensor the shape and dtype."""
+    """A value in a few words on one line.
+
+    A tensor is described by its shape, dtype and device, and by its layout where it is
+    not dense. `Words` stay as they are.
+    """
     if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"a tensor {list(value.shape)} of {dtype}"
+        return f"{summarize_kind(value)} on {value.device}"
+    if isinstance(value, Words):
+        return value
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def summarize_kind(t: Tensor) -> str:
+    """The shape and dtype of a tensor in words.
+
+    It is for what is expected of a tensor on any device.
+    """
+    dtype = str(t.dtype).removeprefix("torch.")
+    kind = "tensor"
+    if t.layout is not torch.strided:
+        kind = f"{str(t.layout).removeprefix('torch.')} tensor"
+    return f"a {kind} {list(t.shape)} of {dtype}"
+
+
 def _instance(cls: type, words: str) -> Expectation:
+    """An instance of a class."""
     return Expectation(words, lambda v: isinstance(v, cls))
 
 
 def _is_number(kind: type, value: Any) -> bool:
+    """True for a number of this kind that is not a truth value."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _are_ids(value: Any) -> bool:
+    """True for a list, set, array or tensor of whole numbers >= 0."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, Iterable) or isinstance(values, str | Mapping):
         return False
@@ -320,14 +408,17 @@ def _are_ids(value: Any) -> bool:
 
 
 def are_names(value: Any) -> bool:
-    """Whether the value is a name or a sequence of names."""
+    """True where the value is a name or a sequence of names."""
     if isinstance(value, str):
         return True
     return isinstance(value, Sequence) and all(isinstance(v, str) for v in value)
 
 
 def device_of(name: Any) -> str:
-    """The name of a device; raises ValueError where torch sees no such device."""
+    """The name of a device, such as "cpu" or "cuda:1".
+
+    Raises ValueError where torch does not see the device.
+    """
     kind, _, number = str(name).partition(":")
     require(kind in ("cpu", "cuda"), "device", "'cpu' or 'cuda'", name)
     if kind == "cpu":
@@ -342,11 +433,11 @@ def device_of(name: Any) -> str:
     return str(name)
 
 
-# What pip installs for a module, where it is not the module's name.
+# The package that pip installs for a module, where it is not the module's name.
 PIP_NAMES = {
     "sklearn": "scikit-learn",
     "flwr": "'flwr[simulation]>=1.41,<2'",
-    # By itself it would bring another torch.
+    # Without torch's version it would bring another torch.
     "torchvision": f"torchvision torch=={torch.__version__.partition('+')[0]}",
 }
 
@@ -359,10 +450,11 @@ def install_command(*modules: str) -> str:
 def import_optional(module: str, what: str = "This", alternative: str = "") -> Any:
     """A module of a package that not every user has.
 
-    Raises ImportError, with the command that installs it, where it is missing.
+    Raises ImportError, with the command that installs the package, where it is missing.
 
     Args:
-        what: The words for what needs the module.
+        module: The module's name.
+        what: The words for the feature that needs the module.
         alternative: More words behind the command.
     """
     try:
@@ -376,13 +468,15 @@ def import_optional(module: str, what: str = "This", alternative: str = "") -> A
 
 
 def ids_of(name: str, value: Any, n: int) -> Tensor:
-    """Ids of clients [S] as int64 on the CPU, in the order of `value`.
+    """Ids of clients as an int64 tensor [S] on the CPU.
 
-    Raises ValueError unless there is at least one, all are from 0 to n - 1, and each is
-    there once.
+    They have the order of `value`. Raises ValueError unless there is at least one id,
+    all are from 0 to n - 1, and no id stands there twice.
 
     Args:
         name: The argument's name.
+        value: The ids in a list, set, array or tensor.
+        n: The number of clients.
     """
     if isinstance(value, Tensor):
         ids = np.asarray(value.cpu())
@@ -409,7 +503,9 @@ def expect_dim(dim: int, words: str) -> Expectation:
     return Expectation(words, fits)
 
 
-# Packages whose lines are not the caller's own.
+# The constants stand below the functions that they use.
+
+# Packages whose lines are not the caller's own: `warn_caller` passes over them.
 INTERNAL_PACKAGES = ("pflcore", "torch", "contextlib", "functools")
 EXPECT_ANYTHING = Expectation("anything", lambda v: True)
 CONTAINER_WORDS = {
@@ -442,7 +538,8 @@ BOUNDS: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
     at.Le: ("at most", operator.le),
     at.Lt: ("below", operator.lt),
 }
-# Here every number is finite; it is there for other readers of the annotations.
+# `expectation_of` takes every number as finite. This part of an annotation tells it to
+# other readers.
 FINITE = at.Predicate(math.isfinite)
 PositiveInt = Annotated[int, at.Ge(1)]
 NonNegativeInt = Annotated[int, at.Ge(0)]

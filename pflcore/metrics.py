@@ -1,17 +1,20 @@
 """The numbers that the papers report, as pure functions of one number per client.
 
 A vector holds one value per client, or per round for a curve. It is unweighted: each
-client counts once however many samples it has (Motley, section 4). NaN stands for a
+client counts once, however many samples it has (Motley, section 4). NaN stands for a
 client without a value, for instance without test samples. It is left out, and the
 result is NaN where nothing is left; it is never an error. An infinite value, such as a
 loss that diverged, stays in, and makes means and deviations infinite. Standard
 deviations are the population's (ddof = 0), as in both papers, so a single client gives
-0. Means are taken in float64. Fractions and accuracies are in [0, 1]; only functions
-that say "percent" return percents.
+0. Means are taken in float64. A result has the unit of the values: fractions and
+accuracies are in [0, 1]. Only functions that say "percent" return percents.
 
-In shapes, N is the number of clients, S of those in a cohort, n of one client's
-samples, B of a batch's samples and C of classes.
+Symbols: N clients in a vector, of which n have a value v_i that is not NaN; S clients
+of a cohort. In metrics of one client: n of its samples, B of a batch's samples, C
+classes; y are labels or targets, s scores.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,20 +47,25 @@ Metric = Callable[[Tensor, Tensor], Any]
 
 
 class Point(NamedTuple):
-    """A value of a curve, and its place in the curve."""
+    """A value of a curve, and its position in the curve.
+
+    Attributes:
+        value: the value; NaN where the curve has no value
+        at: index of the value in the curve, from 0; -1 where the curve has no value
+    """
 
     value: float
-    at: int  # index into the curve, from 0; -1 when the curve has no value
+    at: int
 
 
 def vector(values: Vector, name: str = "values", n: int | None = None) -> Tensor:
-    """`values` as a float64 vector `[N]` on the CPU, where None becomes NaN.
+    """`values` as a float64 vector [N] on the CPU, None as NaN.
+
+    Raises ValueError where the values are no vector of numbers, or of another length.
 
     Args:
         name: The argument's name in the text of an error.
-        n: The length that the vector must have.
-
-    Raises ValueError where the values are no vector of numbers, or of another length.
+        n: The length that the vector must have; None for any length.
     """
     try:
         numbers = values
@@ -80,47 +88,62 @@ def _present_values(values: Vector) -> Tensor:
 
 
 def count(values: Vector) -> int:
-    """The number of clients that have a value, which is not NaN."""
+    """n, the number of clients with a value that is not NaN."""
     return len(_present_values(values))
 
 
 def mean(values: Vector) -> float:
-    """Mean over clients, of which each counts once."""
+    """Mean over clients, of which each counts once: sum_i v_i / n."""
     return _present_values(values).mean().item()
 
 
 def std(values: Vector) -> float:
     """Population standard deviation over clients (ddof = 0).
 
-    The papers measure fairness by it.
+    It is sqrt(sum_i (v_i - mean)^2 / n), at least 0, and infinite where a value is
+    infinite. The papers measure fairness by it.
     """
     present = _present_values(values)
     if present.isinf().any():
         return math.inf  # torch gives NaN, which stands for "no client has a value"
-    return present.std(correction=0).item() if len(present) else math.nan
+    if not len(present):
+        return math.nan
+    return present.std(correction=0).item()
 
 
 def weighted_mean(values: Vector, weight: Vector) -> float:
-    """Mean over clients, weighted by `weight`, such as their numbers of samples.
+    """Mean over clients, weighted: sum_i weight_i v_i / sum_i weight_i.
 
     Clients without a value or without a positive weight are left out. Raises ValueError
     for a negative weight.
+
+    Args:
+        values: one value per client [N]
+        weight: weight of each client [N], for instance its number of samples
     """
     v = vector(values)
     w = vector(weight, "weight", len(v))
     require(not (w < 0).any(), "weight", "numbers of samples, at least 0", weight)
     counts = ~v.isnan() & (w > 0)
-    return ((v[counts] * w[counts]).sum() / w[counts].sum()).item()
+    v = v[counts]
+    w = w[counts]
+    return ((v * w).sum() / w.sum()).item()
 
 
 @checked
 def worst_decile(
     values: Vector, share: Fraction = 0.1, higher_is_better: bool = True
 ) -> float:
-    """Mean of the clients with the worst values: a tenth of them, or `share`.
+    """Mean of the worst values, those of ceil(share * n) clients.
 
-    Of the clients that have a value, `share` is rounded up to whole clients, and at
-    least one of them counts.
+    n is the number of clients that have a value. At least one of them counts.
+
+    Args:
+        values: one value per client [N]
+        share: fraction of the clients that counts, above 0 and at most 1; a tenth if
+            not said
+        higher_is_better: True where the lowest values are the worst, False where the
+            highest are
     """
     present = _present_values(values)
     # In floating point 0.28 * 25 is 7.000000000000001, which must count 7 clients.
@@ -131,9 +154,15 @@ def worst_decile(
 
 @checked
 def percentile(values: Vector, q: Percent = 10.0) -> float:
-    """The q-th percentile over clients, linearly interpolated; q is in [0, 100].
+    """The q-th percentile over clients, linearly interpolated.
 
-    It is infinite where one of the two values between which it lies is infinite.
+    Of the n values in ascending order, counted from 0, it is the one at position
+    (n - 1) q / 100. It is infinite where one of the two values between which it lies is
+    infinite.
+
+    Args:
+        values: one value per client [N]
+        q: the percentile, from 0 (the lowest value) to 100 (the highest)
     """
     present = _present_values(values)
     if not len(present):
@@ -145,8 +174,14 @@ def percentile(values: Vector, q: Percent = 10.0) -> float:
 def hurt(after: Vector, before: Vector, higher_is_better: bool = True) -> float:
     """Percent of clients that are strictly worse `after` than `before`.
 
-    See Motley, section 4. Clients without a value `before` are left out. A client whose
-    value `after` is NaN has lost its model, so it is hurt.
+    It is in [0, 100]: 100 / n times the number of worse clients (Motley, section 4). n
+    is the number of clients that have a value `before`; the others are left out. A
+    client whose value `after` is NaN has lost its model, so it is hurt.
+
+    Args:
+        after: one value per client [N]
+        before: one value per client [N], with which `after` is compared
+        higher_is_better: True where a lower value is worse, False where a higher one is
     """
     old = vector(before, "before")
     new = vector(after, "after", len(old))
@@ -158,10 +193,15 @@ def hurt(after: Vector, before: Vector, higher_is_better: bool = True) -> float:
 
 
 def best(curve: Vector, higher_is_better: bool = True) -> Point:
-    """The best value over rounds, and the first round that has it.
+    """The best value over rounds, and the first position that has it.
 
     Where the values are test results, the choice is made on test data. Say so where you
     report it.
+
+    Args:
+        curve: one value per round
+        higher_is_better: True where the highest value is the best, False where the
+            lowest is
     """
     v = vector(curve, "curve")
     if v.isnan().all():
@@ -174,23 +214,28 @@ def best(curve: Vector, higher_is_better: bool = True) -> Point:
 
 
 def final(curve: Vector) -> float:
-    """The last round's value; NaN where that round has none.
+    """The last round's value; NaN where that round has no value.
 
     A run that diverged has no final accuracy, for instance.
     """
     v = vector(curve, "curve")
-    return v[-1].item() if len(v) else math.nan
+    if not len(v):
+        return math.nan
+    return v[-1].item()
 
 
 @checked
 def last_mean(
     curve: Vector, rounds: Vector | None = None, k: PositiveInt = 10
 ) -> float:
-    """Mean over the last k rounds.
+    """Mean of the values of the last k rounds.
 
     Args:
+        curve: One value per evaluation.
         rounds: The round of each value, for evaluations that are not made in every
-            round. Values of a round later than `last - k` count.
+            round; None for one evaluation per round. With r the last of them, the
+            values of rounds later than r - k count.
+        k: The number of rounds.
     """
     v = vector(curve, "curve")
     if not len(v):
@@ -202,10 +247,10 @@ def last_mean(
 
 
 def _check_pair(scores: Tensor, y: Tensor, *, classes: bool = False) -> None:
-    """Raises ValueError where the scores are not scores for each of `y` [B, ...].
+    """Raises ValueError unless there are scores for each of `y` [B, ...].
 
     Args:
-        classes: Whether the scores may have one more axis, of classes.
+        classes: True where the scores may have one more axis, of classes.
     """
     has_more_axis = scores.shape[:-1] == y.shape
     if classes and has_more_axis:
@@ -218,11 +263,12 @@ def _check_pair(scores: Tensor, y: Tensor, *, classes: bool = False) -> None:
 
 @checked
 def _predicted_classes(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The predicted class of each sample, and its label, from 0, both like `y` [...].
+    """The predicted class and the label of each sample, both like `y` [...].
 
-    The class is the one with the largest of the scores [..., C]. A single score, [...]
-    or [..., 1], gives class 1 where it is positive, else class 0, and the labels become
-    0 and 1, too. A score that is NaN gives a class below 0, which is no label.
+    Labels count from 0. The class is the one with the largest of the scores [..., C]. A
+    single score, [...] or [..., 1], gives class 1 where it is positive, else class 0,
+    and the labels become 0 and 1, too. A score that is NaN gives a class below 0, which
+    is no label.
     """
     _check_pair(scores, y, classes=True)
     no_class = -(1 << 60)
@@ -232,11 +278,12 @@ def _predicted_classes(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return scores.argmax(-1).masked_fill(has_nan, no_class), y
     single = scores.reshape(y.shape)
     predicted = (single > 0).long().masked_fill(single.isnan(), no_class)
-    return predicted, (y > 0).long()
+    labels = (y > 0).long()
+    return predicted, labels
 
 
 def is_correct(scores: Tensor, y: Tensor) -> Tensor:
-    """Mask of the samples that the scores classify correctly, bool like `y` [...].
+    """Mask of the samples that are classified correctly, like `y` [...].
 
     The class is that of the largest of `scores` [..., C], or the sign of a single score
     [...] or [..., 1]. A score of 0 means the negative class, whose label is 0 or -1. A
@@ -247,7 +294,7 @@ def is_correct(scores: Tensor, y: Tensor) -> Tensor:
 
 
 def human_bytes(size: float) -> str:
-    """Bytes in binary units: 1536 becomes "1.5 KiB"."""
+    """A number of bytes in binary units: 1536 becomes "1.5 KiB"."""
     unit = 0
     while size >= 1024 and unit < 4:
         size = size / 1024
@@ -262,13 +309,17 @@ def human_bytes(size: float) -> str:
 
 
 class ArgumentForm(NamedTuple):
-    """The form in which a user's function of (scores, targets) takes its arguments.
+    """The form of the arguments of a user's function of (scores, targets).
 
     It matters where there is one score for each target.
+
+    Attributes:
+        scores_like_targets: True where the scores get the shape of the targets
+        targets_as_floats: True where targets that are whole numbers become floats
     """
 
-    scores_like_targets: bool = False  # the scores have the targets' shape
-    targets_as_floats: bool = False  # whole numbers as targets become floats
+    scores_like_targets: bool = False
+    targets_as_floats: bool = False
 
     def convert(self, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The scores and targets [B, ...] in this form.
@@ -286,9 +337,9 @@ class ArgumentForm(NamedTuple):
 
 
 def has_one_score_each(scores: Tensor, y: Tensor) -> bool:
-    """Whether there is one score for each target: both [B, ...] have the same shape.
+    """True where there is one score for each target.
 
-    Axes of length 1 do not count.
+    Both [B, ...] then have the same shape, in which axes of length 1 do not count.
     """
     score_axes = [length for length in scores.shape[1:] if length != 1]
     target_axes = [length for length in y.shape[1:] if length != 1]
@@ -298,23 +349,24 @@ def has_one_score_each(scores: Tensor, y: Tensor) -> bool:
 def find_argument_form(
     f: Metric, scores: Tensor, y: Tensor, is_loss: bool = False
 ) -> ArgumentForm | None:
-    """The form of its arguments that `f` takes, found by calls with drawn scores.
+    """The form of the arguments of `f`, found by trial calls.
 
-    Most functions spread scores [B, 1] beside targets [B] to [B, B]. Their value is
-    wrong, and does not depend on which sample has which target. A function that pairs
-    each score with its own target shows that it does: the drawn scores lie between
-    targets of other samples, so its value changes when the targets are exchanged, by as
-    much as the targets differ and whatever their scale.
+    Of scores [B, 1] and targets [B], most functions make [B, B] numbers by
+    broadcasting. Their value is wrong, and does not depend on which sample has which
+    target. The value of a function that pairs each score with its own target changes
+    when the targets are exchanged. It changes by as much as the targets differ, at any
+    scale, because the drawn scores lie between targets of other samples.
 
     Returns None where the two forms give two values and neither shows that it is wrong.
 
     Args:
+        f: The metric or loss.
         scores: Scores [B, ...] of a batch, of which the shape and the dtype are used.
         y: Their targets [B, ...], whose values give the scale.
-        is_loss: Whether `f` is a loss, which must have a gradient and may take whole
-            numbers as floats.
+        is_loss: True for a loss, which must have a gradient and may take whole numbers
+            as floats.
     """
-    target_forms = [False]  # whether targets become floats
+    target_forms = [False]  # True: targets become floats
     if is_loss and not y.is_floating_point():
         target_forms.append(True)
     dtypes = dict.fromkeys((torch.float64, scores.dtype))
@@ -324,7 +376,8 @@ def find_argument_form(
             if probe.original_values or probe.reshaped_values:
                 form = probe.find_form()
                 return form and form._replace(targets_as_floats=as_floats)
-    return ArgumentForm()  # the function fails in any form, and shall say why itself
+    # The function fails in every form. Its own error will say why.
+    return ArgumentForm()
 
 
 PROBE_DRAWS = 2
@@ -333,9 +386,14 @@ DrawValues = dict[int, float]  # the function's value, by the number of the draw
 
 
 class _FormProbe:
-    """The values of a function for drawn scores, in their own shape and the targets'.
+    """The values of a function for drawn scores, in two shapes.
 
-    A draw for which the function fails has no value.
+    The shapes are the scores' own and that of the targets. A draw for which the
+    function fails has no value.
+
+    Attributes:
+        original_values: values for scores in their own shape
+        reshaped_values: values for scores in the shape of the targets
     """
 
     def __init__(
@@ -372,8 +430,9 @@ class _FormProbe:
         """The function's values for these draws.
 
         Args:
-            like_targets: Whether the scores have the targets' shape.
-            exchange_targets: Whether each sample gets another one's target.
+            draws: The numbers of the draws.
+            like_targets: True to give scores in the targets' shape.
+            exchange_targets: True to give each sample the target of another one.
         """
         values = {}
         for draw in draws:
@@ -389,6 +448,7 @@ class _FormProbe:
         return values
 
     def _evaluate(self, scores: Tensor, targets: Tensor) -> float:
+        """The function's value; raises its errors, also those of its gradient."""
         with torch.enable_grad():
             scores = scores.clone().requires_grad_(self.with_gradient)
             value: Any = self.f(scores, targets)
@@ -424,14 +484,14 @@ class _FormProbe:
         return None
 
     def _repeats(self, draws: Sequence[int]) -> bool:
-        """Whether another call gives the same values, bit for bit."""
+        """True where another call gives the same values, bit for bit."""
         expected = {draw: self.original_values[draw] for draw in draws}
         return self.evaluate_draws(draws) == expected
 
     def _ignores_pairs(self, draws: Sequence[int]) -> bool:
-        """Whether the values stay the same when the samples exchange their targets.
+        """True where the values stay the same when samples exchange their targets.
 
-        Then the function has spread the scores over all targets.
+        The function has then paired each score with all targets.
         """
         exchanged = self.evaluate_draws(draws, exchange_targets=True)
         for draw in draws:
@@ -441,14 +501,15 @@ class _FormProbe:
         return True
 
     def is_close(self, value: float, other: float) -> bool:
+        """True where two values are equal up to rounding."""
         return math.isclose(value, other, rel_tol=self.relative_tolerance)
 
 
 def _draw_pairs(y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scores and targets [PROBE_SAMPLES, ...], float64, at the scale of `y` [B, ...].
+    """Scores and targets [PROBE_SAMPLES, ...], float64, at the scale of `y`.
 
-    Each draw of targets has three kinds of scores: between the smallest and the largest
-    target, between 0 and 1, and on both sides of 0.
+    Each draw of targets comes with three kinds of scores: between the smallest and the
+    largest target, between 0 and 1, and on both sides of 0.
     """
     known = y.detach().reshape(-1)[:4096].double().unique()
     if len(known) < 2:  # targets that are all the same show nothing
@@ -461,8 +522,8 @@ def _draw_pairs(y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         targets = known[index.to(known.device)].view(PROBE_SAMPLES, *y.shape[1:])
         # From 0.05 to 0.45: each score is nearer to one target, but equals none.
         position = 0.05 + 0.4 * torch.rand(targets.shape, generator=draws)
-        between = targets.roll(2, 0), targets.roll(3, 0)  # two other samples' targets
-        scores = between[0].lerp(between[1], position.to(targets))
+        # Between the targets of two other samples.
+        scores = targets.roll(2, 0).lerp(targets.roll(3, 0), position.to(targets))
         low, high = scores.aminmax()
         yield scores, targets
         width = (high - low).clamp(min=1e-300)  # no division by 0
@@ -472,7 +533,7 @@ def _draw_pairs(y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _two_targets(y: Tensor, known: Tensor) -> Tensor:
-    """Two different targets, one of which is the only known one, if there is one."""
+    """Two different targets, of which the first is the known one."""
     value = float(known[0]) if len(known) else 0.0
     other = value / 2 if y.is_floating_point() else value // 2
     if value == 0:
@@ -481,7 +542,7 @@ def _two_targets(y: Tensor, known: Tensor) -> Tensor:
 
 
 class CustomMetric:
-    """A user's metric, which is called with its arguments in the form that it takes."""
+    """A user's metric, called with arguments in the form that it takes."""
 
     def __init__(self, name: str, metric: Metric) -> None:
         self.name = name
@@ -491,7 +552,7 @@ class CustomMetric:
     def __call__(self, scores: Tensor, y: Tensor) -> Any:
         """The metric's value for one client's scores and targets [n, ...].
 
-        Raises ValueError where the form of its arguments cannot be found out.
+        Raises ValueError where the form of its arguments cannot be found.
         """
         if scores.shape != y.shape and has_one_score_each(scores, y) and len(y):
             if self._argument_form is None:
@@ -509,7 +570,7 @@ class CustomMetric:
 # metrics by name: one client's scores and labels -> a number -------------------
 
 
-# Columns of a record, which no metric may have as its name.
+# Columns of a record, whose names no metric may have.
 RECORD_COLUMNS = (
     "loss",
     "accuracy",
@@ -528,13 +589,13 @@ def metrics_of(
     """Functions of one client's (scores, labels), by name.
 
     A name is one of `METRICS`. A function of the user's own is recorded under its
-    `__name__`, or under its key in a dict.
+    `__name__`, or under its key in a dict. Raises ValueError for an unknown name or for
+    one that cannot be recorded, and ImportError where a metric needs a package that is
+    not installed.
 
     Args:
-        classes: Whether the metrics are for labels, else for targets.
-
-    Raises ValueError for an unknown name or for one that cannot be recorded, and
-    ImportError where a metric needs a package that is not installed.
+        metrics: Names and functions.
+        classes: True for metrics of labels, False for metrics of targets.
     """
     functions: dict[str, Metric] = {}
     pairs: Iterable[tuple[str | Metric, str | Metric]]
@@ -557,7 +618,7 @@ def metrics_of(
 
 
 def _metric_name(key: str | Metric) -> str:
-    """The name under which a metric is recorded: a key itself, or a function's name."""
+    """The name in records: the key, or the function's `__name__`."""
     if isinstance(key, str):
         return key
     return str(getattr(key, "__name__", type(key).__name__))
@@ -569,13 +630,16 @@ def measured_by(
     pairs: Sequence[tuple[Tensor, Tensor]],
     clients: Sequence[int],
 ) -> Tensor:
-    """A metric of each client, float64 [S], with NaN for a client without a value.
+    """The metric's value for each client, float64 [S].
+
+    It is NaN where the metric of a client is NaN. Raises ValueError where the metric
+    raises an error.
 
     Args:
+        name: The name of the metric, for the text of an error.
+        metric: The function of one client's scores and labels.
         pairs: The scores and the labels of each client.
         clients: The ids of these clients, for the text of an error.
-
-    Raises ValueError where the metric raises an error.
     """
     values = []
     for (scores, y), client in zip(pairs, clients, strict=True):
@@ -590,7 +654,11 @@ def measured_by(
 
 
 def _metric_by_name(name: str, classes: bool) -> Metric:
-    """The function of `METRICS`; ValueError where it is not for such samples."""
+    """The function in `METRICS` of this name.
+
+    Raises ValueError for an unknown name, and for a metric of labels where there are
+    targets, or the reverse.
+    """
     known = [k for k in METRICS if (k in FOR_LABELS) is classes]
     if name not in known:
         kind, other_kind = ("labels", "targets") if classes else ("targets", "labels")
@@ -609,20 +677,23 @@ def _metric_by_name(name: str, classes: bool) -> Metric:
             f"metrics: for {kind} there are {', '.join(known)}, or a function of "
             f"(scores, labels), {reason}."
         )
-    _sklearn()  # a missing package is reported before the run, not after a round
+    _import_sklearn()  # reports a missing package before the run, not after a round
     return METRICS[name]
 
 
-def _sklearn() -> Any:
+def _import_sklearn() -> Any:
+    """The module `sklearn.metrics`; raises ImportError where it is missing."""
     return import_optional("sklearn.metrics", "metrics: this one")
 
 
 def auc(scores: Tensor, y: Tensor) -> float:
-    """Area under the ROC curve of scores [n] or [n, C] and labels [n].
+    """Area under the ROC curve of scores [n] or [n, C] and labels [n], in [0, 1].
 
-    Of three classes or more it is the mean over the areas of one class against the
-    rest. Classes that no sample has, or that all have, are left out. NaN where none is
-    left, or where a score is not finite.
+    It is the fraction of pairs, of a sample of class 1 and one of class 0, in which the
+    first has the higher score; equal scores count half. Of three classes or more it is
+    the mean over classes of the area of one class against the rest. Classes that no
+    sample has, or that all samples have, are left out. The result is NaN where no class
+    is left, or where a score is not finite.
     """
     labels = _predicted_classes(scores, y)[1].reshape(-1).cpu()
     scores = scores.detach().reshape(len(labels), -1).double().cpu()
@@ -641,22 +712,26 @@ def auc(scores: Tensor, y: Tensor) -> float:
     for label, class_scores in scores_by_class.items():
         is_class = labels == label
         if 0 < int(is_class.sum()) < len(labels):
-            areas.append(_sklearn().roc_auc_score(is_class, class_scores))
+            areas.append(_import_sklearn().roc_auc_score(is_class, class_scores))
     return mean(areas)
 
 
 def _are_probabilities(scores: Tensor) -> bool:
-    """Whether each row of scores [n, C] sums to 1, without a negative entry."""
+    """True where rows [C] of scores are probabilities that sum to 1."""
     if not (scores >= 0).all():
         return False
     return torch.allclose(scores.sum(1), scores.new_ones(()))
 
 
 def f1(scores: Tensor, y: Tensor) -> float:
-    """F1 score of scores [n] or [n, C] and labels [n]; NaN without samples.
+    """F1 score of scores [n] or [n, C] and labels [n], in [0, 1].
 
-    Of two classes it is that of class 1. Of more it is the unweighted mean over the
-    classes that are some sample's label or prediction.
+    The score of a class is 2 TP / (2 TP + FP + FN). TP are its samples that are
+    predicted correctly, FN its other samples, and FP samples of other classes that are
+    predicted as it. Of two classes the result is the score of class 1. Of more classes
+    it is the unweighted mean over those that are a label or a prediction of a sample.
+    It is NaN without samples, and for two classes where class 1 is no label and no
+    prediction.
     """
     predicted, labels = _predicted_classes(scores, y)
     predicted = predicted.reshape(-1).cpu()
@@ -667,17 +742,18 @@ def f1(scores: Tensor, y: Tensor) -> float:
     if scores.numel() > 2 * y.numel():
         present = torch.cat([labels, predicted]).unique().tolist()
         classes = [label for label in present if label >= 0]
-    score = _sklearn().f1_score(
+    score = _import_sklearn().f1_score(
         labels, predicted, labels=classes, average="macro", zero_division=math.nan
     )
     return float(score)
 
 
 def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
-    """Mean over classes of the fraction of their samples that is classified correctly.
+    """Mean over classes of the accuracy on each class, in [0, 1].
 
-    It takes scores [n] or [n, C] and labels [n], and leaves out classes that no sample
-    has.
+    The accuracy on a class is the fraction of its samples that are classified
+    correctly, by scores [n] or [n, C] and labels [n]. Classes that no sample has are
+    left out; the result is NaN without samples.
     """
     predicted, labels = _predicted_classes(scores, y)
     predicted = predicted.reshape(-1)
@@ -691,33 +767,45 @@ def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
 
 @checked
 def _errors(scores: Tensor, y: Tensor) -> Tensor:
-    """Differences between scores and targets, float64 like `y` [n, ...]."""
+    """Differences between scores and targets, float64 like `y` [n, ...].
+
+    Raises ValueError unless there is one score for each target.
+    """
     _check_pair(scores, y)
     return scores.detach().reshape(y.shape).double() - y.double()
 
 
 def mae(scores: Tensor, y: Tensor) -> float:
-    """Mean absolute error of scores [n, ...] for targets of as many elements."""
+    """Mean absolute error of scores s for targets y, [n, ...] each.
+
+    It is mean(|s - y|) over samples and outputs, in the unit of the targets.
+    """
     return _errors(scores, y).abs().mean().item()
 
 
 def rmse(scores: Tensor, y: Tensor) -> float:
-    """Root mean squared error of scores [n, ...] for targets of as many elements."""
+    """Root mean squared error of scores s for targets y, [n, ...] each.
+
+    It is sqrt(mean((s - y)^2)) over samples and outputs, in the unit of the targets.
+    """
     return _errors(scores, y).square().mean().sqrt().item()
 
 
 def r2(scores: Tensor, y: Tensor) -> float:
-    """Coefficient of determination of scores [n, ...] for targets of as many elements.
+    """Coefficient of determination of scores s for targets y, [n, ...] each.
 
-    NaN for fewer than two samples, and where an error is not finite. Of several outputs
-    it is the unweighted mean.
+    It is 1 - sum((s - y)^2) / sum((y - mean(y))^2), at most 1, and negative where the
+    mean of the targets would be the better prediction. Of several outputs it is the
+    unweighted mean. Where all targets are equal, it is 1 for scores without an error
+    and 0 for others. It is NaN for fewer than two samples, and where an error is not
+    finite.
     """
     is_finite = bool(_errors(scores, y).isfinite().all())
     if len(y) < 2 or not is_finite:
         return math.nan
     predictions = scores.detach().reshape(y.shape).double().cpu()
     targets = y.detach().double().cpu()
-    return float(_sklearn().r2_score(targets, predictions))
+    return float(_import_sklearn().r2_score(targets, predictions))
 
 
 METRICS: dict[str, Metric] = {
@@ -729,7 +817,7 @@ METRICS: dict[str, Metric] = {
     "r2": r2,
 }
 FOR_LABELS = ("auc", "f1", "balanced_accuracy")  # the others are for targets
-# The metrics whose direction is known.
+# True for metrics of which a higher value is better; others have no known direction.
 HIGHER_IS_BETTER = {
     "accuracy": True,
     "auc": True,
@@ -746,12 +834,15 @@ HIGHER_IS_BETTER = {
 def is_higher_better(
     name: str, higher_is_better: bool | None = None, argument: str = "key"
 ) -> bool:
-    """Whether a higher value of a metric is better.
+    """True for a metric of which a higher value is better.
 
-    It is as `higher_is_better` says, or else as is known of the metric of this name.
-    Raises ValueError for another metric without `higher_is_better`.
+    Raises ValueError for a metric without a known direction, if `higher_is_better` does
+    not say it.
 
     Args:
+        name: The name of the metric.
+        higher_is_better: The answer, if the caller gives it; None for the direction
+            that is known of the metric.
         argument: The name of the argument that holds the metric, in the error's text.
     """
     if higher_is_better is not None:

@@ -1,8 +1,11 @@
 """Grid search: every candidate is trained, and scored on validation data.
 
-The best candidate is evaluated on test data, once. The search itself works on
-`StudyProtocol.without_test`, a federation without a test split, so that it cannot see
-test data even by mistake.
+A grid is a set of values for each option, and a candidate is one value of each. Only
+the best candidate is evaluated on test data, by `Tuned.report`. The search itself has
+no access to test data, because it uses `StudyProtocol.without_test`, a federation
+without a test split.
+
+Symbols: N clients.
 """
 
 from __future__ import annotations
@@ -41,16 +44,25 @@ from pflcore.train._losses import default_loss
 __all__ = ["tune"]
 
 Grid = Mapping[str, Sequence[Any]]
-ROLES_TEXT = "cross_silo(data) or cross_device(data), which say what is chosen on what"
-# The state after the last round, and why the run ended early, if it did.
+Protocols = Annotated[
+    StudyProtocol | Sequence[StudyProtocol],
+    at.doc("cross_silo(data) or cross_device(data), which say what is chosen on what"),
+]
+# The state after the last round, and the reason for an early end or None.
 TrainedState = tuple[State, str | None]
 
 
 class Selection(NamedTuple):
-    """The metric by which the best candidate is selected."""
+    """The metric by which the best candidate is selected.
+
+    Attributes:
+        name: The name of the metric.
+        metrics: The function of the metric, by its name; empty for a metric of every
+            evaluation, such as the loss.
+        higher_is_better: False for an error, such as the loss.
+    """
 
     name: str
-    # The function of this name; empty for a metric that every evaluation has.
     metrics: dict[str, Metric]
     higher_is_better: bool
 
@@ -58,10 +70,15 @@ class Selection(NamedTuple):
 def selection_metric(
     metric: Any, classes: bool, higher_is_better: bool | None = None
 ) -> Selection:
-    """The metric that an argument names: by default accuracy, or the loss for targets.
+    """The selection by a metric; by default accuracy, for regression loss.
 
-    Raises ValueError for an unknown metric or one whose direction is not known, and
-    ImportError where it needs a package that is not installed.
+    Raises ValueError for an unknown metric, and for one without a known direction.
+    Raises ImportError where the metric needs a package that is not installed.
+
+    Args:
+        metric: The name of a metric, a function, or None for the default.
+        classes: True where the targets are classes.
+        higher_is_better: The direction of a function: False for an error.
     """
     metric = metric or ("accuracy" if classes else "loss")
     is_always_there = metric == "loss" or (classes and metric == "accuracy")
@@ -76,18 +93,23 @@ BY_LOSS = Selection("loss", {}, higher_is_better=False)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of a grid."""
+    """One candidate of a grid.
 
-    options: dict[str, Any]  # the values of the grid, by its keys
+    Attributes:
+        options: The values of the candidate, by the grid's keys.
+        algorithm: The algorithm with these options.
+        training: The local training with these options.
+    """
+
+    options: dict[str, Any]
     algorithm: Algorithm
     training: Training
 
     @property
     def trained(self) -> Candidate:
-        """The candidate with the defaults of its `evaluation_only` options.
+        """The candidate with defaults for the options that only evaluation uses.
 
-        These play no part in training, so candidates that differ in nothing else share
-        one trained state.
+        Candidates that differ in nothing but these options share one trained state.
         """
         evaluation_only = self.algorithm.traits.evaluation_only
         defaults = {}
@@ -104,18 +126,25 @@ class Candidate:
 
 @dataclass
 class Trial:
-    """The validation values of a candidate."""
+    """The validation values of a candidate.
+
+    Attributes:
+        candidate: The candidate.
+        values: The clients' values [N], one tensor per protocol. A higher value is
+            better: an error has its sign changed.
+        stopped: The reason why the candidate cannot be chosen, such as divergence; None
+            for a candidate that can be chosen.
+    """
 
     candidate: Candidate
-    # Each client's value [N], one tensor per protocol; a higher value is better.
     values: list[Tensor] = field(default_factory=list)
-    stopped: str | None = None  # why its training ended early, if it did
+    stopped: str | None = None
 
     @property
     def score(self) -> float:
-        """Mean over protocols of the mean over clients.
+        """The mean over protocols of the mean over clients.
 
-        It is minus infinity for a candidate that diverged.
+        It is minus infinity for a candidate that cannot be chosen.
         """
         if self.stopped or not self.values:
             return -math.inf
@@ -125,25 +154,30 @@ class Trial:
 
 @dataclass
 class Tuned:
-    """The trials of a grid, of which one is the best.
+    """The result of `tune`: the trials of a grid.
 
-    Only `report` looks at test data.
+    Only `report` uses test data.
+
+    Attributes:
+        trials: A trial for each candidate, in the order of the search.
+        protocols: The protocols of the search.
+        states: A function of a candidate and a protocol's index, which returns the
+            run's configuration and its trained state.
     """
 
     trials: list[Trial]
     protocols: list[StudyProtocol]
-    # The trained state of a candidate under a protocol, by the protocol's index.
     states: Callable[[Candidate, int], tuple[RunConfig, State]]
 
     @property
     def best(self) -> Trial:
-        """The trial with the best mean validation value; the first of equals."""
+        """The trial with the highest score; among equal scores the first."""
         return max(self.trials, key=lambda trial: trial.score)
 
     def report(self, protocol: int = 0) -> Tensors:
-        """Test results of the best candidate on a protocol's reported clients.
+        """The best candidate's test results on the clients that a protocol reports.
 
-        They are as `pflcore.evaluate` gives them: tensors [N], by name.
+        The results are those of `pflcore.evaluate`: tensors [N] by name.
 
         Args:
             protocol: The index of the protocol.
@@ -168,7 +202,7 @@ class Tuned:
 
 
 def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Candidate]:
-    """Every combination of a grid's values.
+    """The candidates of a grid, one for every combination of its values.
 
     A key of the grid is an option of the algorithm, or "training." and an option of the
     local training. Raises ValueError for another key, and for a key without values.
@@ -181,8 +215,8 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
     for key, values in grid.items():
         require(key in known, "grid", words, key, known)
         require(len(values), "grid", f"a list of values for {key!r}", values)
-    # Options that act in evaluation only vary fastest, so that candidates which share a
-    # trained state follow one another.
+    # Options that only evaluation uses vary fastest. So candidates that share a trained
+    # state follow one another, and the state is trained once.
     evaluation_only = algorithm.traits.evaluation_only
     keys = sorted(grid, key=lambda key: key in evaluation_only)
     combinations = []
@@ -207,7 +241,7 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
 
 @checked
 def tune(  # noqa: PLR0913 (a run's, and a grid's)
-    protocol: Annotated[StudyProtocol | Sequence[StudyProtocol], at.doc(ROLES_TEXT)],
+    protocol: Protocols,
     net: Model | Sequence[Net],
     algorithm: Algorithm | type[Algorithm] | str,
     training: Training,
@@ -223,32 +257,40 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     folder: str | os.PathLike[str] | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
-    """Trains every candidate of the grid and picks the best on validation data.
+    """Trains every candidate of the grid, and selects the best one.
 
-    Candidates are compared after the last round. A candidate whose run was aborted,
-    because it diverged for example, is recorded with the reason and never chosen. So is
-    one that leaves any client with validation samples without a finite loss or value:
-    else its mean would leave out the clients on which it failed.
+    Candidates are compared on validation data, after the last round. Some candidates
+    are recorded with a reason and never selected:
+
+    - those whose run ended early, for example because it diverged;
+    - those with a client that has validation samples, but no finite loss or value. The
+      mean over the other clients would hide the failure.
 
     Args:
-        protocol: One or several protocols (splits), over which scores are averaged.
-        net: The model, or one net per protocol to start from.
+        protocol: One or several protocols (splits of the data). A candidate's score is
+            the mean over protocols.
+        net: The model to start from, or one net per protocol.
+        algorithm: The algorithm: a name, a class, or an instance with its options. The
+            grid varies some of them.
+        training: The options of the local training, some of which the grid may vary.
         grid: The values of each option. A key is an option of the algorithm, or
             "training." and an option of the local training.
-        rounds: With 0 the initial state counts as the trained one.
-        states: States that are trained already, one per protocol. Then the grid may
-            have options that act in evaluation only.
-        seed: The run under protocol j has seed `seed + j`, or the j-th of several
-            seeds.
-        metric: By default the highest accuracy is the best, or for regression the least
-            loss. It is "accuracy", "loss", a name that `Evaluation.metrics` takes, or a
-            function of one client's (scores, labels).
-        higher_is_better: Must be given with a function as the metric; False for an
-            error.
-        folder: Every result is recorded there as it comes, and a second call with the
-            same arguments goes on where the first one stopped. Two functions count
-            as the same if they have the same name.
-        log: Is called with a line of text for each result.
+        rounds: The number of rounds. With 0 the initial state counts as trained.
+        states: Trained states, one per protocol; None trains them. With these, the grid
+            may vary only options that evaluation alone uses.
+        participation: The fraction of clients that train in a round.
+        seed: The seed. The run with protocol j has the seed `seed + j`, or the j-th of
+            several seeds.
+        hardware: The engine, the threads and the device of all runs.
+        metric: "accuracy", "loss", a name for `Evaluation.metrics`, or a function of
+            one client's (scores, labels). The default is the accuracy, or the loss for
+            regression.
+        higher_is_better: The direction of a function as the metric, which must be
+            given; False for an error.
+        folder: The folder for results and trained states. A second call with the same
+            arguments continues where the first one stopped. Functions of one name
+            count as the same function. None keeps all in memory.
+        log: A function that is called with a line of text for each result.
 
     Raises ValueError where the grid or another argument is not as described, and where
     every candidate diverged.
@@ -270,10 +312,10 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
         "participation": participation,
         "hardware": hardware,
     }
-    start: Sequence[State] | str | None = states or (None if rounds else "fresh")
-    search = _Search(protocols, nets, seeds, BY_LOSS, run, start, path)
+    search = _Search(protocols, nets, seeds, BY_LOSS, run, states or None, path)
+    search.use_initial = search.states is None and rounds == 0
     base = Candidate({}, algorithm, training)
-    # Only after it has seen data does a net know whether its single score is a class's.
+    # A net with a single score needs data to know whether that is the score of a class.
     scores_classes = search.simulation(base, 0).context.net.scores_classes
     classes = scores_classes and not protocols[0].data.y.is_floating_point()
     search.selection = selection_metric(metric, classes, higher_is_better)
@@ -307,7 +349,7 @@ def _require_evaluation_only(
 def _nets(
     net: Any, protocols: Sequence[StudyProtocol], seeds: Sequence[int]
 ) -> list[Net]:
-    """One net per protocol, where a single model or net is that of all."""
+    """One net per protocol, also where the user gave one model."""
     # A torch.nn.Sequential has items, but it is a model.
     is_model = isinstance(net, nn.Module) or not isinstance(net, Net | Sequence)
     if is_model:
@@ -318,24 +360,36 @@ def _nets(
 
 @dataclass
 class _Search:
-    """Trains candidates, and keeps the states that they end in.
+    """Trains candidates, and keeps their trained states.
 
-    All states are kept on disk where there is a folder, else the last one in memory.
+    With a folder all states are on disk; otherwise the last one is in memory.
+
+    Args:
+        protocols: The protocols of the search.
+        nets: The net to start from, one per protocol.
+        seeds: The seed of the run, one per protocol.
+        selection: The metric that scores candidates.
+        run: The options that all simulations share.
+        states: Trained states, one per protocol; None trains them.
+        folder: The folder for results and states; None for none.
+        use_initial: True takes the initial states as trained.
+        memory: The last trained state, by its name.
+        key: The header as text, from which the names of states on disk are made.
     """
 
     protocols: list[StudyProtocol]
     nets: list[Net]
     seeds: list[int]
     selection: Selection
-    run: dict[str, Any]  # options of every simulation
-    # States that are trained already, or "fresh" for the initial ones.
-    states: Sequence[State] | str | None
+    run: dict[str, Any]
+    states: Sequence[State] | None
     folder: Path | None
+    use_initial: bool = False
     memory: dict[str, TrainedState] = field(default_factory=dict)
-    key: str = ""  # the header as text, which is hashed into the names of states
+    key: str = ""
 
     def simulation(self, candidate: Candidate, run: int) -> Simulation:
-        """The simulation that trains a candidate under protocol number `run`."""
+        """The simulation that trains a candidate with protocol number `run`."""
         protocol = self.protocols[run]
         clients = protocol.tuning_clients
         return Simulation(
@@ -350,15 +404,14 @@ class _Search:
         )
 
     def header(self, base: Candidate) -> dict[str, Any]:
-        """The facts that must be equal for recorded results to be used again."""
+        """The facts that recorded results and this search must share."""
         runs = []
         for run in range(len(self.protocols)):
             facts = self.simulation(base, run).identity()
             runs.append({k: v for k, v in facts.items() if k != "made_with"})
-        if isinstance(self.states, str):
-            states = list(self.states)  # a record has the letters of the word
-        else:
-            states = [content_digest(flatten_state(s)) for s in self.states or []]
+        states = [content_digest(flatten_state(s)) for s in self.states or []]
+        if self.use_initial:
+            states = list("fresh")  # the format of records: a list of letters
         return {
             "runs": runs,
             "start": [content_digest(net.w0) for net in self.nets],
@@ -369,7 +422,10 @@ class _Search:
     def play(
         self, trials: list[Trial], base: Candidate, say: Callable[[str], None]
     ) -> None:
-        """Fills the trials, from the record in the folder where it has them."""
+        """Fills the trials, with the folder's results where there are some.
+
+        Raises ValueError where the record is of another search.
+        """
         header = self.header(base)
         self.key = _key(header)
         lines: dict[str, Any] = {}  # the results, by candidate and protocol
@@ -400,43 +456,48 @@ class _Search:
     def trained(
         self, candidate: Candidate, run: int
     ) -> tuple[RunConfig, State, str | None]:
-        """The configuration and state of a candidate after the last round.
+        """The configuration and the state of a candidate after the last round.
 
-        The state is trained now unless it is kept somewhere. The last value says why
-        the training ended early, if it did.
+        The candidate is trained unless its state is kept. The third result is the
+        reason for an early end, or None.
         """
         trained = candidate.trained
         simulation = self.simulation(trained, run)
         config = simulation.config._replace(algorithm=candidate.algorithm)
-        if self.states == "fresh":
+        if self.use_initial:
             return config, simulation.state, None
         if self.states is not None:
-            return config, self.states[run], None  # type: ignore[return-value]
+            return config, self.states[run], None
         name = f"{_key(trained.options)}-{run}"
         if name not in self.memory:
             self.memory = {name: self._run(simulation, name)}
         return config, *self.memory[name]
 
     def _run(self, simulation: Simulation, name: str) -> TrainedState:
-        """Runs a simulation, from its checkpoint if there is one."""
+        """Runs a simulation, from its checkpoint if there is one.
+
+        Raises MemoryError where the machine lacks memory.
+        """
         keeper = None
         if self.folder is not None:
             digest = content_digest([name, self.key])
             keeper = Checkpoint(self.folder / f"state-{digest}")
             if keeper.exists:
                 simulation.restore(keeper.folder)
-        with warnings.catch_warnings():  # the trial has the text of this warning
+        # The trial has the text of this warning.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
             history = simulation.run(checkpoint=keeper)
-        if history.failed:  # the machine failed, and not the candidate
+        if history.failed:  # a fault of the machine and not of the candidate
             raise MemoryError(history.stopped)
         return simulation.state, history.stopped
 
     def score(self, candidate: Candidate, run: int) -> dict[str, Any]:
-        """The record of a candidate: its clients' values, and why it cannot be chosen.
+        """The record of a candidate: the clients' values, and "stopped".
 
-        A higher value is better. A candidate cannot be chosen where a client with
-        validation samples has no finite value or loss.
+        A higher value is better. "stopped" is the reason why the candidate cannot be
+        chosen, or None. One reason is a client with validation samples, but without a
+        finite value or loss.
         """
         config, state, stopped = self.trained(candidate, run)
         if stopped:
@@ -450,7 +511,7 @@ class _Search:
         counted = clients[has_samples]
         diverged = ~values[counted].isfinite()
         if metrics:
-            # NaN is no fault: AUC, for instance, has no value where there is one class.
+            # NaN is no fault: AUC, for instance, has no value for a single class.
             diverged = values[counted].isinf()
         diverged |= ~results["loss"][counted].isfinite()
         count = int(diverged.sum())
@@ -464,4 +525,5 @@ class _Search:
 
 
 def _key(options: Any) -> str:
+    """The options as text, equal for equal options."""
     return json.dumps(to_json(options), sort_keys=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from doors import held_out
+from entry_points import held_out
 
 from pflcore import (
     Clients,

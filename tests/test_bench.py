@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 
 import bench
 import pflcore

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from hypothesis import example, given
 from hypothesis import strategies as st
 from parts.results import N, a_long_run, a_run, line, write
@@ -408,7 +408,7 @@ class Trap:
 def test_a_pickle_is_never_run(tmp_path):
     """A Flower array, an .npz, a checkpoint's tensors, a trained state: no code of a
     file runs."""
-    from doors import folder
+    from entry_points import folder
 
     mark = tmp_path / "ran"
     trap = np.array([Trap(mark)], dtype=object)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from parts.user import simulation

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.memory import fails
 from parts.tuning import PROTOCOLS, TRAINING, federation, model
 from parts.user import simulation

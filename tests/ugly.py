@@ -94,7 +94,9 @@ def refuses(op, name, kind=ValueError):
     """The call inside raises `kind` with one sentence that names the op and the
     argument."""
     return pytest.raises(
-        kind, match=rf"^{re.escape(op)}: [^\n]*\b{re.escape(name)}\b[^\n]*\.$"
+        kind,
+        match=rf"^{re.escape(op)}\([^)\n]*\b{re.escape(name)}\b[^)\n]*\): "
+        r"expected [^\n]*, got [^\n]*\.$",
     )
 
 

@@ -1,1 +1,1 @@
-"""What a table of a paper takes, and its runs: `pflcore reproduce NAME`."""
+"""Reproductions of the papers' tables: `pflcore reproduce NAME`."""

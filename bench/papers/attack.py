@@ -1,5 +1,7 @@
-"""`pflcore attack`: what an adversary learns from what travels, in a table with
-intervals, and the reconstructions beside the originals."""
+"""`pflcore attack`: attacks on uploads, and a table of what they learn.
+
+The table has intervals. Pictures show the reconstructions and the originals.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,69 +25,80 @@ from pflcore.nn.models import model_for
 from pflcore.results._files import write_text
 from pflcore.simulation.checkpoint import lock
 
-ASIDE = ("algorithms", "workers", "out", "quiet")  # change no result
+ASIDE = ("algorithms", "workers", "out", "quiet")  # options that change no result
 
 
 @dataclass(frozen=True)
 class Options(privacy.Played):
-    """Attacks what travels: membership inference and model inversion against
-    uploads."""
+    """Options of membership inference and model inversion against uploads.
 
-    # whose uploads are attacked
+    Args:
+        algorithms: the algorithms whose uploads are attacked
+        data: images, cut at random among clients
+        model: the model's name
+        activation: of lenet5, as pool and bias are
+        pool: of lenet5
+        bias: of lenet5 and other models: layers have biases
+        ranks: factors of factorized layers; default: 3 for 5 outputs
+        epochs: epochs of local training
+        batch_size: samples of a minibatch
+        lr: step size of local training
+        steps: steps of model inversion; 0: without
+        out: folder of the results, table.md and the pictures
+        quiet: prints no progress
+    """
+
     algorithms: tuple[str, ...] = ("fedavg", "factorized_waffle")
-    data: str = "fashion_mnist"  # images, cut at random among clients
+    data: str = "fashion_mnist"
     model: str = "mlp"
-    activation: Literal["tanh", "relu"] | None = None  # of lenet5, as pool and bias are
+    activation: Literal["tanh", "relu"] | None = None
     pool: Literal["max", "avg"] | None = None
     bias: bool = True
-    # factors of factorized layers; default: 3 for 5 outputs
     ranks: tuple[int, ...] = ()
     epochs: PositiveInt = 5
     batch_size: PositiveInt = 20
     lr: float = 0.1
-    steps: NonNegativeInt = 5000  # of model inversion; 0: without
-    out: Path = Path("runs/attack")  # folder of the results, table.md and the pictures
+    steps: NonNegativeInt = 5000
+    out: Path = Path("runs/attack")
     quiet: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
+    """Runs the command line; returns 0."""
     got = parsed(Options, "pflcore attack", __doc__, argv)
-    require(
-        got.shadows or got.ratios,
-        "shadows, ratios",
-        "at least one federation for one of them",
-        0,
-    )
+    expected = "at least one federation for one of them"
+    require(got.shadows or got.ratios, "shadows, ratios", expected, 0)
     ranks = {"factorized_waffle": {"ranks": got.ranks}}
     attacked = {n: make_algorithm(n, ranks.get(n)) for n in got.algorithms}
     training = Training(lr=got.lr, batch_size=got.batch_size, epochs=got.epochs)
     source = load(got.data)
-    with lock(got.out):  # it is made
+    with lock(got.out):  # The lock makes the folder.
         pass
     own = {"activation": got.activation, "pool": got.pool, "bias": got.bias}
     shape = {k: v for k, v in own.items() if v not in (None, True)}
-    make = partial(
-        model_for, got.model, tuple(source.x_train.shape[1:]), source.classes, **shape
-    )
+    image = tuple(source.x_train.shape[1:])
+    make = partial(model_for, got.model, image, source.classes, **shape)
     asked = {k: str(v) for k, v in vars(got).items() if k not in ASIDE}
     say = (lambda text: None) if got.quiet else partial(print, flush=True)
 
     @cache
     def judge() -> privacy.Scores:
-        """A model of the adversary's own, trained on data of nobody here: it says what
-        a reconstruction looks like to a stranger."""
-        data = Federation.from_clients(
-            [(source.x_test, source.y_test)], classes=source.classes
-        )
-        alg, seed = make_algorithm("fedavg"), got.seed + 99
+        """The scores of a model of the adversary's own.
+
+        It is trained on the test set, which no client has. It says what a
+        reconstruction looks like to a stranger.
+        """
+        clients = [(source.x_test, source.y_test)]
+        data = Federation.from_clients(clients, classes=source.classes)
+        alg = make_algorithm("fedavg")
+        seed = got.seed + 99
         upload = privacy.intercept(alg, make, data, training, 1, seed, got.workers)
         return partial(upload.net, upload.row[0])
 
     results: Facts = {}
     for name, alg in attacked.items():
         done = got.out / f"{name}.json"
-        # an interrupted command goes on here
+        # An interrupted command goes on here.
         results[name] = json.loads(done.read_text()) if done.exists() else {}
         if results[name].get("asked") == asked:
             continue
@@ -97,9 +110,8 @@ def main(argv: Sequence[str]) -> int:
         }
         if got.steps:
             path = got.out / f"{name}.png"
-            results[name]["inversion"] = inversion(
-                alg, found, source, judge(), got, path
-            )
+            images = inversion(alg, found, source, judge(), got, path)
+            results[name]["inversion"] = images
         write_text(done, json.dumps(results[name]) + "\n")
         write_text(got.out / "table.md", table(results))
     print(table(results))
@@ -114,18 +126,29 @@ def inversion(
     asked: Options,
     path: Path,
 ) -> dict[str, dict[str, float]]:
-    """Every class reconstructed from each view of one client's upload, against the mean
-    of its images; draws them into `path`."""
-    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (source.mean, source.std))
-    low, high = -mean / std, (1 - mean) / std
+    """Likeness of each view's reconstructions to the means of a client's classes.
+
+    Every class is reconstructed from each view of the first client's upload. The images
+    are drawn into `path`.
+
+    Args:
+        oracle: a stranger's model, which says what class it sees
+    """
+    mean = torch.tensor(source.mean).view(1, -1, 1, 1)
+    std = torch.tensor(source.std).view(1, -1, 1, 1)
+    low = -mean / std
+    high = (1 - mean) / std
     mine = found.game.candidates[0][found.game.member[0]]
-    x, y = source.x_train[mine], source.y_train[mine]
+    x = source.x_train[mine]
+    y = source.y_train[mine]
     targets = y.unique()
     real = torch.stack([x[y == c].mean(0) for c in targets]) * std + mean
-    out, pictures = {}, {"class mean": real}
+    out = {}
+    pictures = {"class mean": real}
     seen = privacy.views(attacked, found.upload, found.known, asked.seed, asked.views)
     for view, rows in seen.items():
-        model, start = partial(found.upload.net, rows[0]), low.expand_as(real)
+        model = partial(found.upload.net, rows[0])
+        start = low.expand_as(real)
         made, sure = privacy.invert(
             model, start, targets, asked.steps, low=low, high=high
         )
@@ -145,7 +168,10 @@ def inversion(
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown: membership inference with 95 % intervals, then model inversion."""
+    """The results as Markdown: membership inference, then model inversion.
+
+    Membership inference has 95 % intervals.
+    """
     rows = [
         "upload of | seen as | attack | accuracy | F1 | AUC | TPR at 1 % FPR | right "
         "on members | on others"
@@ -156,12 +182,10 @@ def table(results: Mapping[str, Any]) -> str:
     ]
     for name, result in results.items():
         for v in result["membership"]:
-            cells = [
-                f"{100 * x:.1f} ({100 * low:.1f} to {100 * high:.1f})"
-                for x, (low, high) in zip(
-                    v["value"].values(), v["interval"].values(), strict=True
-                )
-            ]
+            cells = []
+            for measure, value in v["value"].items():
+                low, high = v["interval"][measure]
+                cells.append(f"{100 * value:.1f} ({100 * low:.1f} to {100 * high:.1f})")
             rows.append(
                 f"{name} | {v['view']} | {v['attack']} | {' | '.join(cells)} | "
                 f"{100 * v['train']:.1f} | {100 * v['test']:.1f}"
@@ -171,9 +195,11 @@ def table(results: Mapping[str, Any]) -> str:
                 f"{name} | {view} | {v['confidence']:.3f} | {v['oracle']:.3f} | "
                 f"{v['correlation']:.3f} | {v['ssim']:.3f} | {v['mse']:.3f}"
             )
-    lines = [*markdown(rows), "", *([*markdown(images), ""] if len(images) > 1 else [])]
-    said = (
+    lines = [*markdown(rows), ""]
+    if len(images) > 1:
+        lines += [*markdown(images), ""]
+    note = (
         "In percent, with 95 % intervals over samples; images against the client's "
         "mean of each class."
     )
-    return "\n".join([*lines, said, ""])
+    return "\n".join([*lines, note, ""])

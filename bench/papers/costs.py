@@ -1,7 +1,7 @@
-"""What a round costs a client: traffic as `step()` counts it, and floating point
-operations as torch counts them.
+"""A client's costs of a round: traffic and floating point operations.
 
-FedDWA's Tables 4 and 5 (Liu et al. 2023), for any algorithm and model.
+Traffic is what `step()` counts, operations are what torch counts. These are FedDWA's
+Tables 4 and 5 (Liu et al. 2023), for any algorithm and model.
 """
 
 import copy
@@ -17,25 +17,38 @@ from pflcore import Algorithm, Federation, Net, Training, step
 from pflcore.check import PositiveInt, checked
 from pflcore.data._protocols import with_validation
 from pflcore.simulation.round import RunConfig, initial_state
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._engines import Engine
 from pflcore.train._workers import Workers, single_threaded
 
 MIB = 2**20
-# how pflcore's ops are counted, by the shapes of what they are given
+
+Shape = Sequence[int]
+
+
+def _sqdist_operations(a: Shape, b: Shape | None = None, *_: Any, **__: Any) -> int:
+    """Operations of distances between rows of these shapes."""
+    rows = a[0] if b is None else b[0]
+    return 3 * a[0] * rows * a[1]
+
+
+def _aggregate_operations(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+    """Operations of mixtures of rows, by the shapes of rows and weights."""
+    return 2 * weight[0] * weight[1] * x[1]
+
+
+# How torch's counter counts pflcore's ops, by the shapes of their arguments.
 OWN_OPS = {
-    torch.ops.pflcore.pairwise_sqdist: lambda a, b=None, *_, **__: (
-        3 * a[0] * (b or a)[0] * a[1]
-    ),
-    torch.ops.pflcore.aggregate: lambda x, weight, *_, **__: (
-        2 * weight[0] * weight[1] * x[1]
-    ),
+    torch.ops.pflcore.pairwise_sqdist: _sqdist_operations,
+    torch.ops.pflcore.aggregate: _aggregate_operations,
 }
 
 
 class Inline(Workers):
-    """Works in the calling thread, where torch's counter of operations sees it; one
-    thread inside, as a worker has it."""
+    """A worker that works in the calling thread, where torch's counter sees it.
+
+    It uses one thread, as every worker does.
+    """
 
     def map(self, f: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         with single_threaded():
@@ -43,15 +56,23 @@ class Inline(Workers):
 
 
 class Cost(NamedTuple):
-    """Per client that takes part and round."""
+    """The costs of a round for a client that takes part.
 
-    models_down: float  # models received, in units of the model's parameters
+    A multiplication and an addition count as two operations.
+
+    Attributes:
+        models_down: models received, in units of the model's parameters
+        models_up: models sent
+        bytes: bytes of both ways
+        client: floating point operations of its training on `samples` samples
+        server: floating point operations of the server, for all clients together
+    """
+
+    models_down: float
     models_up: float
-    bytes: float  # both ways
-    # floating point operations of its training on `samples` samples, a multiply and an
-    # add counted as two
+    bytes: float
     client: float
-    server: float  # of the distances and mixes, all clients' together
+    server: float
 
 
 @checked
@@ -65,32 +86,33 @@ def cost(
     samples: PositiveInt = 2500,
     batch_size: PositiveInt = 20,
 ) -> Cost:
-    """The costs of a round with all `n` clients, one epoch each, after a first round
-    (in which FedFomo and L2C have nothing to send).
+    """The costs of a round with all `n` clients and one epoch each.
 
-    Played on random inputs of `shape`, one batch for each client (and a quarter of it
-    for validation where the algorithm asks for that); operations are linear in the
-    samples, so they are scaled to `samples` each. Evaluation is not counted.
+    It is the second round, since FedFomo and L2C have nothing to send in the first. It
+    is played on random inputs of `shape`, one batch for each client, and a quarter of a
+    batch for validation where the algorithm needs that. Operations are linear in the
+    samples, so they are scaled to `samples` for each client. Evaluation is not counted.
     """
-    each, everybody, held = batch_size, torch.arange(n), algorithm.traits.needs_val
-    if held:
+    each = batch_size
+    everybody = torch.arange(n)
+    needs_val = algorithm.traits.needs_val
+    if needs_val:
         each += -(-batch_size // 4)
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(n * each, *shape, generator=gen)
     y = torch.randint(0, classes, (n * each,), generator=gen)
-    data = Federation(
-        x, y, {"train": list(torch.arange(n * each).split(each))}, classes
-    )
-    data = with_validation(data) if held else data
-    s = TrainContext(
-        net, data, Training(1e-3, batch_size), Engine("loop"), Inline(1), 0, 2
-    )
-    state, _ = step(
-        RunConfig(algorithm, s), initial_state(algorithm, net, n), everybody
-    )
-    # by its hooks: MOCHA's W W^T is no client's work, a look whether uploads are finite
-    # no method's
-    heard, spent = copy.copy(algorithm), dict.fromkeys(("train", "send", "update"), 0.0)
+    index = {"train": list(torch.arange(n * each).split(each))}
+    data = Federation(x, y, index, classes)
+    if needs_val:
+        data = with_validation(data)
+    training = Training(1e-3, batch_size)
+    context = TrainContext(net, data, training, Engine("loop"), Inline(1), 0, 2)
+    state = initial_state(algorithm, net, n)
+    state, _ = step(RunConfig(algorithm, context), state, everybody)
+    # Operations are counted hook by hook: MOCHA's W W^T is not a client's work, and the
+    # check that uploads are finite belongs to no method.
+    heard = copy.copy(algorithm)
+    spent = dict.fromkeys(("train", "send", "update"), 0.0)
 
     def counted(name: str, *args: Any) -> Any:
         with FlopCounterMode(display=False, custom_mapping=OWN_OPS) as counter:
@@ -99,20 +121,22 @@ def cost(
         return out
 
     for name in spent:
-        object.__setattr__(heard, name, partial(counted, name))  # it is frozen
-    _, done = step(RunConfig(heard, s), state, everybody)
-    row, (down, up) = (
-        net.size * net.w0.element_size(),
-        (done.bytes_down / n, done.bytes_up / n),
-    )
-    client = spent["train"] / n * samples / each
+        object.__setattr__(heard, name, partial(counted, name))  # It is frozen.
+    _, done = step(RunConfig(heard, context), state, everybody)
+    model_bytes = net.size * net.w0.element_size()
+    down = done.bytes_down / n
+    up = done.bytes_up / n
     return Cost(
-        down / row, up / row, down + up, client, spent["send"] + spent["update"]
+        models_down=down / model_bytes,
+        models_up=up / model_bytes,
+        bytes=down + up,
+        client=spent["train"] / n * samples / each,
+        server=spent["send"] + spent["update"],
     )
 
 
 def table(costs: dict[str, Cost], samples: int) -> str:
-    """Markdown: traffic in models and MiB, operations per client and round."""
+    """The costs as Markdown: traffic in models and MiB, operations of a client."""
     first = next(iter(costs.values()))
     head = (
         f"method | models down | models up | MiB | FLOPs for {samples:,} samples | of "

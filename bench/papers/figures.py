@@ -1,7 +1,9 @@
-"""The papers' figures. FedDWA's (Liu et al. 2023), from records: who mixes with whom,
-who is nearest, accuracy against an option. Motley's, sections 4 and 5: clients in
-boxes, gains by size, and what has to be weighed against what. WAFFLe's: images beside
-each other.
+"""The papers' figures, drawn from records.
+
+- FedDWA's (Liu et al. 2023): mixing weights, nearest clients, accuracy against an
+  option.
+- Motley's, sections 4 and 5: gains by size, and pairs of results to weigh.
+- WAFFLe's: images side by side.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,30 +19,40 @@ from pflcore.results._pictures import LINE_COLOURS, figure_of, lines, save, tidy
 from pflcore.results.record import Run
 
 Points = Sequence[tuple[float, float]]
-Triple = tuple[Any, float, float]  # an option's value, and what it gives
+Triple = tuple[Any, float, float]  # an option's value, and two results
 
 
 def nearest(weights: Tensor, k: int) -> Tensor:
-    """Bool [M, N]: the k clients of the largest weights in each row, ties to the lower
-    number; a weight of 0 never counts."""
+    """Mask [M, N]: True for the k clients of the largest weights in each row.
+
+    Of equal weights the lower client counts. A weight of 0 never counts.
+    """
     order = weights.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    return torch.zeros_like(weights, dtype=torch.bool).scatter_(1, order, True) & (
-        weights > 0
-    )
+    mask = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, order, True)
+    return mask & (weights > 0)
 
 
 def of_rounds(run: Run) -> list[tuple[int, Tensor]]:
-    """The [N, N] weights of the first round that has any, the last one and two between,
-    closer together early on."""
-    all_of_them = zip(*run.weights(), strict=True)
-    found = [(r, w) for r, w in all_of_them if w.ndim == 2 and bool(w.any())]
-    at = {round((len(found) - 1) * (i / 3) ** 2) for i in range(4)} if found else ()
-    return [found[i] for i in sorted(at)]
+    """Weights [N, N] of four rounds: the first that has any, the last, two between.
+
+    The rounds are closer together early on.
+    """
+    found = []
+    for r, w in zip(*run.weights(), strict=True):
+        if w.ndim == 2 and bool(w.any()):
+            found.append((r, w))
+    if not found:
+        return []
+    last = len(found) - 1
+    chosen = {round(last * (i / 3) ** 2) for i in range(4)}
+    return [found[i] for i in sorted(chosen)]
 
 
 def heat_maps(runs: Mapping[str, Run], path: str, k: int | None = None) -> None:
-    """The mixing weights over time (Fig. 4), or with `k` which are each client's k
-    nearest (Fig. 1): a panel for each method and round."""
+    """Draws the mixing weights over time (Fig. 4), a panel for each method and round.
+
+    With `k` it draws each client's k nearest (Fig. 1) instead.
+    """
     panels = []
     for name, run in runs.items():
         for r, w in of_rounds(run):
@@ -56,16 +68,21 @@ def curves(
     y: str,
     notes: Mapping[Any, str] | None = None,
 ) -> None:
-    """A line of points (x, y) for each name: a mean over clients against an option of
-    the algorithm (FedDWA's Figs. 2 and 3), the part of the personalization set that is
-    used (Motley's Fig. 7c), or what was sent (Fig. 6b, c). With what stands at some
-    points."""
+    """Draws a line of points (x, y) for each name.
+
+    They are means over clients against an option of the algorithm (FedDWA's Figs. 2 and
+    3), against the part of the personalization set that is used (Motley's Fig. 7c), or
+    against what was sent (Fig. 6b, c).
+
+    Args:
+        notes: texts at some points
+    """
     if not series:
         return
     figure, (axis,) = figure_of(5.4, 4.2)
-    columns = {
-        name: tuple(zip(*points, strict=True)) for name, points in series.items()
-    }
+    columns = {}
+    for name, points in series.items():
+        columns[name] = tuple(zip(*points, strict=True))
     lines(axis, columns, marker="o", markersize=4)  # type: ignore[arg-type]
     for at, text in (notes or {}).items():
         axis.annotate(text, at, (3, 2), fontsize=6, textcoords="offset points")
@@ -74,25 +91,29 @@ def curves(
 
 
 def deltas(size: Tensor, groups: Mapping[str, Tensor], path: str, unit: str) -> None:
-    """Each client's change of accuracy, or of a loss, against the number of samples it
-    personalizes with, a panel per method (Fig. 3b, c)."""
+    """Draws each client's change of accuracy, or of a loss, against its samples.
+
+    They are the samples with which it personalizes. Each method has a panel (Fig. 3b,
+    c).
+    """
     figure, axes = figure_of(3.6 * len(groups), 3.4, len(groups))
     for axis, (name, delta) in zip(axes, groups.items(), strict=True):
         worse = delta < 0 if unit == "accuracy" else delta > 0
         for at, colour in ((~worse, LINE_COLOURS[0]), (worse, LINE_COLOURS[1])):
             axis.plot(size[at], delta[at], "o", markersize=4, alpha=0.7, color=colour)
         axis.axhline(0, color="0.4", linewidth=0.8)
-        hurt = (
-            f"{name}: {100 * int(worse.sum()) / max(1, metrics.count(delta)):.0f} % "
-            "hurt"
-        )
-        tidy(axis, hurt, "samples of the client", f"change of {unit}")
+        percent = 100 * int(worse.sum()) / max(1, metrics.count(delta))
+        title = f"{name}: {percent:.0f} % hurt"
+        tidy(axis, title, "samples of the client", f"change of {unit}")
     save(figure, path)
 
 
 def option(points: Sequence[Triple], path: str, name: str, unit: str) -> None:
-    """Mean over clients and percent hurt by an option's value: they need not agree on
-    the best one (Fig. 4c, 7a, b). Learning rates are on a logarithmic axis."""
+    """Draws the mean over clients and the percentage hurt, by an option's value.
+
+    They need not agree on the best value (Fig. 4c, 7a, b). Learning rates are on a
+    logarithmic axis.
+    """
     figure, (axis,) = figure_of(4.8, 3.6)
     x, mean, hurt = zip(*points, strict=True)
     (left,) = axis.plot(x, mean, "o-", color=LINE_COLOURS[0], label=unit)
@@ -108,25 +129,28 @@ def option(points: Sequence[Triple], path: str, name: str, unit: str) -> None:
 
 
 def distributions(series: Mapping[str, Sequence[Triple]], path: str, unit: str) -> None:
-    """In- against out-of-distribution results, a line per method with its option's
-    values along it (Fig. 5)."""
-    points = {name: [(x, y) for _, y, x in found] for name, found in series.items()}
-    several = [found for found in series.values() if len(found) > 1]
-    notes = {(x, y): str(label) for found in several for label, y, x in found}
-    curves(
-        points, path, f"{unit} out of distribution", f"{unit} in distribution", notes
-    )
+    """Draws results in distribution against those out of distribution (Fig. 5).
+
+    Each method has a line, with its option's values along it.
+    """
+    points = {}
+    notes: dict[tuple[float, float], str] = {}
+    for name, found in series.items():
+        points[name] = [(x, y) for _, y, x in found]
+        if len(found) > 1:
+            notes |= {(x, y): str(label) for label, y, x in found}
+    out_of = f"{unit} out of distribution"
+    curves(points, path, out_of, f"{unit} in distribution", notes)
 
 
 def grid(rows: Mapping[str, Tensor], path: str | Path) -> None:
-    """Images [K, C, H, W] with values in 0..1, a named row of K each."""
+    """Draws images [K, C, H, W] with values in 0..1, a named row of K each."""
     count = max(map(len, rows.values()))
     figure, axes = figure_of(0.9 * count + 1.2, len(rows), count, len(rows))
     for i, (name, images) in enumerate(rows.items()):
         for axis, image in zip(axes[i * count :], images, strict=False):
-            axis.imshow(
-                image.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1
-            )
+            pixels = image.permute(1, 2, 0).squeeze(-1).numpy()
+            axis.imshow(pixels, cmap="gray", vmin=0, vmax=1)
             axis.set(xticks=[], yticks=[])
         axes[i * count].set_ylabel(name, fontsize=8)
     save(figure, path)

@@ -76,85 +76,90 @@ Plan = Mapping[str, Any]
 KEYS: Facts = json.loads(
     Path(__file__).with_name("keys.json").read_text(encoding="utf-8")
 )
-EMPTY: Facts = KEYS["plan"]  # every key of a plan, without anything in it
+EMPTY: Facts = KEYS["plan"]  # a plan with every key, and nothing in it
 
 
 @dataclass(frozen=True)
 class Task:
-    """One run of a plan."""
+    """One run of a plan.
+
+    Args:
+        method: the method's name
+        setting: the setting's name
+        variant: "" or "equal compute"
+        job: the run's algorithm and options; its rounds may be 0
+        cut: the partition's own options
+        shape: the model's own options
+        roles: the setting's protocol, {} for none
+        grid: the options that are not chosen yet, with their values
+        base: the task whose trained states are evaluated; None: the run trains
+        keeps: the trained states are needed again
+    """
 
     method: str
     setting: str
-    variant: str  # "" or "equal compute"
-    job: Job  # with its rounds, which may be 0
-    cut: Facts  # the partition's own options
-    shape: Facts  # the model's own options
-    roles: Facts  # the setting's protocol, {} for none
-    grid: Grid  # what is open yet
-    base: Task | None = None  # whose trained states are evaluated
-    keeps: bool = False  # whether the trained states are needed again
+    variant: str
+    job: Job
+    cut: Facts
+    shape: Facts
+    roles: Facts
+    grid: Grid
+    base: Task | None = None
+    keeps: bool = False
 
     @property
     def options(self) -> Options:
+        """The options of the run."""
         return self.job.options
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What runs that differ in the seed have in common."""
+        """Setting, method and variant, which runs of several seeds have in common."""
         return self.setting, self.method, self.variant
 
     @property
     def path(self) -> Path:
-        """Where its record stands in the output folder."""
-        name = "-".join(slug(w) for w in (self.method, self.variant) if w)
-        return (
-            Path("records")
-            / slug(self.setting)
-            / f"{name}-seed{self.options.seed}.jsonl"
-        )
+        """The path of its record in the output folder."""
+        words = [slug(word) for word in (self.method, self.variant) if word]
+        name = f"{'-'.join(words)}-seed{self.options.seed}.jsonl"
+        return Path("records") / slug(self.setting) / name
 
     @property
     def digest(self) -> str:
-        """What the run is, short, so that a record of something else is never taken
-        for it."""
+        """A short digest of the run, which tells records of other runs apart."""
         what = describe_jobs([self.job], self.cut, self.shape)
         base = self.base and self.base.digest
-        words = json.dumps(
-            to_json([what, self.roles, base, STREAM_VERSION]), sort_keys=True
-        )
+        facts = to_json([what, self.roles, base, STREAM_VERSION])
+        words = json.dumps(facts, sort_keys=True)
         return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
     def at(self, point: Candidate) -> Task:
         """The run at a point of its grid."""
-        hyper = {
-            k: v for k, v in point.options.items() if not k.startswith("training.")
-        }
-        job = replace(
-            self.job,
-            training=point.training,
-            algorithm_options={**self.job.algorithm_options, **hyper},
-        )
+        options = dict(self.job.algorithm_options)
+        for name, value in point.options.items():
+            if not name.startswith("training."):
+                options[name] = value
+        job = replace(self.job, training=point.training, algorithm_options=options)
         return replace(self, job=job, grid={})
 
     def protocol(self) -> StudyProtocol:
-        """Its data, and who trains, chooses and is reported."""
-        options, how = self.options, dict(self.roles)
-        if not how:
+        """Its data, and the clients that train, choose and are reported."""
+        options = self.options
+        shares = dict(self.roles)
+        if not shares:
             return without_roles(load_federation(options, self.cut))
-        # what comes with its clients is divided by the protocol, with the run's seed,
-        # and standardised only then
-        whole = (
-            {} if options.data in SOURCES else {"fractions": {}, "standardize": False}
-        )
-        data, scaled = (
-            load_federation(options, {**self.cut, **whole}),
-            options.data in TABULAR,
-        )
-        if how.pop("kind") == "cross-silo":
-            return cross_silo(
-                data, **(how or DEFAULT_SHARES), seed=options.seed, standardize=scaled
-            )
-        return cross_device(data, **how, standardize=scaled)
+        cut = dict(self.cut)
+        if options.data not in SOURCES:
+            # Data that come with their clients are divided by the protocol, with the
+            # run's seed, and are standardised after that.
+            cut |= {"fractions": {}, "standardize": False}
+        data = load_federation(options, cut)
+        scaled = options.data in TABULAR
+        kind = shares.pop("kind")
+        if kind == "cross-silo":
+            shares = shares or DEFAULT_SHARES
+            return cross_silo(data, **shares, seed=options.seed, standardize=scaled)
+        return cross_device(data, **shares, standardize=scaled)
 
 
 def slug(text: str) -> str:
@@ -163,6 +168,7 @@ def slug(text: str) -> str:
 
 
 def plans() -> list[str]:
+    """The names of all plans."""
     return sorted(p.stem for p in PLANS.glob("*.json"))
 
 
@@ -241,17 +247,22 @@ def _check_setting(name: str, setting: Facts, methods: Iterable[str]) -> None:
 
 
 def _known(what: str, got: Any, keys: Iterable[str]) -> None:
+    """Raises ValueError where `got` is no dict, or has other keys."""
     require(isinstance(got, Mapping), what, "a dict", got)
     unknown = ", ".join(sorted(set(got) - set(keys)))
     require(not unknown, what, f"no keys beside {', '.join(sorted(keys))}", unknown)
 
 
 def shortened(plan: Facts, rounds: int) -> tuple[Facts, list[str]]:
-    """The plan with other rounds, and sentences on what they change besides: methods
-    and settings with rounds of their own and warm rounds (HypCluster) keep their part
-    of the whole. What must come out is of the plan as it stands, and left out."""
+    """The plan with other rounds, and sentences on what else they change.
+
+    Methods and settings with rounds of their own, and warm-up rounds (HypCluster), keep
+    their part of the whole. Expected numbers and checks are left out, since they hold
+    for the plan as it stands.
+    """
     require(rounds >= 1, "rounds", "at least 1", rounds)
-    plan, said = copy.deepcopy({**plan, "expected": {}, "checks": {}}), list[str]()
+    plan = copy.deepcopy({**plan, "expected": {}, "checks": {}})
+    said = list[str]()
     planned = plan["options"].get("rounds", Options.rounds)
     plan["options"]["rounds"] = rounds
     for part in (*plan["methods"].values(), *plan["settings"].values()):
@@ -259,7 +270,8 @@ def shortened(plan: Facts, rounds: int) -> tuple[Facts, list[str]]:
             part["rounds"] = max(1, round(part["rounds"] * rounds / planned))
     for name, m in plan["methods"].items():
         own = m.get("options", {})
-        if warm := own.get("warmup_rounds"):
+        warm = own.get("warmup_rounds")
+        if warm:
             own["warmup_rounds"] = round(warm * rounds / planned)
             said.append(
                 f"{name}: {own['warmup_rounds']} warm rounds of {rounds}, as {warm} of "
@@ -269,21 +281,28 @@ def shortened(plan: Facts, rounds: int) -> tuple[Facts, list[str]]:
 
 
 def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:
-    """The first `seeds` of the plan's (all where None), and further ones at the same
-    distance where it has fewer."""
+    """The first `seeds` seeds of those given; all where `seeds` is None.
+
+    Where fewer are given, further ones follow at the distance of the last two.
+    """
     count = len(given) if seeds is None else seeds
     require(count >= 1, "seeds", "at least 1", seeds)
     gap = given[-1] - given[-2] if len(given) > 1 else 1
-    return [
-        *given[:count],
-        *(given[-1] + gap * i for i in range(1, count - len(given) + 1)),
-    ]
+    chosen_seeds = [*given[:count]]
+    for i in range(1, count - len(given) + 1):
+        chosen_seeds.append(given[-1] + gap * i)
+    return chosen_seeds
 
 
 def chosen(what: str, plan: Plan, names: Sequence[str] | None) -> list[str]:
-    """These of the plan's methods or settings (None: all) in its order, with the
-    methods that they build upon."""
-    wanted, there = set(plan[what] if names is None else names), plan[what]
+    """Names of the plan's methods or settings, in the plan's order.
+
+    They are those in `names`, or all where it is None, and the methods that these build
+    upon. Raises ValueError for a name that is not in the plan.
+    """
+    there = plan[what]
+    names = there if names is None else names
+    wanted = set(names)
     unknown = ", ".join(sorted(wanted - {*there}))
     require(not unknown, what, f"some of {', '.join(there)}", unknown)
     for name in reversed(there):
@@ -301,17 +320,24 @@ def tasks(
     equal_compute: bool = False,
     **options: Any,
 ) -> list[Task]:
-    """The runs of a plan, setting by setting; every name and option checked before the
-    first is played. `options` go before the plan's."""
-    wanted, out = chosen("methods", plan, methods), []
+    """The runs of a plan, setting by setting.
+
+    Raises ValueError for a wrong name or option of any run.
+
+    Args:
+        options: options that replace the plan's
+    """
+    wanted = chosen("methods", plan, methods)
+    out = []
     bases = {m.get("state_of") for m in plan["methods"].values()}
     for setting in chosen("settings", plan, settings):
         own = dict(plan["settings"][setting])
-        cut, roles, common, shape, theirs = (
-            own.pop(k, None) or {} for k in KEYS["setting"]
-        )
+        parts = {key: own.pop(key, None) or {} for key in KEYS["setting"]}
+        cut = parts["partition_options"]
+        roles = parts["protocol"]
+        theirs = parts["method_options"]
         asked = Options(**{**plan["options"], **own, **options})
-        shape = {**plan["model_options"], **shape}
+        shape = {**plan["model_options"], **parts["model_options"]}
         trained: dict[tuple[str, str, int], Task] = {}
         for method in wanted:
             m = plan["methods"][method]
@@ -326,13 +352,16 @@ def tasks(
             keeps = not base and (method in bases or "vary" in m or "sizes" in m)
             part = (cut, shape, roles, m.get("grid", {}))
             for variant, seed in product(variants, seeds_of(plan["seeds"], seeds)):
-                training = {**plan["training"], **common, **variants[variant]}
+                training = {
+                    **plan["training"],
+                    **parts["training"],
+                    **variants[variant],
+                }
                 of_seed = replace(of_run, seed=seed)
                 job = _make_job(method, m["algorithm"], of_seed, training, hyper)
                 # A base without this variant is trained as it is.
-                of_base = trained.get(
-                    (base, variant, seed), trained.get((base, "", seed))
-                )
+                same_base = trained.get((base, "", seed))
+                of_base = trained.get((base, variant, seed), same_base)
                 task = Task(
                     method, setting, variant, job, *part, base=of_base, keeps=keeps
                 )
@@ -355,9 +384,8 @@ def _make_job(
 ) -> Job:
     """The job of a method; raises ValueError, with its name, for a wrong option."""
     try:
-        (job,) = make_jobs(
-            [algorithm], options, Training(**training), {algorithm: hyper}
-        )
+        of_algorithm = {algorithm: hyper}
+        (job,) = make_jobs([algorithm], options, Training(**training), of_algorithm)
     except TypeError as e:
         text = f"options: {method!r} does not take these ({e})."
         raise ValueError(text) from None

@@ -25,48 +25,52 @@ from pflcore.results._progress import Progress
 
 
 def count(plan: Plan, folder: Path) -> None:
-    """What a round costs a client, for a plan with "costs": {model, shape, classes, n,
-    samples}. Rows in MiB and in operations."""
-    c = dict(plan["costs"])
-    name, shape, classes = map(c.pop, ("model", "shape", "classes"))
+    """Writes a client's costs of a round, in MiB and in operations.
+
+    The plan has "costs": {model, shape, classes, n, samples}.
+    """
+    options = dict(plan["costs"])
+    name = options.pop("model")
+    shape = options.pop("shape")
+    classes = options.pop("classes")
     net = Net(lambda: model_for(name, shape, classes))
-    each = {
-        m: costs.cost(
-            make_algorithm(o["algorithm"], o.get("options")), net, shape, classes, **c
-        )
-        for m, o in plan["methods"].items()
-    }
-    measured = {
-        "MiB per client and round": {m: x.bytes / costs.MIB for m, x in each.items()},
-        "FLOPs per client and round": {m: x.client for m, x in each.items()},
-    }
-    rows = [
-        {
-            "method": m,
-            "final": value,
-            "paper": plan["reported"].get(setting, {}).get(m),
-            "seeds": 1,
-            "setting": setting,
-            "data": f"{name}, {net.size:,} parameters",
-        }
-        for setting, values in measured.items()
-        for m, value in values.items()
-    ]
-    write(
-        folder,
-        plan,
-        rows,
-        f"{plan['about']}\n\n{costs.table(each, c.get('samples', 2500))}",
-    )
+    by_method = {}
+    for method, m in plan["methods"].items():
+        algorithm = make_algorithm(m["algorithm"], m.get("options"))
+        by_method[method] = costs.cost(algorithm, net, shape, classes, **options)
+    traffic = {method: cost.bytes / costs.MIB for method, cost in by_method.items()}
+    operations = {method: cost.client for method, cost in by_method.items()}
+    rows = []
+    for setting, values in (
+        ("MiB per client and round", traffic),
+        ("FLOPs per client and round", operations),
+    ):
+        for method, value in values.items():
+            row = {
+                "method": method,
+                "final": value,
+                "paper": plan["reported"].get(setting, {}).get(method),
+                "seeds": 1,
+                "setting": setting,
+                "data": f"{name}, {net.size:,} parameters",
+            }
+            rows.append(row)
+    table = costs.table(by_method, options.get("samples", 2500))
+    write(folder, plan, rows, f"{plan['about']}\n\n{table}")
 
 
 def reproduce(
     plan: Plan, folder: Path, *, quiet: bool = False, draw: bool = True, **choice: Any
 ) -> Reproduction:
-    """Plays a whole plan (see `bench.papers.plan.complete`) into `folder`; `choice`:
-    see `bench.papers.plan.tasks`."""
+    """Plays a whole plan into a folder, and draws its pictures.
+
+    Args:
+        plan: see `bench.papers.plan.complete`
+        choice: see `bench.papers.plan.tasks`
+    """
     todo = tasks(plan, **choice)
-    with Progress(sum(t.options.rounds for t in todo if not t.base), quiet) as progress:
+    rounds = sum(task.options.rounds for task in todo if not task.base)
+    with Progress(rounds, quiet) as progress:
         progress.say(f"Results: {folder}")
         made = Reproduction(plan, folder, progress)
         rows = made.play(todo)
@@ -80,62 +84,92 @@ def reproduce(
 
 @dataclass(frozen=True)
 class Asked:
-    """What is taken of a plan, and what goes before it."""
+    """Options of the command line, which choose from a plan or replace its values.
 
-    list: bool = False  # every plan, with the data that it needs and how long it takes
-    data: str | None = None  # another data set than the plan's
-    rounds: int | None = None  # rounds of each run
-    seeds: int | None = None  # runs of each method
-    # rounds between evaluations of all clients; 0: after the last one only
+    Args:
+        list: every plan, with the data that it needs and how long it takes
+        data: another data set than the plan's
+        rounds: rounds of each run
+        seeds: runs of each method
+        eval_every: rounds between evaluations of all clients; 0: after the last one
+            only
+        methods: these only, by the plan's names
+        settings: these only, by the plan's names
+        equal_compute: also plays methods that do not look ahead with as much local work
+        out: folder of the results; default: runs/reproduce/NAME-DATA
+        workers: threads; never changes a result
+        device: cpu or cuda
+        quiet: no progress bar
+    """
+
+    list: bool = False
+    data: str | None = None
+    rounds: int | None = None
+    seeds: int | None = None
     eval_every: int | None = None
-    methods: tuple[str, ...] | None = None  # these only, by the plan's names
-    settings: tuple[str, ...] | None = None  # these only, by the plan's names
-    # beside it, methods that do not look ahead with as much local work
+    methods: tuple[str, ...] | None = None
+    settings: tuple[str, ...] | None = None
     equal_compute: bool = False
-    out: Path | None = None  # folder of the results; default: runs/reproduce/NAME-DATA
-    workers: int | None = None  # threads; never changes a result
-    device: str | None = None  # cpu or cuda
-    quiet: bool = False  # no progress bar
+    out: Path | None = None
+    workers: int | None = None
+    device: str | None = None
+    quiet: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line: the plan's name or the path of a .json file, and options."""
+    """Runs the command line; returns 1 where a check fails, else 0.
+
+    The words are the plan's name, or the path of a .json file, and options.
+    """
     words = list(argv)
     name = words.pop(0) if words and not words[0].startswith("-") else ""
     got = parsed(Asked, "pflcore reproduce NAME", __doc__, words)
     if got.list:
-        for name in plans():
-            plan = load(name)
-            asked = (plan["options"] | s for s in plan["settings"].values())
-            data = (
-                ", ".join(sorted({options.get("data", "") for options in asked}))
-                or "none"
-            )
-            print(f"{name}\n  {plan['about']}")
-            print(f"  data: {data}; on two free cores: {plan['takes']}")
+        for plan_name in plans():
+            print_plan(plan_name)
         return 0
     plan = load(name)
-    told = plan["equal_compute"] or not got.equal_compute
-    require(told, "equal_compute", "a plan that says what equal computation is", name)
+    fits = plan["equal_compute"] or not got.equal_compute
+    require(fits, "equal_compute", "a plan that says what equal computation is", name)
     if got.rounds is not None:
-        plan, said = shortened(plan, got.rounds)
-        for line in said:
+        plan, changes = shortened(plan, got.rounds)
+        for line in changes:
             print(line, file=sys.stderr)
     data = got.data or plan["options"].get("data")
     if got.data is not None:
-        plan |= {"expected": {}, "checks": {}}  # they are of the plan as it stands
-    folder = got.out or Path("runs") / "reproduce" / "-".join(
-        filter(None, (Path(name).stem, data))
-    )
-    bad = False
+        plan |= {"expected": {}, "checks": {}}  # They hold for the plan's own data.
+    folder = got.out
+    if folder is None:
+        parts = filter(None, (Path(name).stem, data))
+        folder = Path("runs") / "reproduce" / "-".join(parts)
+    failed = False
     if plan["costs"]:
         names = chosen("methods", plan, got.methods)
-        count({**plan, "methods": {m: plan["methods"][m] for m in names}}, folder)
+        methods = {method: plan["methods"][method] for method in names}
+        count({**plan, "methods": methods}, folder)
     else:
-        # of the command; the others choose tasks
-        own = ("list", "rounds", "out", "quiet")
-        given = {k: v for k, v in vars(got).items() if k not in own and v is not None}
-        made = reproduce(plan, folder, quiet=got.quiet, **given)
-        bad = not all(holds for holds, _ in verdicts(plan, rows_of(plan, made.runs)))
+        choice = {}
+        for option, value in vars(got).items():
+            if option not in OF_THE_COMMAND and value is not None:
+                choice[option] = value
+        made = reproduce(plan, folder, quiet=got.quiet, **choice)
+        checks = verdicts(plan, rows_of(plan, made.runs))
+        failed = not all(holds for holds, _ in checks)
     print((folder / "table.md").read_text(encoding="utf-8"))
-    return int(bad)
+    return int(failed)
+
+
+# Options of the command; the others choose tasks.
+OF_THE_COMMAND = ("list", "rounds", "out", "quiet")
+
+
+def print_plan(name: str) -> None:
+    """Prints a plan's description, the data that it needs, and how long it takes."""
+    plan = load(name)
+    data = set()
+    for setting in plan["settings"].values():
+        options = plan["options"] | setting
+        data.add(options.get("data", ""))
+    needed = ", ".join(sorted(data)) or "none"
+    print(f"{name}\n  {plan['about']}")
+    print(f"  data: {needed}; on two free cores: {plan['takes']}")

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -27,32 +27,43 @@ from pflcore.results._progress import Progress
 from pflcore.results.record import OnRound, RecordWriter, Run, read, to_json
 from pflcore.simulation._state import RunConfig, State
 
-# round, bytes down and up since the one before, state then
+# A round, the bytes down and up since the last kept one, and the state after it.
 Kept = tuple[int, int, int, State]
 
 
 class Reproduction:
-    """The runs of a plan and their folder. `runs` has those that are there, by setting,
-    method and variant, one for each seed."""
+    """The runs of a plan and their folder.
+
+    Attributes:
+        runs: the runs that are there, by setting, method and variant, one for each seed
+        tasks: their tasks, with what a grid chose
+    """
 
     def __init__(self, plan: Plan, folder: Path, progress: Progress) -> None:
-        self.plan, self.folder, self.progress = plan, folder, progress
+        self.plan = plan
+        self.folder = folder
+        self.progress = progress
         self.runs: dict[Key, list[Run]] = {}
-        self.tasks: dict[Key, list[Task]] = {}  # with what a grid chose
-        self.setting = ""  # of these, by seed where each has its own
+        self.tasks: dict[Key, list[Task]] = {}
+        self.setting = ""
+        # The protocols of this setting, by seed where each seed has its own.
         self.protocols: dict[int | None, StudyProtocol] = {}
 
     def play(self, todo: Sequence[Task]) -> list[Facts]:
-        """Plays what is missing and writes result.json and table.md after every method,
-        so that there is a result at any time."""
+        """Plays the runs that are missing; returns the rows of all.
+
+        It writes result.json and table.md after every method, so that there is a result
+        at any time.
+        """
         rows: list[Facts] = []
         for key, group in groupby(todo, lambda task: task.key):
-            # states that are evaluated are those of the point that their grid chose
-            these = [
-                replace(t, base=self.tasks[t.base.key][i]) if t.base else t
-                for i, t in enumerate(group)
-            ]
-            self.tasks[key] = self.tuned(these)
+            of_key = []
+            for i, task in enumerate(group):
+                if task.base:
+                    # Its states are those of the point that the base's grid chose.
+                    task = replace(task, base=self.tasks[task.base.key][i])
+                of_key.append(task)
+            self.tasks[key] = self.tuned(of_key)
             self.runs[key] = [self.run(task) for task in self.tasks[key]]
             if self.plan["groups"]:
                 rows = table.rows_of_groups(self.plan, self.runs)
@@ -60,17 +71,19 @@ class Reproduction:
             else:
                 rows = table.rows_of(self.plan, self.runs)
                 text = table.table(self.plan, rows)
-            write(
-                self.folder, self.plan, rows, text, [*table.verdicts(self.plan, rows)]
-            )
+            checks = [*table.verdicts(self.plan, rows)]
+            write(self.folder, self.plan, rows, text, checks)
         return rows
 
     def protocol(self, task: Task) -> StudyProtocol:
-        """The task's data and roles, made once; with a target, that client alone is
-        reported, and trains where it is alone anyway."""
+        """The task's data and roles, which are made once.
+
+        With a target, that client alone is reported. Under "local" it alone trains.
+        """
         options = task.options
-        if task.setting != self.setting:  # that one is over
-            self.setting, self.protocols = task.setting, {}
+        if task.setting != self.setting:  # The earlier setting is over.
+            self.setting = task.setting
+            self.protocols = {}
         seed = options.seed if task.roles.get("kind") == "cross-silo" else None
         if seed not in self.protocols:
             self.protocols[seed] = task.protocol()
@@ -85,7 +98,8 @@ class Reproduction:
         """The task's simulation, not begun, and its protocol."""
         p = self.protocol(task)
         options = task.options
-        job = replace(task.job, options=replace(options, rounds=max(1, options.rounds)))
+        rounds = max(1, options.rounds)
+        job = replace(task.job, options=replace(options, rounds=rounds))
         make = make_model(options, p.data, task.shape)
         simulation = job.simulation(
             p.data, make, clients=p.train_clients, reported=p.report_clients
@@ -148,7 +162,8 @@ class Reproduction:
         self.progress.name(f"{name}, seed {task.options.seed}")
         run = self.whole(task)
         if run is not None:
-            self.progress.skip(0 if task.base else rounds)
+            if not task.base:
+                self.progress.skip(rounds)
             return run
         simulation, p = self.simulation(task)
         keeper = _RoundKeeper(simulation, p, task.keeps)
@@ -202,8 +217,11 @@ class Reproduction:
         return own_fields
 
     def whole(self, task: Task) -> Run | None:
-        """The record of this very run, if it is whole (all rounds, or stopped because
-        it diverged), with the states that it must keep."""
+        """The record of a task; None if it, or a state that it keeps, is missing.
+
+        A record is whole with all rounds, or where the run was stopped because it
+        diverged. Raises ValueError where the record is that of another task.
+        """
         path = self.folder / task.path
         if not path.is_file():
             return None
@@ -213,17 +231,16 @@ class Reproduction:
                 f"out: {path} holds a run with other options; name another folder, or "
                 "take that file away."
             )
-        over = any(
-            r["round"] == task.options.rounds and r["eval"] for r in run.rounds[-1:]
-        )
-        if not over and (run.stopped is None or run.unfinished):
+        is_over = False
+        for line in run.rounds[-1:]:
+            is_over = line["round"] == task.options.rounds and bool(line["eval"])
+        if not is_over and (run.stopped is None or run.unfinished):
             return None
-        return (
-            run if not task.keeps or self.states(task) or not run.evaluations else None
-        )
+        needs_states = task.keeps and bool(run.evaluations)
+        return None if needs_states and not self.states(task) else run
 
     def states(self, task: Task) -> list[Kept]:
-        """A kept run's states when it was evaluated."""
+        """The states of a task at its evaluations, if they were kept."""
         path = (self.folder / task.path).with_suffix(".pt")
         saved = load_states(path, task.options.device) if path.is_file() else {}
         if saved.get("digest") != task.digest:
@@ -248,7 +265,7 @@ class _RoundKeeper:
         self.up = 0
 
     def add(self, round: int, line: Facts) -> None:
-        """Looks at a round, before its line is written."""
+        """Adds to a round's line before it is written, and keeps the state."""
         self.down += line["bytes_down"]
         self.up += line["bytes_up"]
         if not line["eval"]:
@@ -276,13 +293,18 @@ def picks(config: RunConfig, state: State, clients: Tensor) -> Tensor:
 
 
 def later(simulation: Simulation, states: Sequence[Kept], on_round: OnRound) -> History:
-    """What a run would have been that trained as another did: that one's states,
-    evaluated in this algorithm's way."""
+    """The history of a run that trained as another one did.
+
+    It is made of the other run's states, evaluated in this algorithm's way.
+    """
     history = History(simulation.header())
-    for round, down, up, simulation.state in states:
-        seconds, values = clock(
-            lambda: simulation.evaluate(simulation.evaluation.split)
-        )
+
+    def evaluate() -> Mapping[str, Tensor]:
+        return simulation.evaluate(simulation.evaluation.split)
+
+    for round, down, up, state in states:
+        simulation.state = state
+        seconds, values = clock(evaluate)
         line = {
             "round": round,
             "cohort": [],
@@ -301,6 +323,12 @@ def later(simulation: Simulation, states: Sequence[Kept], on_round: OnRound) -> 
 def write(
     folder: Path, plan: Plan, rows: Sequence[Row], text: str, checks: Sequence[Any] = ()
 ) -> None:
+    """Writes result.json and table.md into a folder.
+
+    Args:
+        text: the tables as Markdown
+        checks: for each check whether it holds, and a sentence
+    """
     folder.mkdir(parents=True, exist_ok=True)
     about = {
         "plan": plan["about"],
@@ -310,20 +338,27 @@ def write(
         "rows": rows,
         "checks": [{"holds": good, "what": what} for good, what in checks],
     }
-    said = [f"- {'holds' if good else 'FAILS'}: {what}\n" for good, what in checks]
-    texts = {"result.json": json.dumps(to_json(about), indent=1) + "\n"}
-    texts["table.md"] = "".join([text, *said])
+    lines = [text]
+    for holds, what in checks:
+        word = "holds" if holds else "FAILS"
+        lines.append(f"- {word}: {what}\n")
+    texts = {
+        "result.json": json.dumps(to_json(about), indent=1) + "\n",
+        "table.md": "".join(lines),
+    }
     for name, words in texts.items():
         remove_part_files(folder / name)
         write_text(folder / name, words)
 
 
 def load_states(path: Path, device: str = "cpu") -> Facts:
-    """Trained states that `torch.save` wrote, read without running what is in them.
-    ValueError in one sentence where they are damaged."""
+    """Trained states that `torch.save` wrote, read without running code in them.
+
+    Raises ValueError where they are damaged.
+    """
     try:
         saved: Facts = torch.load(path, weights_only=True, map_location=device)
-    except Exception as e:  # torch raises many kinds
+    except Exception as e:  # torch raises many kinds of exceptions.
         raise ValueError(
             f"folder: {path} is damaged ({type(e).__name__}); remove it, and what it "
             "holds is trained again."

@@ -1,7 +1,8 @@
-"""What Motley asks of a trained state beside the mean: who is hurt, other
-distributions, less data, one option varied (section 4); and a reproduction's pictures.
+"""Studies of trained states as in Motley, section 4, and a reproduction's pictures.
 
-Everything here is evaluation: nothing is trained on the server, and nothing is chosen.
+The studies show which clients are hurt, results on other distributions and with less
+data, and the effect of one option. Everything here is evaluation: nothing is trained on
+the server, and nothing is chosen.
 """
 
 import json
@@ -23,46 +24,50 @@ from pflcore.data._federation import random_permutation
 from pflcore.data._protocols import StudyProtocol
 from pflcore.results import _pictures as pictures
 from pflcore.results._files import write_text
-from pflcore.results.record import to_json
+from pflcore.results.record import Run, to_json
 from pflcore.simulation._state import RunConfig, State
 
 
 def results(config: RunConfig, state: State, protocol: StudyProtocol) -> Tensor:
-    """Each reported client's accuracy, or loss where there is none, on its test
-    samples: [N], NaN for the others."""
-    setting = config.context._replace(data=protocol.data.to(config.context.data.device))
-    values = evaluate(
-        config._replace(context=setting), state, "test", protocol.report_clients
-    )
+    """Accuracies [N] of reported clients on their test samples, NaN for the others.
+
+    Without accuracies they are losses.
+    """
+    data = protocol.data.to(config.context.data.device)
+    config = config._replace(context=config.context._replace(data=data))
+    values = evaluate(config, state, "test", protocol.report_clients)
     return values.get("accuracy", values["loss"])
 
 
 def out_of_distribution(protocol: StudyProtocol, size: int = 1000) -> StudyProtocol:
-    """Everybody reported is evaluated on one sample, drawn without replacement from all
-    their test samples (Motley, section 4.1).
+    """The protocol with one common test set for all reported clients.
+
+    It has `size` samples, drawn without replacement from the test samples of all
+    reported clients (Motley, section 4.1).
 
     Where clients label differently (`relabel`), each sample keeps the label that its
     owner gives it.
     """
-    data, mine = protocol.data, protocol.report_clients.tolist()
+    data = protocol.data
+    reported = protocol.report_clients.tolist()
     y = data.y.clone()
     for split in data.splits:
         for i, rows in enumerate(data.index[split]):
             y[rows] = data.labels(i, split)
-    pool = torch.cat([data.index["test"][i] for i in mine]).unique()
-    pool = pool[random_permutation(len(pool), 13)[:size].to(pool.device)].sort().values
-    test = [pool if i in mine else pool[:0] for i in range(data.n)]
-    name, index = f"{data.name}, out of distribution", {**data.index, "test": test}
-    return replace(
-        protocol, data=replace(data, y=y, relabel=None, index=index, name=name)
-    )
+    pool = torch.cat([data.index["test"][i] for i in reported]).unique()
+    drawn = random_permutation(len(pool), 13)[:size].to(pool.device)
+    pool = pool[drawn].sort().values
+    test = [pool if i in reported else pool[:0] for i in range(data.n)]
+    name = f"{data.name}, out of distribution"
+    index = {**data.index, "test": test}
+    data = replace(data, y=y, relabel=None, index=index, name=name)
+    return replace(protocol, data=data)
 
 
 def both(config: RunConfig, state: State, protocol: StudyProtocol) -> list[Tensor]:
     """The results in and out of distribution."""
-    return [
-        results(config, state, p) for p in (protocol, out_of_distribution(protocol))
-    ]
+    outside = out_of_distribution(protocol)
+    return [results(config, state, p) for p in (protocol, outside)]
 
 
 def vary(
@@ -72,121 +77,146 @@ def vary(
     option: str,
     choices: Sequence[Any],
 ) -> dict[Any, list[Tensor]]:
-    """One trained state personalized with several values of a `late` option (Motley,
-    Fig. 4, 5 and 7): the results in and out of distribution by value; for instance
-    `vary(FineTune(), ..., "finetune_epochs", (1, 3, 5, 10, 15))` or `vary(KnnPer(),
-    ..., "lam", (0, 0.5, 1))`."""
+    """Results of one trained state with several values of an option, by value.
+
+    They are results in and out of distribution (Motley, Fig. 4, 5 and 7). The option is
+    one that only evaluation uses, such as "finetune_epochs" of FineTune or "lam" of
+    KnnPer. Raises ValueError for another option.
+    """
     late = config.algorithm.traits.evaluation_only
     if option not in late:
         raise ValueError(
             "option: expected one that can be varied after training "
             f"({', '.join(late) or 'none'}), got {option!r}."
         )
-    return {
-        c: both(
-            config._replace(algorithm=replace(config.algorithm, **{option: c})),
-            state,
-            protocol,
-        )
-        for c in choices
-    }
+    found = {}
+    for choice in choices:
+        algorithm = replace(config.algorithm, **{option: choice})
+        varied = config._replace(algorithm=algorithm)
+        found[choice] = both(varied, state, protocol)
+    return found
 
 
 def by_evaluation(
     config: RunConfig, state: State, protocol: StudyProtocol
 ) -> dict[str, Tensor]:
-    """What personalization changes for each client, measured on the first part of its
-    test samples (Motley, Fig. 3d): of fewer samples more clients seem hurt."""
-    plain, found = config._replace(algorithm=FedAvg()), {}
+    """Each client's gain by personalization, on all and on some test samples.
+
+    They are the first part of its test samples (Motley, Fig. 3d). With fewer samples
+    more clients seem to be hurt.
+    """
+    plain = config._replace(algorithm=FedAvg())
+    found = {}
     for f in (1.0, 0.25):
 
         def first(n: int, part: float = f) -> dict[str, Tensor]:
             return {"test": torch.arange(math.ceil(part * n))}
 
         p = replace(protocol, data=protocol.data.redistribute(first, of=("test",)))
-        found[f"{f:.0%} of the test samples"] = results(config, state, p) - results(
-            plain, state, p
-        )
+        gain = results(config, state, p) - results(plain, state, p)
+        found[f"{f:.0%} of the test samples"] = gain
     return found
 
 
 def draw(made: Reproduction, rows: Sequence[Row]) -> None:
-    """Pictures of each setting, of the first seed where not of all: curves, mixing
-    weights and neighbours, weights by round where there is one model, clients in boxes,
-    gains by size, cost, and the studies that the plan asks for (studies.json has their
-    numbers); and results against the plan's option."""
+    """Draws the pictures of each setting.
+
+    They show curves, mixing weights and neighbours, weights by round where there is one
+    model, clients in boxes, gains by size, cost, and the studies that the plan asks
+    for. A picture that does not show all seeds shows the first. The studies' numbers go
+    into studies.json. A last picture shows results against the plan's option.
+    """
     studies = Facts()
-    for setting in dict.fromkeys(s for s, _, _ in made.runs):
-        runs = {
-            m: r
-            for (s, m, v), r in made.runs.items()
-            if (s, v) == (setting, "") and r[0].evaluations
-        }
-        if not runs:
-            continue
-        stem, first = (
-            f"{made.folder / slug(setting)}",
-            {m: r[0] for m, r in runs.items()},
-        )
-        one = next(iter(first.values()))
-        unit = one.main_metric
-        named = [
-            replace(r, header=r.header | {"algorithm": m, "options": {}})
-            for m, each in runs.items()
-            for r in each
-        ]
-        if any(len(r.evaluations) > 1 for r in first.values()):
-            cost = {
-                m: [(s / 2**20, v) for _, s, v in curve(r, unit)]
-                for m, r in first.items()
-            }
-            what = "sent down and up by all clients, MiB"
-            pictures.curves(named, f"{stem}-curves.png")
-            pictures.weights(named, f"{stem}-weights-by-round.png")
-            figures.curves(cost, f"{stem}-cost.png", what, f"mean {unit}")
-        figures.heat_maps(first, f"{stem}-weights.png")
-        figures.heat_maps(first, f"{stem}-neighbours.png", k=5)
-        pictures.clients(named, f"{stem}-boxes.png")
-        last = {m: r.last_values(unit) for m, r in first.items()}
-        before = {
-            m: b for m in first if (b := made.plan["methods"][m].get("before")) in first
-        }
-        if before:
-            gains = {m: last[m] - last[b] for m, b in before.items()}
-            figures.deltas(
-                torch.tensor(one.header["size"]), gains, f"{stem}-deltas.png", unit
-            )
-        base = {m: last[before.get(m, m)] for m in first}
-        studies[setting] = _trained(made, setting, base, unit)
-    if option := made.plan["against"]:
-        with_it = by_setting([r for r in rows if option in r["options"]])
-        by = {
-            s: sorted((r["options"][option], r["best"]) for r in of)
-            for s, of in with_it.items()
-        }
-        figures.curves(
-            by, f"{made.folder}/against-{option}.png", option, "test accuracy, %"
-        )
+    for setting in dict.fromkeys(setting for setting, _, _ in made.runs):
+        runs = _evaluated_runs(made, setting)
+        if runs:
+            studies[setting] = _draw_setting(made, setting, runs)
+    option = made.plan["against"]
+    if option:
+        by: dict[str, list[tuple[float, float]]] = {}
+        for setting, of_setting in by_setting(rows).items():
+            of_option = [r for r in of_setting if option in r["options"]]
+            if of_option:
+                by[setting] = sorted(
+                    (r["options"][option], r["best"]) for r in of_option
+                )
+        path = f"{made.folder}/against-{option}.png"
+        figures.curves(by, path, option, "test accuracy, %")
     write_text(made.folder / "studies.json", json.dumps(to_json(studies)) + "\n")
+
+
+def _evaluated_runs(made: Reproduction, setting: str) -> dict[str, list[Run]]:
+    """The runs of each method that were evaluated, without other variants."""
+    runs = {}
+    for (of_setting, method, variant), of_method in made.runs.items():
+        if (of_setting, variant) == (setting, "") and of_method[0].evaluations:
+            runs[method] = of_method
+    return runs
+
+
+def _draw_setting(
+    made: Reproduction, setting: str, runs: Mapping[str, list[Run]]
+) -> Facts:
+    """Draws the pictures of a setting; returns the numbers of its studies."""
+    stem = f"{made.folder / slug(setting)}"
+    first = {method: of_method[0] for method, of_method in runs.items()}
+    one = next(iter(first.values()))
+    unit = one.main_metric
+    named = []
+    for method, of_method in runs.items():
+        for run in of_method:
+            header = run.header | {"algorithm": method, "options": {}}
+            named.append(replace(run, header=header))
+    if any(len(run.evaluations) > 1 for run in first.values()):
+        cost = {}
+        for method, run in first.items():
+            cost[method] = [(sent / 2**20, v) for _, sent, v in curve(run, unit)]
+        what = "sent down and up by all clients, MiB"
+        pictures.curves(named, f"{stem}-curves.png")
+        pictures.weights(named, f"{stem}-weights-by-round.png")
+        figures.curves(cost, f"{stem}-cost.png", what, f"mean {unit}")
+    figures.heat_maps(first, f"{stem}-weights.png")
+    figures.heat_maps(first, f"{stem}-neighbours.png", k=5)
+    pictures.clients(named, f"{stem}-boxes.png")
+    last = {method: run.last_values(unit) for method, run in first.items()}
+    before = {}
+    for method in first:
+        other = made.plan["methods"][method].get("before")
+        if other in first:
+            before[method] = other
+    if before:
+        gains = {method: last[method] - last[b] for method, b in before.items()}
+        sizes = torch.tensor(one.header["size"])
+        figures.deltas(sizes, gains, f"{stem}-deltas.png", unit)
+    base = {method: last[before.get(method, method)] for method in first}
+    return _trained(made, setting, base, unit)
 
 
 def _trained(
     made: Reproduction, setting: str, before: Mapping[str, Tensor], unit: str
 ) -> Facts:
-    """The studies of trained states, and their pictures."""
+    """The numbers of the studies of trained states; draws their pictures.
+
+    Args:
+        before: the values of each client against which it may be hurt, by method
+    """
     stem = f"{made.folder / slug(setting)}"
     spread: dict[str, list[figures.Triple]] = {}
     fewer: dict[str, dict[float, float]] = {}
     for method in before:
-        m, task = made.plan["methods"][method], made.tasks[setting, method, ""][0]
-        states = made.states(task.base or task) if {"vary", "sizes"} & {*m} else []
+        m = made.plan["methods"][method]
+        task = made.tasks[setting, method, ""][0]
+        has_studies = "vary" in m or "sizes" in m
+        states = made.states(task.base or task) if has_studies else []
         if not states:
             continue
         simulation, p = made.simulation(task)
-        config, state, path = simulation.config, states[-1][3], f"{stem}-{slug(method)}"
+        config = simulation.config
+        state = states[-1][3]
+        path = f"{stem}-{slug(method)}"
         if m.get("sizes"):
-            # the first part of each reported client's personalization set (Motley, Fig.
-            # 7c)
+            # Only the first part of each reported client's personalization set is used
+            # (Motley, Fig. 7c).
             by = {f: results(config, state, p.keep(f)) for f in (1.0, 0.5, 0.25)}
             fewer[method] = {f: metrics.mean(v) for f, v in by.items()}
         if m.get("sizes") and "state_of" in m:
@@ -194,22 +224,24 @@ def _trained(
             figures.deltas(p.data.size("test"), gains, f"{path}-tests.png", unit)
         for option, choices in m.get("vary", {}).items():
             found = vary(config, state, p, option, choices)
-            means = [
-                (c, metrics.mean(own), metrics.mean(far))
-                for c, (own, far) in found.items()
-            ]
-            hurt = [
-                (c, mean, metrics.hurt(found[c][0], before[method], unit == "accuracy"))
-                for c, mean, _ in means
-            ]
+            means = []
+            hurt = []
+            for choice, (own, far) in found.items():
+                mean = metrics.mean(own)
+                is_accuracy = unit == "accuracy"
+                part_hurt = metrics.hurt(own, before[method], is_accuracy)
+                means.append((choice, mean, metrics.mean(far)))
+                hurt.append((choice, mean, part_hurt))
             figures.option(hurt, f"{path}-{option}.png", option, unit)
             if option != "finetune_lr":
                 spread[method] = means
         if "vary" in m and method not in spread:
-            own, others = map(metrics.mean, both(config, state, p))
-            spread[method] = [(method, own, others)]
+            inside, outside = map(metrics.mean, both(config, state, p))
+            spread[method] = [(method, inside, outside)]
     figures.distributions(spread, f"{stem}-distributions.png", unit)
-    parts = {m: sorted((100 * f, v) for f, v in of.items()) for m, of in fewer.items()}
+    parts = {}
+    for method, by_part in fewer.items():
+        parts[method] = sorted((100 * f, value) for f, value in by_part.items())
     what = "personalization set used, %"
     figures.curves(parts, f"{stem}-sizes.png", what, f"mean {unit}")
     return {"distributions": spread, "sizes": fewer}

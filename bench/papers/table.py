@@ -1,5 +1,7 @@
-"""The rows of a reproduction from its records, what of the plan must hold, and both
-as Markdown."""
+"""The rows of a reproduction, from its records, and the checks of its plan.
+
+Both become Markdown.
+"""
 
 import math
 from collections import Counter
@@ -19,7 +21,7 @@ from pflcore.results.table import describe_incidents, describe_outliers, markdow
 Key = tuple[str, str, str]  # setting, method, variant
 Runs = Mapping[Key, Sequence[Run]]
 Row = Mapping[str, Any]
-# columns, what of a row they hold, and decimals where they are not the measure's
+# Columns, the keys of a row that they show, and decimals if not those of the measure.
 NUMBERS = """\
 std | std |
 worst decile | worst_decile |
@@ -144,7 +146,9 @@ def _scores(
         best.append(scale * metrics.best(means, higher_is_better).value)
         final.append(scale * metrics.final(means))
         by_size.append(scale * metrics.best(weighted, higher_is_better).value)
-    mean = {k: metrics.mean([s[k] for s in summaries]) for k in summaries[0]}
+    mean = {}
+    for name in summaries[0]:
+        mean[name] = metrics.mean([of_seed[name] for of_seed in summaries])
     has_seeds = len(group) > 1
     return {
         "best": metrics.mean(best),
@@ -205,95 +209,129 @@ def _incidents(group: Sequence[Run]) -> list[str]:
 
 def curve(run: Run, measure: str) -> list[tuple[int, int, float]]:
     """Round, bytes sent until then, and the mean over clients, of each evaluation."""
-    at = {
-        line["round"]: sent
-        for line, sent in zip(run.rounds, run.cumulative_bytes(), strict=True)
-    }
-    return [(r, at[r], v) for r, v in zip(*run.curve(measure=measure), strict=True)]
+    sent_until = {}
+    for line, sent in zip(run.rounds, run.cumulative_bytes(), strict=True):
+        sent_until[line["round"]] = sent
+    rounds, values = run.curve(measure=measure)
+    return [(r, sent_until[r], v) for r, v in zip(rounds, values, strict=True)]
 
 
 def _to_goal(
-    runs: Runs, setting: str, mine: Sequence[Run], measure: str
+    runs: Runs, setting: str, group: Sequence[Run], measure: str
 ) -> float | None:
-    """Bytes, down and up by all clients, until the mean over clients reaches what the
-    setting's first method with several evaluations ends at, less 2 % (of a loss: more);
-    the mean over seeds, None where a seed never does or nothing was evaluated twice."""
-    of_setting = (group[0] for key, group in runs.items() if key[0] == setting)
+    """Bytes, down and up by all clients, until a method's mean reaches the goal.
+
+    The goal is where the setting's first method with several evaluations ends, less 2 %
+    (of a loss: 2 % more). The number is a mean over seeds. It is None where a seed
+    never reaches the goal, and where nothing was evaluated twice.
+    """
+    of_setting = (runs[key][0] for key in runs if key[0] == setting)
     first = next((run for run in of_setting if len(run.evaluations) > 1), None)
     if first is None:
         return None
-    sign, near = (1, 0.98) if measure == "accuracy" else (-1, 1.02)
-    goal = sign * near * metrics.mean(first.last_values(measure))
-    sent = [
-        next((at for _, at, value in curve(run, measure) if sign * value >= goal), None)
-        for run in mine
-    ]
-    return None if None in sent else metrics.mean(sent)
+    end = metrics.mean(first.last_values(measure))
+    sign = 1
+    goal = 0.98 * end
+    if measure != "accuracy":
+        sign = -1
+        goal = sign * 1.02 * end
+    sent = []
+    for run in group:
+        reached = [
+            bytes_sent
+            for _, bytes_sent, value in curve(run, measure)
+            if sign * value >= goal
+        ]
+        if not reached:
+            return None
+        sent.append(reached[0])
+    return metrics.mean(sent)
 
 
 def verdicts(plan: Plan, rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
-    """What the plan says must hold, and whether it does. Methods that were not played
-    are passed over, numbers where seeds lack too."""
-    checks = {"below": {}, "above": {}, "hurt": {}, "largest": {}, **plan["checks"]}
-    pairs = [(low, high) for high, lows in checks["below"].items() for low in lows]
-    pairs += [(low, high) for low, highs in checks["above"].items() for high in highs]
+    """The plan's checks: whether each holds, and a sentence on it.
+
+    Methods that were not played are passed over. So are numbers of methods without runs
+    of all seeds.
+    """
+    checks = plan["checks"]
     for setting, of_setting in by_setting(rows).items():
-        mine = {r["method"]: r for r in of_setting if not r["variant"]}
-        whole = {
-            name: r for name, r in mine.items() if r["seeds"] == len(plan["seeds"])
-        }
-        wanted = plan["expected"].get(setting, {}) if "tolerance" in checks else {}
-        checks["final"] = {
-            name: (want, checks["tolerance"]) for name, want in wanted.items()
-        }
-        for what in ("final", "hurt", "largest"):
-            for name in filter(whole.get, checks[what]):
-                got, (want, within) = whole[name][what], checks[what][name]
-                value = "not measured" if got is None else f"{got:.1f} %"
-                said = f"{what} {value}, expected {want:g}"
-                if what == "final":
-                    said = f"{got:.5f}, expected {want:.5f}"
-                good = got is not None and abs(got - want) <= within
-                yield good, f"{name}: {said} ± {within:g}"
-        for low, high in pairs:
-            if low in mine and high in mine:
-                by_seed = zip(mine[low]["by_seed"], mine[high]["by_seed"], strict=True)
-                good = [a < b for a, b in by_seed]
-                yield (
-                    all(good),
-                    f"{low} below {high} in {sum(good)} of {len(good)} runs",
-                )
+        by_method = {r["method"]: r for r in of_setting if not r["variant"]}
+        expected = {what: checks.get(what, {}) for what in ("hurt", "largest")}
+        final = {}
+        if "tolerance" in checks:
+            for name, want in plan["expected"].get(setting, {}).items():
+                final[name] = (want, checks["tolerance"])
+        for what, of_methods in {"final": final, **expected}.items():
+            for name, (want, within) in of_methods.items():
+                row = by_method.get(name)
+                if row is not None and row["seeds"] == len(plan["seeds"]):
+                    yield _verdict_on_number(name, what, row[what], want, within)
+        for low, high in _pairs_in_order(checks):
+            if low in by_method and high in by_method:
+                yield _verdict_on_order(by_method[low], by_method[high])
+
+
+def _pairs_in_order(checks: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pairs of methods of which the first must end below the second."""
+    pairs = []
+    for high, lows in checks.get("below", {}).items():
+        pairs += [(low, high) for low in lows]
+    for low, highs in checks.get("above", {}).items():
+        pairs += [(low, high) for high in highs]
+    return pairs
+
+
+def _verdict_on_number(
+    name: str, what: str, got: float | None, want: float, within: float
+) -> tuple[bool, str]:
+    """True where a method's number is as expected, and a sentence on it."""
+    value = "not measured" if got is None else f"{got:.1f} %"
+    text = f"{what} {value}, expected {want:g}"
+    if what == "final":
+        text = f"{got:.5f}, expected {want:.5f}"
+    holds = got is not None and abs(got - want) <= within
+    return holds, f"{name}: {text} ± {within:g}"
+
+
+def _verdict_on_order(low: Row, high: Row) -> tuple[bool, str]:
+    """True where a method ends below another with every seed, and a sentence on it."""
+    by_seed = zip(low["by_seed"], high["by_seed"], strict=True)
+    is_below = [a < b for a, b in by_seed]
+    count = f"{sum(is_below)} of {len(is_below)}"
+    return all(is_below), f"{low['method']} below {high['method']} in {count} runs"
 
 
 def table(plan: Plan, rows: Sequence[Row]) -> str:
-    """Markdown: a table per setting, methods in the plan's order, columns that some
-    method has something for."""
-    lines, selects = about(plan), False
-    for setting, mine in by_setting(rows).items():
-        # a run may have stopped before it was evaluated
-        some = next((r for r in mine if r["evaluations"]), mine[0])
-        protocol, up = (
-            plan["settings"][setting].get("protocol"),
-            some["measure"] == "accuracy",
-        )
-        select = any(r["evaluations"] > 1 for r in mine) and not protocol
+    """A table per setting as Markdown, with the methods in the plan's order.
+
+    It has the columns for which some method has something.
+    """
+    lines = about(plan)
+    selects = False
+    for setting, of_setting in by_setting(rows).items():
+        # A run may have stopped before it was evaluated.
+        some = next((r for r in of_setting if r["evaluations"]), of_setting[0])
+        protocol = plan["settings"][setting].get("protocol")
+        is_accuracy = some["measure"] == "accuracy"
+        several = any(r["evaluations"] > 1 for r in of_setting)
+        select = several and not protocol
         selects |= select
-        variants = dict.fromkeys(r["variant"] for r in mine)
-        body = [
-            _cells({r["variant"]: r for r in of_method}, variants, up, select)
-            for _, of_method in groupby(mine, lambda r: r["method"])
-        ]
-        # NaN for one client
-        whose = (
-            "mean over clients" if some["std"] == some["std"] else "of the target alone"
-        )
-        unit = "accuracy in percent" if up else "loss"
-        lines += [f"{heading(mine[0])}; test {unit}, {whose}", "", *of_cells(body), ""]
-        lines += [
-            f"{r['method']}, moved far: {whom}; look at the data or set clip.\n"
-            for r in mine
-            for whom in r["far"]
-        ]
+        variants = dict.fromkeys(r["variant"] for r in of_setting)
+        body = []
+        for _, of_method in groupby(of_setting, lambda r: r["method"]):
+            by_variant = {r["variant"]: r for r in of_method}
+            body.append(_cells(by_variant, variants, is_accuracy, select))
+        # The deviation over clients is NaN for one client.
+        one_client = math.isnan(some["std"])
+        whose = "of the target alone" if one_client else "mean over clients"
+        unit = "accuracy in percent" if is_accuracy else "loss"
+        head = f"{heading(of_setting[0])}; test {unit}, {whose}"
+        lines += [head, "", *of_cells(body), ""]
+        for r in of_setting:
+            for clients in r["far"]:
+                advice = "look at the data or set clip"
+                lines.append(f"{r['method']}, moved far: {clients}; {advice}.\n")
     if selects:
         lines.append(
             "\\* the best round, selected on test data as in the paper; "
@@ -308,69 +346,96 @@ def about(plan: Plan) -> list[str]:
 
 
 def largest_share(cluster: Sequence[int]) -> float:
-    """Share of the clients in the largest cluster; `cluster [n]` holds each client's
-    cluster id, negative for none."""
+    """The share of the clients in the largest cluster; NaN without clusters.
+
+    Args:
+        cluster: each client's cluster [n], negative for none
+    """
     sizes = Counter(c for c in cluster if c >= 0)
     return max(sizes.values()) / sizes.total() if sizes else math.nan
 
 
 def of_cells(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Markdown of rows by column, the columns that some row has something for."""
-    kept = [
-        c for c in rows[0] if c in ("method", "") or {r[c] for r in rows} - {"", "-"}
-    ]
-    return markdown_table([kept, *([r[c] for c in kept] for r in rows)])
+    """Lines of Markdown for rows of cells by column.
+
+    A column is shown where some row has something for it.
+    """
+    columns = []
+    for column in rows[0]:
+        texts = {row[column] for row in rows}
+        if column in ("method", "") or texts - {"", "-"}:
+            columns.append(column)
+    lines = [columns]
+    for row in rows:
+        lines.append([row[column] for column in columns])
+    return markdown_table(lines)
 
 
 def by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows of each setting."""
-    return {s: list(mine) for s, mine in groupby(rows, lambda row: row["setting"])}
+    groups = groupby(rows, lambda row: row["setting"])
+    return {setting: list(of_setting) for setting, of_setting in groups}
 
 
 def heading(row: Row) -> str:
-    """What all rows of a setting share."""
+    """The facts that all rows of a setting have in common."""
     name = row["setting"].replace("*", "\\*")
     return f"**{name}**, {row['data']}, {row['rounds']} rounds, {row['seeds']} seed(s)"
 
 
 def _cells(
-    of: Mapping[str, Row], variants: Iterable[str], up: bool, select: bool
+    by_variant: Mapping[str, Row],
+    variants: Iterable[str],
+    is_accuracy: bool,
+    select: bool,
 ) -> dict[str, str]:
-    """One method's cells by column, from its row of each variant."""
-    digits, r = 2 if up else 5, of[""]
+    """One method's cells by column, from its row of each variant.
+
+    Args:
+        select: shows the best round, too
+    """
+    digits = 2 if is_accuracy else 5
+    r = by_variant[""]
     cells = {"method": r["method"]}
-    for v in variants:
-        one = of.get(v, r)  # a method that looks ahead has one number for both
-        best, final = (
-            number(one[k], one[f"{k}_std"], digits) for k in ("best", "final")
-        )
-        cells[(v or "best") + "\\*"] = best if select else ""
-        cells[f"{v}, final" if v else "final"] = final
-    goal, by_size = (
-        r["to_goal"] and r["to_goal"] / 2**20,
-        r["by_size"] if select else None,
-    )
-    r = {**r, "to_goal": goal, "by_size": by_size}
+    for variant in variants:
+        # A method that looks ahead has one number for all variants.
+        row = by_variant.get(variant, r)
+        best = number(row["best"], row["best_std"], digits) if select else ""
+        cells[(variant or "best") + "\\*"] = best
+        final = f"{variant}, final" if variant else "final"
+        cells[final] = number(row["final"], row["final_std"], digits)
+    to_goal = r["to_goal"] and r["to_goal"] / 2**20
+    by_size = r["by_size"] if select else None
+    r = {**r, "to_goal": to_goal, "by_size": by_size}
+    goal = "98" if is_accuracy else "102"
     for line in NUMBERS.splitlines():
-        head, key, places = (word.strip() for word in line.split("|"))
+        head, key, places = map(str.strip, line.split("|"))
         std = r["paper_std"] if key == "paper" else None
-        head = head.replace("GOAL", "98" if up else "102")
-        cells[head] = number(r[key], std, int(places or digits))
-    given = r["options"] | {f"training.{k}": v for k, v in r["training"].items()}
-    notes = [f"{k} {given.get(k)}" for k in r["tuned"]]
-    notes += [r["held_out"], *r["incidents"]]
+        column = head.replace("GOAL", goal)
+        cells[column] = number(r[key], std, int(places or digits))
+    notes = [*_tuned_notes(r), r["held_out"], *r["incidents"]]
     if r["stopped"] is not None:
         notes.append(f"{min(r['played'])} of {r['rounds']} rounds: {r['stopped']}")
     return cells | {"note": "; ".join(filter(None, notes))}
 
 
+def _tuned_notes(row: Row) -> list[str]:
+    """The options that were tuned, with the values that were chosen."""
+    chosen = dict(row["options"])
+    for name, value in row["training"].items():
+        chosen[f"training.{name}"] = value
+    return [f"{name} {chosen.get(name)}" for name in row["tuned"]]
+
+
 def number(x: float | None, std: float | None = None, digits: int = 2) -> str:
-    if x is None or x != x:
+    """A number as text, with its deviation if there is one; "-" for none or NaN."""
+    if x is None or math.isnan(x):
         return "-"
-    return f"{x:.{digits}f}" + (f" ± {std:.{digits}f}" if std is not None else "")
+    text = f"{x:.{digits}f}"
+    return text if std is None else f"{text} ± {std:.{digits}f}"
 
 
-# the last round, by subpopulations --------------------------------------------
+# The last round, by subpopulations --------------------------------------------
 
 
 def rows_of_groups(plan: Plan, runs: Runs) -> list[Facts]:
@@ -423,19 +488,19 @@ def measures(values: Tensor, group: Sequence[int] | None) -> dict[str, float]:
 
 
 def table_of_groups(plan: Plan, rows: Sequence[Row]) -> str:
-    """Markdown, a table per setting: ours, and the paper's number where it gives
-    one."""
+    """A table per setting as Markdown: our numbers, and those that the paper gives."""
     lines = about(plan)
-    for mine in by_setting(rows).values():
+    for of_setting in by_setting(rows).values():
         body = []
-        for r in mine:
-            std, paper = r["std"] if r["seeds"] > 1 else {}, r["paper"] or {}
+        for r in of_setting:
+            std = r["std"] if r["seeds"] > 1 else {}
+            paper = r["paper"] or {}
             columns = [c for c in OF_GROUPS if c in r["ours"]]
             cells = {"method": r["method"], "parameters": f"{r['parameters']:,}"}
             cells |= {c: number(r["ours"][c], std.get(c)) for c in columns}
             cells |= {f"paper: {c}": number(paper.get(c)) for c in columns}
             body.append(cells | {"": r["stopped"] or ""})
-        lines += [heading(mine[0]), "", *of_cells(body), ""]
+        lines += [heading(of_setting[0]), "", *of_cells(body), ""]
     lines.append(
         "Means over clients in percent (variance: percent squared) after the last "
         "round, and their standard deviation over the seeds."

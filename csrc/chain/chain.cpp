@@ -31,15 +31,15 @@ OptionalTensor whole_numbers(const OptionalTensor& t) {
   return out;
 }
 
-// What all three ops take: the program, the samples and their labels; checked, and held for as long
-// as the kernel runs.
+// The arguments of all three ops: the program, the samples and their labels; checked, and held for
+// as long as the kernel runs.
 template <class T_>
 struct ChainArgs {
   using T = T_;
   Tensor x, y;
   OptionalTensor relabel;
   cpu::ChainProblem<T> problem{};
-  double work = 0;  // about so many operations for a sample and a pass
+  double work = 0;  // operations for a sample and a pass, roughly
 
   ChainArgs(const char* op, const Tensor& w, const Tensor& program_in, const std::string& loss_name,
             int64_t c, int64_t h, int64_t width, const Tensor& x_in, const Tensor& y_in,

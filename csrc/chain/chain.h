@@ -1,8 +1,8 @@
 // Whole local training, gradients and evaluation of models that are a chain of layers, many clients
 // in one call. A client is always one thread's work, and all that it needs (row, activations,
 // gradients) stays in its core's caches. Its weights are turned into the kernels' own layout once,
-// and back at the end. Results depend neither on the threads nor on who else takes part. Knows
-// nothing of torch.
+// and back at the end. Results depend neither on the threads nor on the other clients of the call.
+// The code knows nothing of torch. To add a kind of layer: ../README.md.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -18,14 +18,26 @@ enum class Loss : int64_t { cross_entropy, squared, half_squared, hinge, binary_
 }
 
 // ---- the program: layers with their shapes and their weights' places in a row ----
+//
+// A layer is a line of nine numbers: its kind, and its fields by their number. `encode_layer` in
+// pflcore/ops/_chain.py writes them, and its KINDS has the order of `Kind`. A weight is the number
+// of its first column in a row; a bias of -1 is none. Fields that a kind does not have are 0.
+//
+//   kind     0          1              2             3           4          5        6       7
+//   linear   outputs    weight         bias
+//   conv     outputs    kernel height  kernel width  stride      pad above  pad left weight  bias
+//   pool     1 max,     window height  window width  step down   step
+//            2 mean                                              across
+//   act      1 ReLU, 2 tanh, 3 sigmoid, 4 GELU
+//   flatten
+//   dropout  p
+//   norm     groups     features per   eps           weight      bias
+//                       weight
+//   scale    factors
 struct ChainLayer {
   enum Kind : int64_t { linear, conv, pool, act, flatten, dropout, norm, scale };
   int64_t kind;
   double field[8];
-  // linear: outputs, weight, bias (-1: none)            conv: outputs, kernel h, w, stride, padding
-  // h, w, weight, bias pool: 1 maximum or 2 mean, kernel h, w, stride h, w act: 1 ReLU, 2 tanh, 3
-  // sigmoid, 4 GELU                 dropout: p norm: groups, features per weight, eps, weight, bias
-  // scale: place of the factors
   int64_t operator[](int i) const { return static_cast<int64_t>(field[i]); }
 };
 
@@ -47,10 +59,10 @@ struct ChainData {
   const int64_t* label;  // [pool] classes, or
   const T* value;        // [pool] numbers
   const int64_t* relabel;
-  int64_t names;  // [s, names]; nullptr: as they are
+  int64_t names;  // relabel [s, names]: a label as a client knows it; nullptr: as it is
 };
 
-// What training, gradients and evaluation have in common.
+// The part that training, gradients and evaluation have in common.
 template <class T>
 struct ChainProblem {
   ChainProgram program;
@@ -95,8 +107,9 @@ struct ChainEval : ChainProblem<T> {
   int64_t classes;  // [n, classes]; nullptr: not asked for
 };
 
-// What one client's training, gradient and evaluation are on vectors of so many bytes: worker.h has
-// them, and a file for each set compiles them, which takes long.
+// One client's training, gradient and evaluation on vectors of `bytes` bytes. worker.h defines
+// them. plain.cpp, avx2.cpp and avx512.cpp compile them, a file for each instruction set: that
+// takes long, and files compile at the same time.
 template <class T, int bytes>
 struct ChainRun {
   static bool train(const ChainSgd<T>& a, int64_t s);
@@ -117,7 +130,7 @@ void chain_on_isa(const F& f) {
   f(ChainRun<T, 16>{});
 }
 
-// one(run, i) for i < n on any threads; false where one of them is.
+// Calls one(run, i) for i < n on any threads; returns false where one of the calls does.
 template <class T, class Parallel, class One>
 bool chain_all(int64_t n, const Parallel& parallel, const One& one) {
   std::atomic<bool> fine{true};
@@ -130,8 +143,8 @@ bool chain_all(int64_t n, const Parallel& parallel, const One& one) {
   return fine;
 }
 
-// Each is false where a place or a label is out of range, or a client takes more steps than it has
-// batches: rows are then of no use.
+// Each returns false where a place or a label is out of range, or a client takes more steps than it
+// has batches. Rows are then undefined.
 template <class T, class Parallel>
 bool chain_sgd(const ChainSgd<T>& a, const Parallel& parallel) {
   return chain_all<T>(a.sgd.s, parallel, [&](auto run, int64_t s) { return run.train(a, s); });

@@ -15,27 +15,31 @@ namespace pflcore::cpu::chain {
 
 enum Mode : int64_t { kNoPool, kMax, kMean };
 
-constexpr int64_t kNear =
-    24 << 10;  // bytes of slopes that leave the first-level cache room for the rest
+// Bytes of slopes that leave space in the first-level cache for the rest.
+constexpr int64_t kNear = 24 << 10;
 
 struct Conv {
   int64_t c, h, w, o, kh, kw, stride, ph, pw, pool, act;  // `ph`, `pw`: zeros on each side
-  int64_t batch, tile;  // outputs of a tile: the weights lie in packs of so many
-  bool back;            // whether the input's gradient is wanted
-  bool kept;  // whether the four values of a window are kept: a mean of what needs its own slope
-  int64_t phases,
-      outs;  // of the input's columns; outputs of a window along one axis: 2 where pooled
-  int64_t hq, wq, taps;  // what it gives; weights of one output
-  int64_t row, line, plane, lanes, vectors,
-      columns;  // of the input: one phase of a row, a row, a channel; of an output row
-  int64_t d_lead, d_row, d_line, d_plane;  // of the slopes, zeros between their rows
-  std::vector<Pair> at;                    // [taps] into the input
-  std::vector<Pair> back_at[2][2];    // by parity of row and column: [kernel row, kernel column,
-                                      // output] into the slopes
-  std::vector<int64_t> w_at, w_step;  // [o] where its weights lie
+  // Samples, and outputs of a tile: the weights of a tile's outputs lie side by side.
+  int64_t batch, tile;
+  bool back;  // true where the input's gradient is wanted
+  // True where the four values of a window are kept: their mean has lost what the activation's
+  // slope needs.
+  bool kept;
+  // Phases of the input's columns, and outputs of a window along one axis: 2 where pooled.
+  int64_t phases, outs;
+  int64_t hq, wq, taps;  // height and width of the result, and weights of one output
+  // Sizes in the input, in elements: one phase of a row, a row, a channel. Sizes of an output row:
+  // elements, vectors. The columns of one phase of an input row.
+  int64_t row, line, plane, lanes, vectors, columns;
+  int64_t d_lead, d_row, d_line, d_plane;  // sizes in the slopes, with zeros between their rows
+  std::vector<Pair> at;                    // places [taps] in the input
+  // Places in the slopes by parity of row and column: [kernel row, kernel column, output].
+  std::vector<Pair> back_at[2][2];
+  std::vector<int64_t> w_at, w_step;  // [o] the first weight of an output, and the step to its next
 
-  void plan(int64_t samples, bool wants, int64_t vector,
-            int64_t rows) {  // lanes of a vector, outputs of a tile
+  // `vector`: lanes of a vector. `rows`: outputs of a tile.
+  void plan(int64_t samples, bool wants, int64_t vector, int64_t rows) {
     batch = samples, back = wants, tile = rows;
     outs = pool ? 2 : 1, phases = stride * outs, kept = pool == kMean && act > kRelu;
     hq = ((h + 2 * ph - kh) / stride + 1) / outs, wq = ((w + 2 * pw - kw) / stride + 1) / outs,
@@ -86,12 +90,12 @@ struct Conv {
   int64_t kept_size(int64_t vector) const { return kept ? o * hq * vectors * 4 * vector : 0; }
 };
 
-// What a thread keeps of a convolution between its passes.
+// A thread's memory of a convolution between its passes.
 template <class T>
 struct ConvSpace {
   T *in, *d, *kept, *part, *sums, *turned, *wide;
-  uint8_t*
-      mask;  // a byte for each pooled output: bit s where its slope goes to element s of the window
+  // A byte for each pooled output: bit s is set where its slope goes to element s of the window.
+  uint8_t* mask;
 };
 
 // Plain values into the padded, split layout.
@@ -294,8 +298,8 @@ PFL_INLINE void conv_update(const Conv& q, const ConvSpace<T>& s, int64_t y0, in
 }
 
 // The gradient of the input, plain. `turned` [o * taps] holds the weights by input channel, `wide`
-// a row of a tile of them. Taps that meet only zeros above, below or beside the slopes are left
-// out, tile by tile.
+// a row of a tile of them. Taps that meet only zeros above, below or at the side of the slopes are
+// left out, tile by tile.
 template <class T, int bytes>
 PFL_INLINE void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* dx) {
   using V = Vec<T, bytes>;

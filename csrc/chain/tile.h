@@ -1,5 +1,5 @@
-// What the kernels of a chain are made of: the sizes of tiles, where a convolution's vectors lie,
-// and the functions of activations.
+// Parts of the kernels of a chain: the sizes of tiles, where a convolution's vectors lie, and the
+// functions of activations.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -33,7 +33,7 @@ PFL_INLINE void keep_first(V& v, int64_t n) {
   v = lane < static_cast<T>(n) ? v : V{};
 }
 
-// Where the even and the odd vectors of a tile begin.
+// The places where the even and the odd vectors of a tile begin.
 struct Pair {
   int32_t a, b;
 };
@@ -92,6 +92,7 @@ PFL_INLINE void exponential(Vec<T, bytes>& x) {
   }
 }
 
+// The order of ACTIVATIONS in pflcore/ops/_chain.py, behind kNone.
 enum Act : int64_t { kNone, kRelu, kTanh, kSigmoid, kGelu };
 
 // erf(x); in float32 x times a polynomial in x^2 up to 1, 1 - e^polynomial beyond; both were fitted
@@ -158,7 +159,7 @@ PFL_INLINE void slope(int64_t act, V& g, const V& y) {
     g *= y * (T(1) - y);
 }
 
-// What happens to a gradient: it moves the weights, or it is kept, or added to what is kept.
+// The use of a gradient: it moves the weights, or it is stored, or added to what is stored.
 template <class T>
 struct Into {
   bool step, add;

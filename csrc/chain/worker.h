@@ -23,6 +23,7 @@ constexpr int64_t kSlack = 64;  // elements behind an array that vectors may rea
 constexpr int64_t kFar = int64_t{1} << 31;
 constexpr int64_t kMost = int64_t{1} << 26;  // bytes that a thread keeps for activations and slopes
 
+// A layer of the program with its sizes, or a layer and what follows it in the same kernel.
 struct Block {
   int64_t kind, act;
   int64_t c, h, w;  // of the input
@@ -184,7 +185,7 @@ PFL_TARGET void descend(const sgd_detail::Row<T>& row, int64_t n) {
   sgd_detail::row<bytes, T>(row, 0, n);
 }
 
-// A thread's memory and its plans for one program, on vectors of so many bytes.
+// A thread's memory and its plans for one program, on vectors of `bytes` bytes.
 template <class T, int bytes>
 class Worker {
  public:
@@ -280,7 +281,8 @@ class Worker {
     return true;
   }
 
-  // Samples first .. last of the list, all of client s (one model: anybody's).
+  // Evaluates the samples first to last of the list. All are of client s, or of any client where
+  // there is one model for all.
   bool evaluate(const ChainEval<T>& a, int64_t s, int64_t first, int64_t last) {
     if (first >= last) return true;
     read(w_, a.w + s * a.w_row);

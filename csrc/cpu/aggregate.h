@@ -37,7 +37,7 @@ constexpr double kPieceWork = 1e5;    // a piece: some five microseconds
 constexpr double kAloneWork = 2.5e6;  // some hundred microseconds: less is not worth another thread
 #endif
 
-// What all pieces share, read only.
+// The part that all pieces share and only read.
 template <class A>
 struct Plan {
   Aggregate job;
@@ -103,8 +103,8 @@ PFL_INLINE void dense_block(A* sum, int64_t sum_stride, const A* x, int64_t stri
   }
 }
 
-// Where an entry's row of x begins: as many panels on as its number says, as there are entries
-// before it, or at an offset.
+// The rule for the place of an entry's row of x: as many panels on as its number says, as many as
+// there are entries before it, or an offset.
 enum class Rows { numbered, in_order, apart };
 
 // The same sum over a list of `n` entries, for one result row.
@@ -171,8 +171,8 @@ PFL_INLINE void put(const Aggregate& job, int64_t at, const A* sum, int64_t widt
 }
 
 // Writes a panel past the caches in whole lines of 64 bytes, wherever the row begins: what is left
-// of a line at the panel's end waits in `kept` (one line) for the next panel. `sum` has room for
-// one line before it.
+// of a line at the panel's end waits in `kept` (one line) for the next panel. `sum` has space
+// for one line before it.
 template <int bytes, class A>
 PFL_INLINE void put_lines(A* out, A* sum, A* kept, int64_t width, bool begin, bool end) {
   constexpr int64_t line = 64 / sizeof(A), lanes = bytes / sizeof(A);
@@ -199,7 +199,7 @@ PFL_INLINE void put_lines(A* out, A* sum, A* kept, int64_t width, bool begin, bo
   }
 }
 
-// Where the results of one panel go.
+// The places for the results of one panel.
 template <class A>
 struct Target {
   const Plan<A>& plan;

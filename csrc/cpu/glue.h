@@ -1,4 +1,4 @@
-// What the CPU glue of every op shares: torch's own threads as the kernels' `parallel`.
+// Parts that the CPU glue of every op shares: torch's own threads as the kernels' `parallel`.
 #pragma once
 #include <torch/csrc/stable/ops.h>
 
@@ -9,8 +9,8 @@
 
 namespace pflcore {
 
-// Where a call runs, as cuda::Call is on a GPU: the dispatcher has seen to it that all tensors are
-// here.
+// The device of a call, as cuda::Call is on a GPU. There is nothing to check: torch's dispatcher
+// calls this code for tensors on the CPU only.
 struct OnCpu {
   OnCpu(const Tensor&, const char*) {}
   template <class T>

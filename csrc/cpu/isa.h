@@ -1,5 +1,5 @@
-// Which instruction set the CPU kernels use: chosen at run time, forced by
-// PFLCORE_ISA=plain|avx2|avx512 (tests do).
+// The instruction set that the CPU kernels use: chosen at run time, or by
+// PFLCORE_ISA=plain|avx2|avx512, as tests do.
 #pragma once
 #include <cstdlib>
 #include <cstring>
@@ -34,7 +34,7 @@ enum class Isa { plain = 0, avx2 = 1, avx512 = 2 };
 
 inline const char* name([[maybe_unused]] Isa isa) {
 #if defined(__aarch64__)
-  return "neon";  // what the compiler makes of plain vectors there
+  return "neon";  // the compiler makes it of plain vectors there
 #else
   return isa == Isa::avx512 ? "avx512" : isa == Isa::avx2 ? "avx2" : "plain";
 #endif
@@ -90,7 +90,7 @@ void on_isa(const F& f, [[maybe_unused]] Isa now = isa()) {
   f(Int<16>{});
 }
 
-// How many elements of type T a vector of that set holds.
+// The number of elements of type T that a vector of that set holds.
 template <class T>
 int64_t lanes_of() {
   return (16 << static_cast<int>(isa())) / sizeof(T);

@@ -152,7 +152,7 @@ void forward_rows(const Rank1<T>& q, const Gathered<T>& in, T* y, int64_t begin,
         row_pointers<T>(y + begin * q.o, rows, q.o).data(), false);
 }
 
-// What the second half of the backward pass needs of the first: [rows, stride] each.
+// The values that the second half of the backward pass needs of the first: [rows, stride] each.
 template <class T>
 struct Between {
   Between(const Rank1<T>& q, const Gathered<T>& in, const T* grad_rows, bool want_lam)
@@ -316,7 +316,7 @@ void rank1_forward(const Rank1<T>& q, T* y, const Parallel& parallel) {
 template <class T, class Parallel>
 void rank1_backward(const Rank1<T>& q, const T* grad, const Rank1Grads<T>& out,
                     const Parallel& parallel) {
-  if (q.n == 0) {  // nobody adds to the gradient of what clients share
+  if (q.n == 0) {  // no client adds to the gradients of shared inputs
     const auto zero = [](T* p, bool shared, int64_t size) {
       if (p && shared) std::fill(p, p + size, T(0));
     };

@@ -1,5 +1,5 @@
-// What this machine can do at most: reading memory, writing it past the caches, and multiplying in
-// registers. Kernels are held against it.
+// The limits of this machine: reading memory, writing it past the caches, and multiplying in
+// registers. Kernels are compared with them.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -49,7 +49,7 @@ PFL_INLINE void write(float* p, int64_t n) {
   fence();
 }
 
-// `memory`: room for kChains + 1 vectors.
+// `memory` has space for kChains + 1 vectors.
 template <int bytes, bool subtract>
 PFL_INLINE void multiply(int64_t rounds, float* memory) {
   using V = Vec<float, bytes>;

@@ -219,7 +219,7 @@ PFL_INLINE void store_as(T* p, const Vec<A, bytes>& v) {
   }
 }
 
-// n elements from `from` on, as A; `to` has room for whole vectors.
+// n elements from `from` on, as A; `to` has space for whole vectors.
 template <int bytes, class A, class T>
 PFL_INLINE void copy_as(A* to, const T* from, int64_t n) {
   constexpr int64_t lanes = bytes / sizeof(A);
@@ -302,7 +302,7 @@ PFL_INLINE void store_first(T* to, const V& v, int64_t n) {
 }
 
 // ---- sums of lanes ----
-// Where lane k of a fold comes from: groups of 2 * half lanes of x, then of y (numbered on from
+// The source of lane k of a fold: groups of 2 * half lanes of x, then of y (numbered on from
 // x's), give the first half of their lanes. Groups within 128 bits, `few` lanes, stay there: x's
 // and y's take turns, and one cheap instruction does it.
 template <int lanes, int few, int half>
@@ -328,7 +328,8 @@ PFL_INLINE void fold_all(V* v) {
   constexpr int half = !blocks_first ? lanes / 2 / stage : stage < few ? few / 2 / stage : few;
   constexpr bool within = !blocks_first && half < few;  // 128 bits, where one block is left
   constexpr int apart = blocks_first ? stage : within ? stage / blocks : stage * few;
-  constexpr int some = blocks_first || within ? 1 : few;  // neighbours that are folded alike
+  constexpr int some =
+      blocks_first || within ? 1 : few;  // neighbours that are folded in the same way
   PFL_EACH(i, within ? few : lanes,
            if constexpr (i % (2 * apart) < some)
                fold<half>(v[i], v[i + apart], std::make_integer_sequence<int, lanes>{}));
@@ -336,8 +337,8 @@ PFL_INLINE void fold_all(V* v) {
 }
 
 // ---- transposition ----
-// One stage of a square block's: rows `size` apart swap the blocks of `size` lanes beside their
-// diagonal.
+// One stage of a square block's: rows `size` apart swap the blocks of `size` lanes next to
+// their diagonal.
 template <int size, class V, int... lane>
 PFL_INLINE void swap_blocks(V& a, V& b, std::integer_sequence<int, lane...>) {
   constexpr int n = sizeof...(lane);

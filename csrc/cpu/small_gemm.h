@@ -50,7 +50,7 @@ PFL_INLINE void sum_dots(V (&acc)[R][N], int64_t k, const A& a, const T* const (
     PFL_EACH(j, N, V x; load(x, b[j] + i); hold(x); PFL_EACH(r, R, acc[r][j] += v[r] * x));
   }
 }
-// to[j * R + r] = the sum of acc[r][j]'s lanes; to has room for whole vectors.
+// to[j * R + r] = the sum of acc[r][j]'s lanes; to has space for whole vectors.
 template <bool blocks_first, int R, int N, class T, class V>
 PFL_INLINE void sum_tile(T* to, const V (&acc)[R][N]) {
   constexpr int lanes = sizeof(V) / sizeof(T);

@@ -63,7 +63,7 @@ struct Rows {
   }
 
   // at[i] = row first + i (the last one again up to whole tiles), columns [c, c + width), padded to
-  // whole groups; packed: room for a copy.
+  // whole groups; packed: space for a copy.
   void block(int64_t first, int64_t many, int64_t tile, int64_t c, int64_t width, bool copy,
              T* packed, const T** at) const {
     const int64_t padded = up(width, kGroup);

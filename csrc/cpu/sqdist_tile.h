@@ -46,7 +46,7 @@ PFL_INLINE double sum_lanes(const Vec<double, bytes>& v) {
 
 // One vector of columns of rows x kTile pairs. triangle: b is a, and only j > i is computed. (The
 // first product is added to zero like the others: of d * d + e * e compilers may fuse either
-// product with the sum, and would not choose alike in each kind of block.)
+// product with the sum, and would not choose the same in each kind of block.)
 template <bool triangle, int rows, int room, class F>
 PFL_INLINE void step(F (&acc)[room][kTile], const float* const* a, const float* const* b,
                      int64_t at) {
@@ -119,7 +119,7 @@ PFL_INLINE void tile_wide(const T* const* a, const T* const* b, int64_t begin, i
   for (int j = 0; j < kTile; ++j) sum[i * kTile + j] += sum_lanes<bytes>(total[i][j]);
 }
 
-// Which lanes: the type of the rows and that of the sums.
+// The kind of lanes: the type of the rows and that of the sums.
 enum class Kind { narrow, triangle, wide };
 
 // sum[i][j] += sum over columns [begin, end) of (a_i - b_j)^2 for `rows` rows of a and kTile of b.

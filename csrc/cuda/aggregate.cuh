@@ -1,10 +1,11 @@
 // out = base + lr * (weight @ updates), dense or by a sparse gather. Knows nothing of torch.
 //
 // Each element of a result is one chain of fma over the rows of updates, in their order. So a row
-// of the result has the same bits in every kernel: whoever else is made beside it, whatever the
-// alignment. Tensor cores would break this law. Three products of TF32 parts make a hundred results
-// 1.4 times as fast, but few results gain nothing, so that the bits of a row would depend on how
-// many there are; and values below 1e-30 or beyond float32 would need the chain beside them.
+// of the result has the same bits in every kernel, whatever other results the call makes, and
+// whatever the alignment. Tensor cores would break this property. Three products of TF32 parts make
+// a hundred results 1.4 times as fast, but few results gain nothing. The bits of a row would then
+// depend on the number of results, and values below 1e-30 or beyond float32 would still need the
+// chain of fma.
 //
 // `aggregate_plan` takes one of four kernels.
 // held: few rows of updates, few results. All loads of a thread are on their way at a time, to
@@ -26,12 +27,12 @@ namespace pflcore::cuda {
 
 enum class AggregateWay { held, streamed, tiled, direct };
 
-// What a plan must know of a card.
+// The facts on a card that a plan depends on.
 struct AggregateCard {
   int64_t multiprocessors;
   int64_t block_shared;  // bytes of shared memory that a block may ask for
   int64_t shared;        // bytes of shared memory of a multiprocessor
-  bool copies;           // copies to shared memory run beside the arithmetic (sm_80 and newer)
+  bool copies;           // copies to shared memory run during the arithmetic (sm_80 and newer)
 };
 
 struct AggregatePlan {
@@ -42,7 +43,7 @@ struct AggregatePlan {
   int64_t blocks_m;    // blocks side by side that make all results of the same columns
   int tile_cols;       // columns of a block at a time, a power of two
   int single_cols;     // held, direct: the same where packs of columns are not aligned
-  int64_t walkers;     // at most so many blocks walk over the tiles
+  int64_t walkers;     // the largest number of blocks that walk over the tiles
   int64_t shared;      // bytes of a block
   int access;          // bytes of updates that are copied to shared memory at a time
   int chunk;           // streamed: rows of updates whose weights are in shared memory at a time
@@ -58,7 +59,7 @@ constexpr int kFewResults = 4, kManyResults = 20;  // of a thread
 constexpr int kHeldRows = 20;                      // rows of updates in registers at a time
 constexpr int kHeldThreads = 128;
 constexpr int kStages = 4, kStageBytes = 5 * 1024;  // the ring of a streamed block
-constexpr int kStreamWarps = 5;                     // at most so many share a ring
+constexpr int kStreamWarps = 5;                     // the largest number that share a ring
 constexpr int kManyWarps = 16, kFewWarps = 28;      // of a multiprocessor: its registers hold them
 constexpr int kTileThreads = 512, kTileWarps = 32;  // at most, of a block and of a multiprocessor
 constexpr int kDirectThreads = 256;
@@ -123,7 +124,7 @@ inline int64_t resident_blocks(const AggregateCard& card, int64_t shared, int64_
   return blocks < 1 ? 1 : blocks;
 }
 
-// All loads of a thread are on their way at a time. Cards that cannot copy beside the arithmetic
+// All loads of a thread are on their way at a time. Cards that cannot copy during the arithmetic
 // take more rows in turns.
 inline bool plan_held(AggregatePlan& plan, const Aggregate& q, const AggregateCard& card) {
   const int64_t element = bytes_of(q.in), sum = sum_bytes(q);
@@ -169,7 +170,7 @@ inline void plan_streamed(AggregatePlan& plan, const Aggregate& q, const Aggrega
   plan.walkers = ceil_div(blocks * card.multiprocessors, plan.blocks_m);
 }
 
-// Bytes of a block whose tiles have so many columns: two buffers, whose first row is zeros, the
+// Bytes of a block whose tiles have `cols` columns: two buffers, whose first row is zeros, the
 // entries, the rows that are used, and the place of every row.
 inline int64_t tile_shared(const AggregatePlan& plan, const Aggregate& q, int64_t cols) {
   const int64_t entry =
@@ -261,8 +262,8 @@ inline AggregateCard aggregate_card() {
 }
 
 // ---- columns of a thread ----
-// Where column v of a lane lies behind its first one, `lanes` side by side: in packs of neighbours,
-// so that lanes that are neighbours access neighbours.
+// The offset of a lane's column v from its first one, for `lanes` side by side. Columns come in
+// packs of neighbours, so that lanes that are neighbours access neighbours.
 template <int kPack>
 __device__ __forceinline__ int column_offset(int lanes, int v) {
   return v / kPack * (lanes * kPack) + v % kPack;
@@ -390,7 +391,8 @@ __device__ __forceinline__ void add_row(Acc (&sum)[kRows][kCols], const Acc* wei
   }
 }
 
-// What a thread holds of a row: whole words, as elements of 2 bytes would take a register each.
+// The part of a row that a thread holds: whole words, as elements of 2 bytes would take a register
+// each.
 template <class T, int kPack>
 using HeldPiece = std::conditional_t<(kPack > 1), Pack<unsigned, 2>, Pack<T, 1>>;
 
@@ -530,14 +532,15 @@ __global__ void __launch_bounds__(32 * kStreamWarps, stream_blocks<kRows>)
       if (chunk_row == plan.chunk) {
         chunk_row = 0;
         if (!plan.resident) {
-          __syncthreads();  // nobody reads the weights before these any more
+          __syncthreads();  // no thread still reads the weights before these
           load_weights<Acc, 1>(weights, q, m0, plan.results, n0,
                                n - n0 < plan.chunk ? n - n0 : plan.chunk);
         }
       }
       copy_wait<kStages - 2>();
-      __syncthreads();  // the stage and the weights are there for all, and nobody reads the slot
-                        // any more that is filled next
+      // The stage and the weights are there for all threads, and no thread still reads the slot
+      // that is filled next.
+      __syncthreads();
       fill();
       const T* from = ring + slot * kStageRows * kTile + lane * kPack;
       slot = slot + 1 == kStages ? 0 : slot + 1;
@@ -569,8 +572,8 @@ __global__ void __launch_bounds__(32 * kStreamWarps, stream_blocks<kRows>)
 }
 
 // ---- by index ----
-// Fills `entries` [m, k] and `rows`, the rows of updates that are used, in order; their number. All
-// threads of the block take part. `slots` [n] and `total` are room for it.
+// Fills `entries` [m, k] and `rows`, the rows of updates that are used, in order, and returns their
+// number. All threads of the block take part. `slots` [n] and `total` are scratch memory.
 template <class Acc>
 __device__ __forceinline__ int list_rows(AggregateEntry<Acc>* entries, int* rows, int* slots,
                                          int* total, const Aggregate& q, int cols) {
@@ -663,13 +666,12 @@ __global__ void __launch_bounds__(kTileThreads, kTileWarps * 32 / kTileThreads)
           const Pack<T, kPack> pack =
               load_neighbours<kPack>(from + entry.at + column_offset<kPack>(lanes, v0));
 #pragma unroll
-          for (int v = 0; v < kPack; ++v)
-            sum[0][v0 + v] += entry.weight * convert<Acc>(pack.v[v]);
+          for (int v = 0; v < kPack; ++v) sum[0][v0 + v] += entry.weight * convert<Acc>(pack.v[v]);
         }
       }
       write_rows<T, Acc, 1, kCols, kPack>(q, plan, row, 1, c, lanes, sum);
     }
-    __syncthreads();  // nobody reads this buffer any more
+    __syncthreads();  // no thread still reads this buffer
     fill(b);
   }
 }

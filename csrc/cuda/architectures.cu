@@ -1,7 +1,7 @@
-// Which cards have machine code in the library.
+// The cards that have machine code in the library.
 #include "common.cuh"
 
-// As "sm_75, sm_90".
+// Their names, such as "sm_75, sm_90".
 extern "C" __attribute__((visibility("default"))) const char* pflcore_architectures() {
   static const std::string names = pflcore::cuda::architectures();
   return names.c_str();

@@ -1,6 +1,6 @@
-// What every kernel shares: dtypes, 16-byte accesses, copies that run beside the arithmetic, the
-// launch. Knows nothing of torch. With PFLCORE_CUDA_ON_CPU the same kernels are compiled by a plain
-// C++ compiler and run block by block (tests/internal/cuda_on_cpu).
+// Parts that every kernel shares: dtypes, 16-byte accesses, copies that run during the arithmetic,
+// the launch. Knows nothing of torch. With PFLCORE_CUDA_ON_CPU the same kernels are compiled by a
+// plain C++ compiler and run block by block (tests/internal/cuda_on_cpu).
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -46,9 +46,9 @@ inline bool aligned16(const void* base, int64_t row, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 && (row * bytes) % 16 == 0;
 }
 
-// How many bytes of dynamic shared memory a kernel may ask for in a launch, at most `wanted`: 48
-// KiB everywhere, more where the card has more and the kernel says so. No work for the device: it
-// may be called while a graph is captured.
+// The bytes of dynamic shared memory that a kernel may ask for in a launch, at most `wanted`: 48
+// KiB everywhere, more where the card has more and the kernel says so. It makes no work for the
+// device, so it may be called while a graph is captured.
 inline int64_t shared_for(const void* kernel, int64_t wanted) {
 #ifdef PFLCORE_CUDA_ON_CPU
   (void)kernel;
@@ -70,7 +70,7 @@ inline int64_t shared_for(const void* kernel, int64_t wanted) {
 #endif
 }
 
-// How many processors the card has, each good for several blocks.
+// The number of the card's processors, each of which runs several blocks.
 inline int64_t multiprocessors() {
 #ifdef PFLCORE_CUDA_ON_CPU
   return 2;
@@ -126,9 +126,7 @@ inline std::string architecture_names(const std::string& list) {
 #ifndef PFLCORE_CUDA_ON_CPU
 #define PFLCORE_TEXT_OF(...) #__VA_ARGS__
 #define PFLCORE_TEXT(...) PFLCORE_TEXT_OF(__VA_ARGS__)
-inline std::string architectures() {
-  return architecture_names(PFLCORE_TEXT(__CUDA_ARCH_LIST__));
-}
+inline std::string architectures() { return architecture_names(PFLCORE_TEXT(__CUDA_ARCH_LIST__)); }
 
 // The card that is here, as TORCH_CUDA_ARCH_LIST names it.
 inline std::string card_name() {
@@ -274,7 +272,7 @@ __device__ __forceinline__ void store16_shared(T* p, const Pack<T>& value) {
   store_pack_shared<per16<T>>(p, value);
 }
 
-// ---- global to shared memory beside the arithmetic ----
+// ---- global to shared memory during the arithmetic ----
 // kBytes (4, 8 or 16) to `shared`, of which the first `valid` come from `global` and the rest are
 // zero.
 template <int kBytes>
@@ -292,8 +290,8 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
                  "n"(kBytes), "r"(valid)
                  : "memory");
 #else
-  using Raw = std::conditional_t<kBytes == 4, unsigned,
-                                 std::conditional_t<kBytes == 8, uint2, uint4>>;
+  using Raw =
+      std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 8, uint2, uint4>>;
   if (valid == kBytes) {
     *static_cast<Raw*>(shared) = *static_cast<const Raw*>(global);
     return;

@@ -1,5 +1,5 @@
-// What the CUDA glue of every op shares: the device, torch's current stream on it, tensors on one
-// device, workspaces.
+// Parts that the CUDA glue of every op shares: the device, torch's current stream on it, tensors on
+// one device, workspaces.
 #pragma once
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

@@ -9,8 +9,8 @@
 
 namespace pflcore::cuda {
 
-// What the kernels keep: x w_b^T and grad w_a, [n, b, f] each, and the lists of active factors.
-// Entries of inactive factors are never read.
+// The values that the kernels keep: x w_b^T and grad w_a, [n, b, f] each, and the lists of active
+// factors. Entries of inactive factors are never read.
 template <class T>
 struct Rank1Work {
   T *hidden, *back;

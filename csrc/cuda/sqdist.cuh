@@ -66,8 +66,7 @@ __device__ __forceinline__ void sqdist_fetch(T* raw, int packs_log2, const T* fr
   for (int e = static_cast<int>(threadIdx.x); e < rows << loads_log2; e += threads) {
     const int row = e >> loads_log2, load = e & ((1 << loads_log2) - 1);
     const int64_t c = column + static_cast<int64_t>(load) * kLoad, left = end - c;
-    copy_async<16>(raw + e * kLoad,
-                   from + row * row_stride + (left > 0 ? c : 0),
+    copy_async<16>(raw + e * kLoad, from + row * row_stride + (left > 0 ? c : 0),
                    left >= kLoad ? 16
                    : left > 0    ? static_cast<int>(left * static_cast<int64_t>(sizeof(T)))
                                  : 0);
@@ -231,8 +230,8 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
 
   // Of rows that are equal float32 has found 0, and so it is: float64 is for those that differ.
   constexpr bool kLook = std::is_same_v<S, float> && std::is_same_v<C, double>;
-  // Where one thread has all packs of a stage, its sums are added before they are flushed; for
-  // other types registers are short.
+  // A thread that has all packs of a stage adds its sums before they are flushed; for other types
+  // registers are short.
   constexpr bool kSums = kOneLane && std::is_same_v<T, float>;
   static_assert(1 << kSqdistPacksLog2 == 2 * kSqdistSums, "a stage is one flush");
   double total[4][4] = {};
@@ -243,13 +242,13 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
     else
       copy_wait<2>();
     if constexpr (kRaw) unpack(k);
-    __syncthreads();  // chunk k is there for all, and nobody reads the buffer any more that the
-                      // next one goes to
+    // Chunk k is there for all threads, and no thread still reads the buffer of the next chunk.
+    __syncthreads();
     stage(k + plan.stages - 1);
     if (!active) continue;
     const int buffer = kRaw ? k % 2 : k % plan.stages;
-    const S* const now = reinterpret_cast<const S*>(shared + static_cast<int64_t>(buffer) *
-                                                                 plan.stage_bytes);
+    const S* const now =
+        reinterpret_cast<const S*>(shared + static_cast<int64_t>(buffer) * plan.stage_bytes);
     if constexpr (kLook) {
       if (!sqdist_differ<S>(now, from_a, from_b, lane, lanes, packs)) continue;
     }
@@ -356,7 +355,7 @@ __device__ __forceinline__ Pack<S> sqdist_pack(const T* row, bool aligned, int64
   return out;
 }
 
-// What this lane sums of one pair's columns `begin` to `end`, as sqdist_few does.
+// This lane's part of the sum over one pair's columns `begin` to `end`, as sqdist_few does.
 __device__ __forceinline__ double sqdist_few_lane(const float* x, const float* y, bool x_aligned,
                                                   bool y_aligned, int lane, int64_t begin,
                                                   int64_t end) {
@@ -525,7 +524,7 @@ inline void sqdist(const Sqdist& q, const SqdistCard& card, cudaStream_t stream,
   }
 }
 
-// What the card can do with the code that is there.
+// The abilities of the card, with the code that is there.
 inline SqdistCard sqdist_card() {
   auto* const kernel = &gram_windows;
   SqdistCard card{};

@@ -65,8 +65,7 @@ __device__ __forceinline__ void sqdist_few_write(const double (&total)[25], int 
       for (int s = kWithin ? r + 1 : 0; s < 5; ++s) {
         double value = total[pair++];
 #pragma unroll
-        for (int step = 16; step > 0; step /= 2)
-          value += __shfl_xor_sync(0xffffffffu, value, step);
+        for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
         const int i = (part == 1 ? group_b : group_a) * 5 + r,
                   j = (kWithin && part == 0 ? group_a : group_b) * 5 + s;
         if (threadIdx.x % 32 == 0 && i < rows && j < rows) partial[i * rows + j] = value;
@@ -108,7 +107,8 @@ PFLCORE_PLAIN_KERNEL void __launch_bounds__(kSqdistThreads, 2)
   for (int k = 0; k < kFewFlush; ++k) stage(k);
   for (int k = 0; k < chunks; k += kFewFlush) {
     copy_wait<0>();
-    __syncthreads();  // these stages are there for all, and nobody reads the next ones any more
+    // These stages are there for all threads, and no thread still reads the next ones.
+    __syncthreads();
 #pragma unroll 1
     for (int i = 0; i < kFewFlush; ++i) stage(k + kFewFlush + i);
 #pragma unroll

@@ -7,7 +7,7 @@
 // order, and every entry of g is summed by one schedule (the same columns in the same places of the
 // same instructions; products commute), so that results follow the rows when these are permuted.
 //
-// Which pairs are right? Let u = 2^-53. x - c is rounded once, which changes d by at most
+// The pairs that are right: let u = 2^-53. x - c is rounded once, which changes d by at most
 // 2 u sqrt(d) (sqrt(g_ii) + sqrt(g_jj)) <= 2 sqrt(2) u sqrt(d (g_ii + g_jj)). A product and its
 // addition are one rounding (that of fma), so each term of a g meets at most n roundings, in
 // whatever order the tensor core adds: n = columns of a block + partial sums that a thread adds +
@@ -20,8 +20,8 @@
 // is below 1e-6. Squares of differences of floats neither underflow nor overflow in float64, so
 // g_ii + g_jj = 0 means that both rows are c, and 0 is exact.
 //
-// All other pairs (of NaN, of infinity, of rows that are nearly equal beside their distance from c)
-// become NaN here and are done again by windows.
+// All other pairs (of NaN, of infinity, of rows whose distance is small against that from c) become
+// NaN here and are done again by windows.
 #pragma once
 #include <utility>
 
@@ -197,7 +197,9 @@ __device__ __forceinline__ void gram_triangle_write(const double (&sum)[kTiles][
 // One block: one piece of the columns -> partial[split][i][j] = g_ij, i <= j. Four warps share the
 // columns and split the tiles.
 template <int G>
-__global__ void __launch_bounds__(kGramThreads, G <= 6 ? 4 : G <= 9 ? 3 : 2)
+__global__ void __launch_bounds__(kGramThreads, G <= 6   ? 4
+                                                : G <= 9 ? 3
+                                                         : 2)
     gram_triangle(const float* __restrict__ a, int64_t a_row, SqdistPlan plan, int* flags,
                   double* partial) {
 #if PFLCORE_GRAM_CODE
@@ -227,7 +229,8 @@ __global__ void __launch_bounds__(kGramThreads, G <= 6 ? 4 : G <= 9 ? 3 : 2)
   for (int k = 0; k < kGramStages - 1; ++k) stage(k);
   for (int k = 0; k < chunks; ++k) {
     copy_wait<kGramStages - 2>();
-    __syncthreads();  // chunk k is there for all, and nobody reads the buffer of the next any more
+    // Chunk k is there for all threads, and no thread still reads the buffer of the next chunk.
+    __syncthreads();
     stage(k + kGramStages - 1);
     const float* const now = stages + k % kGramStages * stage_floats;
     switch (warp) {
@@ -292,10 +295,10 @@ PFLCORE_PLAIN_KERNEL void __launch_bounds__(kGramThreads, 2)
   const bool diagonal = plan.symmetric && blockIdx.y == blockIdx.x;
   const int64_t row_a = static_cast<int64_t>(blockIdx.y) * plan.window_a,
                 row_b = static_cast<int64_t>(blockIdx.x) * plan.window_b;
-  const int rows_a = static_cast<int>(plan.m - row_a < plan.window_a ? plan.m - row_a
-                                                                     : plan.window_a),
-            rows_b = static_cast<int>(plan.n - row_b < plan.window_b ? plan.n - row_b
-                                                                     : plan.window_b);
+  const int rows_a =
+                static_cast<int>(plan.m - row_a < plan.window_a ? plan.m - row_a : plan.window_a),
+            rows_b =
+                static_cast<int>(plan.n - row_b < plan.window_b ? plan.n - row_b : plan.window_b);
   const int from_b = diagonal ? 0 : rows_a, from_centre = diagonal ? rows_a : rows_a + rows_b;
   const int stage_floats = (from_centre + 1) * kGramPitch;
   const int64_t begin = static_cast<int64_t>(blockIdx.z) * plan.first.columns;
@@ -336,7 +339,8 @@ PFLCORE_PLAIN_KERNEL void __launch_bounds__(kGramThreads, 2)
   for (int k = 0; k < kGramStages - 1; ++k) stage(k);
   for (int k = 0; k < chunks; ++k) {
     copy_wait<kGramStages - 2>();
-    __syncthreads();  // chunk k is there for all, and nobody reads the buffer of the next any more
+    // Chunk k is there for all threads, and no thread still reads the buffer of the next chunk.
+    __syncthreads();
     stage(k + kGramStages - 1);
     if (!active) continue;
     const float* const now = stages + k % kGramStages * stage_floats;
@@ -467,8 +471,8 @@ inline void sqdist_gram_launch(const Sqdist& q, const SqdistPlan& plan, const Sq
       launch(std::integral_constant<int, 16>{});
   } else {
     auto* const centres = &gram_centres;
-    PFLCORE_LAUNCH(centres, static_cast<unsigned>(ceil_div(plan.p, kSqdistThreads)),
-                   kSqdistThreads, 0, stream, a, q.a_row, b, b_row, plan, room.centre);
+    PFLCORE_LAUNCH(centres, static_cast<unsigned>(ceil_div(plan.p, kSqdistThreads)), kSqdistThreads,
+                   0, stream, a, q.a_row, b, b_row, plan, room.centre);
     auto* const kernel = &gram_windows;
     const dim3 grid(static_cast<unsigned>(ceil_div(plan.n, plan.window_b)),
                     static_cast<unsigned>(ceil_div(plan.m, plan.window_a)), splits);

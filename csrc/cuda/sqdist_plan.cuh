@@ -1,5 +1,5 @@
-// How squared distances are cut into blocks, by sizes, dtype and card alone; what its kernels
-// share. Knows nothing of torch.
+// The plan that cuts squared distances into blocks, by sizes, dtype and card alone, and the parts
+// that its kernels share. Knows nothing of torch.
 //
 // windows: any card, rows and dtype (sqdist.cuh). A block holds a window of at most 64 rows of a
 //   against 64 of b, subtracts first, and sums in float32 with flushes to float64.
@@ -38,7 +38,7 @@ constexpr int kGramChunk = 64;  // columns of a stage
 constexpr int kGramPitch = kGramChunk + 8;  // floats: 8 rows x 4 reads of 8 bytes on 32 banks
 constexpr int kGramStages = 3;
 constexpr int kGramThreads = 128;
-constexpr int64_t kGramLeast = 24;              // rows of each of two operands
+constexpr int64_t kGramLeast = 24;                // rows of each of two operands
 constexpr int64_t kGramWorth = int64_t{1} << 25;  // pairs * columns that pay for more launches
 
 enum class SqdistPath { windows, few, gram };
@@ -48,7 +48,7 @@ enum class SqdistPath { windows, few, gram };
 // that says that a turn has work to do.
 enum SqdistTurn : int { kFirst, kAgain, kLast };
 
-// What a plan has to know of the card.
+// The facts on a card that a plan depends on.
 struct SqdistCard {
   bool tensor_float64 = false;
   int64_t worth = kGramWorth;  // see kGramWorth
@@ -85,8 +85,8 @@ struct SqdistPlan {
   int64_t splits;
 
   SqdistPath path;
-  SqdistSplit first;     // of few or gram
-  int a_bytes, b_bytes;  // few, gram: what one copy of a row's elements takes, 4, 8 or 16
+  SqdistSplit first;       // of few or gram
+  int a_bytes, b_bytes;    // few, gram: what one copy of a row's elements takes, 4, 8 or 16
   int window_a, window_b;  // gram: rows of a window
   double tau;              // gram: what the certificate asks of a pair
 };
@@ -96,7 +96,7 @@ inline int sqdist_shared(const SqdistPlan& plan) {
                             : plan.stages * plan.stage_bytes;
 }
 
-// What one copy to shared memory may take of rows that start at `base`: 16, 8 or 4 bytes.
+// Bytes of one copy to shared memory, of rows that start at `base`: 16, 8 or 4.
 inline int copy_bytes(const void* base, int64_t row) {
   const uintptr_t both = reinterpret_cast<uintptr_t>(base) | static_cast<uintptr_t>(row * 4);
   return both % 16 == 0 ? 16 : both % 8 == 0 ? 8 : 4;
@@ -123,11 +123,11 @@ inline SqdistSplit sqdist_split(int64_t p, int64_t chunk, int64_t splits, int64_
 inline SqdistPath sqdist_path(const Sqdist& q, const SqdistPlan& plan, const SqdistCard& card) {
   if (q.dtype != Dtype::f32 || plan.p == 0) return SqdistPath::windows;
   if (plan.symmetric && plan.m >= kFewLeast && plan.m <= kFewRows) return SqdistPath::few;
-  const bool enough = plan.symmetric ? plan.m > kFewRows
-                                     : plan.m >= kGramLeast && plan.n >= kGramLeast;
+  const bool enough =
+      plan.symmetric ? plan.m > kFewRows : plan.m >= kGramLeast && plan.n >= kGramLeast;
   const int64_t pairs = plan.symmetric ? plan.pairs / 2 : plan.pairs;
-  const bool gram = q.listed < 0 && enough && card.tensor_float64 &&
-                    pairs >= ceil_div(card.worth, plan.p);
+  const bool gram =
+      q.listed < 0 && enough && card.tensor_float64 && pairs >= ceil_div(card.worth, plan.p);
   return gram ? SqdistPath::gram : SqdistPath::windows;
 }
 
@@ -149,8 +149,8 @@ inline void sqdist_gram_plan(SqdistPlan& plan) {
   const int64_t chunks = ceil_div(plan.p, kGramChunk);
   int64_t splits = ceil_div(kSqdistFill, blocks);
   splits = splits < chunks / 4 ? splits : chunks / 4;
-  plan.first = sqdist_split(plan.p, kGramChunk, splits,
-                            plan.pairs + (plan.symmetric ? 0 : plan.m + plan.n));
+  plan.first =
+      sqdist_split(plan.p, kGramChunk, splits, plan.pairs + (plan.symmetric ? 0 : plan.m + plan.n));
   const int ways = sqdist_ways(plan.first.count);
   const int64_t roundings =
       plan.first.columns + ceil_div(plan.first.count, int64_t{ways}) + ways + 1;
@@ -289,7 +289,9 @@ __device__ __forceinline__ void sqdist_copy_rows(float* to, int pitch, const flo
     const int row = e / kPer, i = e % kPer * kWide;
     const int64_t c = column + i, left = end - c;
     copy_async<kBytes>(to + row * pitch + i, from + row * row_stride + (left > 0 ? c : 0),
-                       left >= kWide ? kBytes : left > 0 ? static_cast<int>(left) * 4 : 0);
+                       left >= kWide ? kBytes
+                       : left > 0    ? static_cast<int>(left) * 4
+                                     : 0);
   }
 }
 

@@ -112,7 +112,7 @@ __device__ __forceinline__ Neighbour nearest_of_block(Neighbour mine, Neighbour*
 __device__ __forceinline__ void weigh_nearest(double* weight, int64_t k, double* scratch) {
   __syncthreads();  // all distances are there
   const double nearest = weight[0];
-  __syncthreads();  // everybody has read it before anybody overwrites it
+  __syncthreads();  // all threads have read it before one overwrites it
   double sum = 0;
   for (int64_t i = threadIdx.x; i < k; i += blockDim.x) {
     const double d = weight[i];
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kWeightsThreads) feddwa_kernel(Feddwa<T> q) {
   }
 }
 
-// Whether k turns over a block cost less than n^2 comparisons: a turn is some 16 times 256
+// True where k turns over a block cost less than n^2 comparisons: a turn is some 16 times 256
 // comparisons, and its latency counts where rows are short or turns are many.
 inline bool is_few(int64_t n, int64_t k) {
   return n > 256 && k <= 64 && k <= ceil_div(n, 256) * n / 16;

@@ -1,4 +1,4 @@
-// What the glue of every op shares on either device: dtypes, rows, memory.
+// Functions that the glue of every op shares on either device: dtypes, rows, memory.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -33,8 +33,8 @@ inline Dtype dtype_of(const Tensor& t, const char* op) {
   return Dtype::f32;
 }
 
-// What a card says is wrong with it, as an illegal access of an earlier kernel; empty where nothing
-// is, and where there is no card (library.cpp).
+// The error that a card reports, such as an illegal access of an earlier kernel; empty where it
+// reports none, and where there is no card (library.cpp).
 std::string device_fault();
 
 // torch's C interface says no more than that a call failed. Where all it has to do is to find
@@ -61,9 +61,8 @@ Tensor make(const Tensor& like, const Sizes& sizes,
 }
 
 inline Tensor dense(const Tensor& t) {
-  return t.is_contiguous()
-             ? t
-             : allocated(t, t.numel(), [&] { return torch::stable::contiguous(t); });
+  return t.is_contiguous() ? t
+                           : allocated(t, t.numel(), [&] { return torch::stable::contiguous(t); });
 }
 
 inline Tensor converted(const Tensor& t, ScalarType dtype) {

@@ -1,4 +1,4 @@
-// What an SGD step takes, as tensors: checked, and held for as long as the kernel runs.
+// The tensors of an SGD step: checked, and held for as long as the kernel runs.
 #pragma once
 #include "common.h"
 

@@ -1,8 +1,10 @@
-"""The algorithms, by name, and what an author of another one needs: `Algorithm` to
-derive from, `Traits`, and the values that its hooks get and give.
+"""The algorithms by name, and the classes from which another one is made.
+
+An algorithm derives from `Algorithm`. It has `Traits`, and hooks with the arguments and
+results that are listed here.
 
 `ALGORITHMS` drives the command line, the contract tests, the docs' table and the
-benchmark. Users name one by an instance, a class, a name of it, or
+benchmark. Users name an algorithm by an instance, a class, its name, or
 "package.module:Class" for one of their own.
 """
 
@@ -14,36 +16,14 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pflcore._device import to_device
-from pflcore.algorithms._adaptation import (
-    FedBABU,
-    FedBN,
-    FedPer,
-    FedRep,
-    FedRoD,
-    FineTune,
-    KnnPer,
-    LGFedAvg,
-    PerFedAvg,
-    SplitModel,
-)
+from pflcore.algorithms._adaptation import FineTune, KnnPer, PerFedAvg
 from pflcore.algorithms._clusters import ClusteredFL, Ensemble, HypCluster
 from pflcore.algorithms._factorized_waffle import FactorizedWaffle
-from pflcore.algorithms._fedavg import (
-    MRMTL,
-    Ditto,
-    FedAdagrad,
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedOpt,
-    FedProx,
-    FedYogi,
-    LocalOnly,
-    PFedMe,
-    QFedAvg,
-    WithoutDefence,
-)
-from pflcore.algorithms._mixtures import APFL, L2C, FedALA, FedFomo
+from pflcore.algorithms._fedavg import FedAvg, QFedAvg, WithoutDefence
+from pflcore.algorithms._feddwa import FedDWA, FedDWAQP
+from pflcore.algorithms._fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
+from pflcore.algorithms._mixtures import APFL, FedALA
+from pflcore.algorithms._peers import L2C, FedFomo
 from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
@@ -67,13 +47,16 @@ from pflcore.algorithms._protocol import (
     normalize_rows,
     squared_norms,
 )
-from pflcore.algorithms._relations import (
-    SFL,
-    FedAMP,
-    FedDWA,
-    FedDWAQP,
-    HeurFedAMP,
-    Mocha,
+from pflcore.algorithms._proximal import MRMTL, Ditto, FedProx, LocalOnly, PFedMe
+from pflcore.algorithms._relations import SFL, FedAMP, HeurFedAMP, Mocha
+from pflcore.algorithms._split import (
+    FedBABU,
+    FedBN,
+    FedPer,
+    FedRep,
+    FedRoD,
+    LGFedAvg,
+    SplitModel,
 )
 from pflcore.algorithms._waffle import Scaffold, Waffle, WeightErosion
 from pflcore.check import require
@@ -198,16 +181,20 @@ BASE_CLASS_TEXT = "a class derived from pflcore.Algorithm"
 
 
 def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
-    """The class of a name, in any case, or of "package.module:Class". ValueError or
-    TypeError in one sentence.
+    """The class of a name, in any case, or of "package.module:Class".
+
+    Raises ValueError for an unknown name, and TypeError for what is no class of an
+    algorithm.
 
     >>> class_of("ditto").__name__
     'Ditto'
     """
     thing: Any = algorithm
     if isinstance(algorithm, str):
-        by_name = ALGORITHMS.get(_canonical_name(algorithm))
-        thing = import_object(algorithm, "algorithm") if ":" in algorithm else by_name
+        if ":" in algorithm:
+            thing = import_object(algorithm, "algorithm")
+        else:
+            thing = ALGORITHMS.get(_canonical_name(algorithm))
         own = "or 'package.module:Class' for one of your own"
         words = f"one of {', '.join(ALGORITHMS)}, {own}"
         require(thing is not None, "algorithm", words, algorithm, ALGORITHMS)
@@ -229,20 +216,15 @@ def algorithm_of(
     3
 
     A type checker knows no options of a class that is looked up by its name, as in
-    `ALGORITHMS["feddwa"](k=3)`; here they are checked when the program runs.
+    `ALGORITHMS["feddwa"](k=3)`. Here they are checked when the program runs.
+
+    Raises ValueError for an unknown name or option, for a value that does not fit, and
+    for options with an instance. Raises TypeError for what is no algorithm.
 
     Args:
-        algorithm: a name in `ALGORITHMS`, in any case; a class; "package.module:Class"
-            for one of your own; or an instance, which is given back as it is.
-        options: of the class; `pflcore run NAME --help` says what each is.
-
-    Returns:
-        An instance of the class: its server's rule and its clients' hooks.
-
-    Raises:
-        ValueError: for a name or an option that is not known, a value that does not
-            fit, or options beside an instance; the sentence says what is expected.
-        TypeError: for something else than an algorithm.
+        algorithm: A name in `ALGORITHMS`, in any case; a class; "package.module:Class"
+            for one of your own; or an instance, which is returned as it is.
+        options: Options of the class. `pflcore run NAME --help` explains each.
     """
     if isinstance(algorithm, Algorithm):
         words = "none beside an instance, which has its own"
@@ -254,7 +236,7 @@ def algorithm_of(
 
 
 def check_options(cls: type, options: Iterable[str]) -> None:
-    """ValueError in one sentence for options that a dataclass has not."""
+    """Raises ValueError for options that the dataclass does not have."""
     known = [f.name for f in fields(cls)]
     unknown = [name for name in options if name not in known]
     words = f"options among {', '.join(known) or 'none'}"
@@ -262,27 +244,29 @@ def check_options(cls: type, options: Iterable[str]) -> None:
 
 
 def name_of(algorithm: Algorithm | type[Algorithm] | str) -> str:
-    """What an algorithm is called in records and tables: its name in `ALGORITHMS`, else
-    that of its class."""
+    """The name of an algorithm in records and tables.
+
+    It is the name in `ALGORITHMS`, else that of the class.
+    """
     if isinstance(algorithm, str):
-        return (
-            algorithm.rpartition(":")[2]
-            if ":" in algorithm
-            else _canonical_name(algorithm)
-        )
+        if ":" in algorithm:
+            return algorithm.rpartition(":")[2]
+        return _canonical_name(algorithm)
     cls = algorithm if inspect.isclass(algorithm) else type(algorithm)
     return next((k for k, v in ALGORITHMS.items() if v is cls), cls.__name__)
 
 
 def _canonical_name(name: str) -> str:
-    """A name as `ALGORITHMS` writes it."""
+    """A name as `ALGORITHMS` writes it; an unknown name as it is."""
     plain = name.lower().replace("-", "").replace("_", "")
     return next((k for k in ALGORITHMS if k.replace("_", "") == plain), name)
 
 
 def import_object(place: str, what: str) -> Any:
-    """The thing at "package.module:name". ValueError in one sentence that names the
-    argument `what`."""
+    """The object at "package.module:name".
+
+    Raises ValueError, with the name of the argument `what`, where the import fails.
+    """
     module, _, name = place.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -295,9 +279,9 @@ def import_object(place: str, what: str) -> Any:
 
 def fixed_options(cls: type[Algorithm]) -> list[str]:
     """The options of which a preset leaves one choice."""
-    return [
-        name
-        for name, hint in get_type_hints(cls).items()
-        if hint is NoneType
-        or (get_origin(hint) is Literal and len(get_args(hint)) == 1)
-    ]
+    names = []
+    for name, hint in get_type_hints(cls).items():
+        is_single = get_origin(hint) is Literal and len(get_args(hint)) == 1
+        if hint is NoneType or is_single:
+            names.append(name)
+    return names

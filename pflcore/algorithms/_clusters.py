@@ -11,6 +11,8 @@ Symbols:
 - m clients are in a cluster that may split; `delta` are updates.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Literal
 
@@ -21,7 +23,8 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore._device import to_device
-from pflcore.algorithms._fedavg import FedAvg, FedOpt, WithoutDefence
+from pflcore.algorithms._fedavg import FedAvg, WithoutDefence
+from pflcore.algorithms._fedopt import FedOpt
 from pflcore.algorithms._protocol import (
     BadUpload,
     Changes,
@@ -48,7 +51,7 @@ def loss_per_model(
     b: Tensor,  # [k, b]
     clients: Clients,
 ) -> Tensor:  # [S, k]
-    """Each client's mean training loss under each of the models `rows`, [S, k].
+    """Mean training losses [S, k] of the clients under each of the models.
 
     A loss of NaN counts as infinite.
     """
@@ -64,23 +67,34 @@ def loss_per_model(
 class Ensemble(WithoutDefence, FedOpt):
     """Ensemble (Motley, section 4.2): k FedAvg runs, of which a client uses the best.
 
-    A client uses the model with the lowest loss on its training data. The k runs differ
-    in shuffles and, where the model draws them, in initial weights. One cohort a round
-    serves all k; k separate runs would draw k cohorts.
-
     server: x [k, P], b [k, b] (each model's batch norm statistics), pick [N] (the model
     that each client used last), and of m, v [k, P] and t [k] what the optimizer needs,
     as in `FedOpt` · client: nothing · down: x [k, P], b [k, b] (k models, shared rows)
     · up: delta [S, k, P], b [S, k, b] (k models), pick [S].
+
+    A client uses the model with the lowest loss on its training data: `pick_i =
+    argmin_j F_i(x_j)`. The k runs differ in shuffles and, where the model draws them,
+    in initial weights.
+
+    Deviation: one cohort a round serves all k models; k separate runs would draw k
+    cohorts.
+
+    The other options are those of `FedOpt`, without a defence.
+
+    Args:
+        k: Number of models.
     """
 
-    k: PositiveInt = 2  # models
+    k: PositiveInt = 2
 
-    # Each model has statistics of its own, which are mixed as it is.
+    # Each model has statistics of its own, which are mixed as the model is.
     traits = Traits(batch_norm=("rule",))
 
     def initial_models(self, net: Net) -> Tensor:
-        """The models [k, P] before the first round; the net's `w0` for k = 1."""
+        """The models [k, P] before the first round.
+
+        Each is a draw of the net's weights; for k = 1 it is the net's `w0`.
+        """
         if self.k == 1:
             return net.w0[None].clone()
         draws = [net.init(net.seed * self.k + j + 1) for j in range(self.k)]
@@ -103,9 +117,9 @@ class Ensemble(WithoutDefence, FedOpt):
     def choose_models(
         self, down: Payload, clients: Clients
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The models that were sent, their statistics, and each client's best model.
+        """The downloaded models [k, P], their statistics [k, b], and the picks [S].
 
-        [k, P], [k, b] and [S].
+        A pick is the number of the client's best model.
         """
         rows = down["x"].rows
         b = down["b"].rows
@@ -133,7 +147,8 @@ class Ensemble(WithoutDefence, FedOpt):
 
     def encode_choice(self, pick: Tensor) -> Tensor:
         """The picks [S] as they travel: one byte for up to 256 models."""
-        return pick.to(torch.uint8 if self.k <= 256 else torch.int32)
+        dtype = torch.uint8 if self.k <= 256 else torch.int32
+        return pick.to(dtype)
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         rows, b, pick = self.choose_models(down, clients)
@@ -185,22 +200,26 @@ class HypCluster(Ensemble):
     [k, Q], the other Q parameters, and common [S, P - Q]) · up: delta [S, P], b [S, b]
     (1 model), pick [S]; in a warm-up round delta [S, k, P], b [S, k, b].
 
-    It is IFCA (Ghosh et al. 2020, Algorithm 1). `warmup_rounds` rounds of k independent
-    FedAvg runs may come first (up: k models); their optimizer state is dropped at the
-    end (Motley). A model that nobody picked is left as it was, optimizer state
-    included. Ties go to the lower number. HypCluster(k=1) is FedAvg.
-
-    `shared` layers are common to all models, the mean of every client's (weight
-    sharing: IFCA, section 5; Motley, section 4.2, observation 2). They travel once, and
-    the k models differ in the other layers.
+    It is IFCA (Ghosh et al. 2020, Algorithm 1): a client picks `argmin_j F_i(x_j)` and
+    trains that model, and each model takes the mean update of the clients that picked
+    it. A model that no client picked is left as it was, optimizer state included. Ties
+    go to the lower number. HypCluster(k=1) is FedAvg.
 
     Deviation: for evaluation clients pick anew, on their training data; Motley's silo
     code uses the last round's pick.
+
+    The other options are those of `Ensemble`.
+
+    Args:
+        warmup_rounds: Rounds of k independent FedAvg runs before the clustering, in
+            which k models go up. Their optimizer state is dropped at the end (Motley).
+        shared: Pattern of the names of parameters that all models share, such
+            as "conv*"; they are the mean of every client's (weight sharing: IFCA,
+            section 5; Motley, section 4.2, observation 2). They travel once, and the k
+            models differ in the other layers. "" shares no parameter.
     """
 
-    # rounds of independent FedAvg before the clustering
     warmup_rounds: NonNegativeInt = 0
-    # parameters that all models share: a pattern of names such as "conv*"
     shared: str = ""
 
     def __post_init__(self) -> None:
@@ -215,11 +234,11 @@ class HypCluster(Ensemble):
     def initial_models(self, net: Net) -> Tensor:
         """k *different* models [k, P].
 
-        Equal ones would tie for every client and stay equal for ever. Where the net
-        draws its weights, the models are k draws. Where it always starts at the same
-        point (a linear model at zero), the matrices of all k models are drawn with
-        standard deviation 1 / sqrt(fan in), and the rest stays. All k, since a model at
-        zero would be better for every client than drawn ones.
+        Equal models would tie for every client and stay equal for ever. Where the net
+        draws its weights, the models are k draws. A net may also start at one point (a
+        linear model at zero). Then the matrices of all k models are drawn with standard
+        deviation 1 / sqrt(fan in), and the rest stays. No model stays at zero, since it
+        would be better for every client than the drawn ones.
 
         Raises ValueError where the models cannot differ.
         """
@@ -281,7 +300,7 @@ class HypCluster(Ensemble):
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         if cohort.round <= self.warmup_rounds:
             of_ensemble, _ = super().update(state, up, cohort)
-            if cohort.round == self.warmup_rounds:  # it starts anew
+            if cohort.round == self.warmup_rounds:  # the optimizer starts anew
                 of_ensemble |= self.optimizer_state(state["x"])
             return of_ensemble, None
         pick = self.decode_choice(up, cohort)
@@ -297,7 +316,7 @@ class HypCluster(Ensemble):
             moves = moves | state["common"]
         stepped = self.optimizer_step(state, delta)
         stepped["b"] = of_model.aggregate(up["b"])
-        # A model that nobody picked is left as it was.
+        # A model that no client picked is left as it was.
         changes: Changes = {"pick": RowUpdate(cohort.ids, pick)}
         for key, new in stepped.items():
             takes = {"t": is_picked, "b": is_picked[:, None]}.get(key, moves)
@@ -306,7 +325,7 @@ class HypCluster(Ensemble):
 
 
 def _are_equal(rows: Tensor) -> bool:
-    """Whether some of the rows [k, P] are the same."""
+    """True where at least two of the rows [k, P] are the same."""
     return len(rows.unique(dim=0)) < len(rows)
 
 
@@ -325,43 +344,50 @@ class ClusteredFL(WithoutDefence, FedAvg):
     """Clustered FL (Sattler et al. 2021, CFL): a cluster splits where updates part.
 
     server: x, way [nodes, P], child [nodes], cluster [N] (the node each client is in;
-    one that has split since, for who has not been there) · client: nothing · down: x
-    [S, P] (1 model, the cluster's) · up: delta [S, P] (1 model).
+    one that has split since, for clients that were absent then) · client: nothing ·
+    down: x [S, P] (1 model, the cluster's) · up: delta [S, P] (1 model).
 
     Algorithm 2, with the conditions of the authors' code. A cluster splits where |mean
     delta| < eps1 and max |delta| > eps2, more than two of its clients took part, and
     `first` rounds are over. The two halves are those of agglomerative clustering by the
     updates' cosines, and already this round's means are theirs. Only clients of the
-    round decide. eps1 = .4 and eps2 = 1.6 are the authors' values for one model and
-    learning rate; where updates are smaller, clusters never split and this is FedAvg.
-
-    - `relative` has one condition on norms, |mean delta| < eps1 max |delta|. It depends
-      on neither model nor learning rate. But it goes on to split clusters of one kind
-      when they have converged and only noise is left (18 clients of 2 kinds: 9 pairs);
-      `gamma` ends that.
-    - `linkage="complete"` is the authors' code, "single" the paper's optimal
-      bipartition (least largest cosine across).
-    - `gamma` > 0 adds the paper's `sqrt((1 - largest cosine across) / 2) > gamma`.
+    round decide.
 
     Clusters are the leaves of a tree, as in the paper. Its inner nodes keep the model
     at which they split, and `way`, the mean updates of the two halves. A client that
     was absent then is sent that model. Its next update from it counts only for this: it
     takes the client to the half of the larger cosine.
 
-    Deviation: `weighting` is uniform, as in the code. A client's number is its own at
-    every level.
+    Deviation: `weighting` is uniform, as in the authors' code. A client keeps its
+    number at every level of the tree.
+
+    The other options are those of `FedAvg`, without a defence.
+
+    Args:
+        weighting: Shares of the clients in a cluster's mean: "uniform" or "samples".
+        eps1: Bound on the norm of a cluster's mean update: above it no cluster
+            splits. 0.4 is the authors' value for one model and learning rate.
+        eps2: Bound on the norm of a cluster's longest update: below it no cluster
+            splits. 1.6 is the authors' value for the same model. Where updates are
+            smaller, clusters never split and this is FedAvg.
+        relative: True takes one condition on norms in place of both: |mean delta| <
+            eps1 max |delta|. It depends on neither model nor learning rate. But it goes
+            on to split clusters of one kind when they have converged and only noise is
+            left (18 clients of 2 kinds: 9 pairs); `gamma` ends that.
+        first: Rounds before the first split.
+        linkage: Similarity of two groups in the bipartition: "complete" is the authors'
+            code, "single" the paper's optimal bipartition (least largest cosine
+            across).
+        gamma: Least separation of the two halves, from 0 to 1. A positive gamma adds
+            the paper's condition `sqrt((1 - largest cosine across) / 2) > gamma`.
     """
 
     weighting: Weighting = "uniform"
-    # a cluster is split where its mean update is shorter than this
     eps1: NonNegativeFloat = 0.4
-    # and its longest update is longer than this
     eps2: NonNegativeFloat = 1.6
-    relative: bool = False  # eps1 is a share of the longest update; no eps2
-    first: NonNegativeInt = 20  # rounds before the first split
-    # of the bipartition: complete, as in the authors' code, or single
+    relative: bool = False
+    first: NonNegativeInt = 20
     linkage: Literal["complete", "single"] = "complete"
-    # least separation of the two halves; 0: not asked for
     gamma: NonNegativeFloat = 0.0
 
     traits = Traits(reported_state=("cluster",))
@@ -378,50 +404,77 @@ class ClusteredFL(WithoutDefence, FedAvg):
         return {"x": state["x"][state["cluster"][cohort.ids]]}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        x = state["x"]
         ids = cohort.ids
         delta = up["delta"]
-        nodes = len(x)
-        child = state["child"]
-        cluster = state["cluster"].clone()
-        node = cluster[ids]  # whose model each client was sent
-        has_split = child[node] >= 0  # since the client took part
-        for i in has_split.nonzero()[:, 0].tolist():
-            first_half = int(child[node[i]])
-            ways = state["way"][first_half : first_half + 2]
-            half = int(F.cosine_similarity(delta[i], ways).argmax())
-            cluster[ids[i]] = first_half + half
+        node = state["cluster"][ids]  # the node whose model each client was sent
+        # [S]: True where the node has split since the client last took part
+        has_split = state["child"][node] >= 0
+        tree = {key: state[key] for key in ("x", "child", "cluster")}
+        tree["cluster"] = self._descend(state, ids[has_split], delta[has_split])
         if cohort.round > self.first:
-            for leaf in (child < 0).nonzero()[:, 0].tolist():
+            for leaf in (state["child"] < 0).nonzero()[:, 0].tolist():
                 members = (node == leaf).nonzero()[:, 0]  # rows of the cohort
-                second = None
-                if len(members) > 2:
-                    second = self.bipartition(delta[members])
-                if second is not None:
-                    cluster[ids[members]] = len(x) + second.long()
-                    child = child.clone()
-                    child[leaf] = len(x)
-                    child = torch.cat([child, torch.tensor([-1, -1])])
-                    x = torch.cat([x, x[[leaf, leaf]]])
+                tree = self._split_leaf(tree, leaf, ids[members], delta[members])
+        x = tree["x"]
+        cluster = tree["cluster"]
         share = cohort.mean_weights(self.weighting).weight
         weight = F.one_hot(cluster[ids], len(x)).T * share
         # The update of a client whose node has split is from another model.
         mean = MixingWeights(normalize_rows(weight * ~has_split))
-        new_ways = MixingWeights(mean.weight[nodes:]).aggregate(delta)
-        way = torch.cat([state["way"], new_ways])
-        x = mean.aggregate(delta, x, self.server_lr)
+        num_old_nodes = len(state["x"])
+        new_ways = MixingWeights(mean.weight[num_old_nodes:]).aggregate(delta)
+        tree["way"] = torch.cat([state["way"], new_ways])
+        tree["x"] = mean.aggregate(delta, x, self.server_lr)
         same_cluster = (cluster[:, None] == cluster[ids]) * share
         mixing = MixingWeights(same_cluster, receivers=torch.arange(cohort.n))
-        return {"x": x, "way": way, "child": child, "cluster": cluster}, mixing
+        changes: Changes = {**tree}
+        return changes, mixing
+
+    def _descend(self, state: Tensors, ids: Tensor, delta: Tensor) -> Tensor:
+        """The clusters [N] after clients of split nodes have moved to a half.
+
+        Client `ids[i]` moves to the half whose way is nearer to its update `delta[i]`.
+        """
+        cluster = state["cluster"].clone()
+        for i, client in enumerate(ids.tolist()):
+            first_half = int(state["child"][cluster[client]])
+            ways = state["way"][first_half : first_half + 2]
+            half = int(F.cosine_similarity(delta[i], ways).argmax())
+            cluster[client] = first_half + half
+        return cluster
+
+    def _split_leaf(
+        self,
+        tree: Tensors,  # x [nodes, P], child [nodes], cluster [N]
+        leaf: int,
+        ids: Tensor,  # [m] the leaf's clients in this round
+        delta: Tensor,  # [m, P]
+    ) -> Tensors:
+        """The tree, with two more nodes where the updates split the leaf."""
+        second = self.bipartition(delta) if len(ids) > 2 else None
+        if second is None:
+            return tree
+        x = tree["x"]
+        first_half = len(x)
+        child = torch.cat([tree["child"], torch.tensor([-1, -1])])
+        child[leaf] = first_half
+        cluster = tree["cluster"].clone()
+        cluster[ids] = first_half + second.long()
+        return {
+            "x": torch.cat([x, x[[leaf, leaf]]]),
+            "child": child,
+            "cluster": cluster,
+        }
 
     def assign_new_client(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
         # The client goes down one level of the tree in a round.
         return {"cluster": self.update(state, up, cohort)[0]["cluster"]}
 
     def bipartition(self, delta: Tensor) -> Tensor | None:
-        """Mask [m] of a cluster's clients that leave for a new one, by updates [m, P].
+        """Mask [m] of a cluster's clients that leave for a new one.
 
-        None where the cluster stays whole.
+        `delta` [m, P] are their updates. The result is None where the cluster stays
+        whole.
         """
         m = len(delta)
         even = torch.full((1, m), 1 / m, dtype=torch.float64)
@@ -429,7 +482,8 @@ class ClusteredFL(WithoutDefence, FedAvg):
         norm2 = squared_norms(torch.cat([delta, mean])).cpu()
         *norms, norm_of_mean = norm2.sqrt().tolist()
         longest = max(norms)
-        if norm_of_mean >= self.eps1 * (longest if self.relative else 1):
+        bound = self.eps1 * longest if self.relative else self.eps1
+        if norm_of_mean >= bound:
             return None
         if not self.relative and longest <= self.eps2:
             return None
@@ -455,11 +509,10 @@ def cosine_matrix(sqdist: Tensor, norm2: Tensor) -> Tensor:
 def agglomerate(similarity: Tensor, k: int, linkage: str = "complete") -> Tensor:
     """Groups [m] of m clients by agglomerative clustering of `similarity` [m, m].
 
-    There are k groups at most, and each is called by its first client.
-
-    The two most similar groups merge until k are left; groups are as similar as their
-    least similar pair ("complete") or their most similar one ("single", which makes the
-    largest similarity across two halves as small as it can be).
+    There are k groups at most; the number of a group is that of its first client. The
+    two most similar groups merge until k are left. Groups are as similar as their least
+    similar pair ("complete") or their most similar one ("single"). "single" makes the
+    largest similarity across two halves as small as it can be.
     """
     link = similarity.double().clone().fill_diagonal_(-torch.inf)
     merge = torch.minimum if linkage == "complete" else torch.maximum

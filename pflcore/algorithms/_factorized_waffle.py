@@ -1,7 +1,7 @@
 """WAFFLe (Hao et al. 2020): weights anonymized by factorization.
 
 The server knows a dictionary of weight factors. Only the client knows which of them it
-uses.
+uses. (The WAFFLE of Beaussart et al. 2021 is another method, in `_waffle.py`.)
 
 The prior is the Indian buffet process over a layer's F factors: `v_k ~ Beta(alpha, 1)`
 and `b_k ~ Bernoulli(v_1 ... v_k)`, so later factors are rarer. The beliefs are mean
@@ -16,6 +16,8 @@ Symbols:
 - b are a client's choices of factors, v the draws of the stick-breaking process.
 - l (`logit`), c and d are a client's beliefs; q [3 F] are l, log c and log d.
 """
+
+from __future__ import annotations
 
 import math
 from dataclasses import replace
@@ -48,7 +50,7 @@ from pflcore.train._losses import REGRESSION_LOSSES, binary_cross_entropy, hinge
 from pflcore.train._random import client_seeds, client_uniforms
 
 EULER_GAMMA = 0.5772156649015329
-# The logarithm of a product of v's stays below this: at 0 the divergence is infinite.
+# Bound on the logarithm of a product of v's: at 0 the divergence is infinite.
 MAX_LOG_PRODUCT = -1e-6
 
 
@@ -62,9 +64,10 @@ def prior_mean(alpha: float, factors: int) -> Tensor:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) [...] for x < 0, exact to rounding at both ends.
+    """log(1 - exp(x)) [...] for x < 0, exact to rounding.
 
-    Its gradient is exact, too: the clamp keeps the branch that is not taken finite.
+    It is exact at both ends. Its gradient is exact, too: the clamp keeps the branch
+    that is not taken finite.
     """
     middle = -math.log(2)
     far_from_zero = torch.log1p(-torch.exp(x.clamp(max=middle)))
@@ -123,7 +126,7 @@ def sample_concrete(logit: Tensor, noise: Tensor, tau: float) -> Tensor:
 
 
 BELIEF_BOUNDS = (7.0, 9.0, 9.0)  # of |logit|, |log c| and |log d|
-# optimizer of the beliefs, and kl_weight
+# For each preset the optimizer of the beliefs, and kl_weight.
 BELIEF_PRESETS = {"recommended": ("adam", 0.01), "paper_literal": ("sgd", 1.0)}
 
 
@@ -136,52 +139,73 @@ class FactorizedWaffle(FedAvg):
     moments m, v [3 F], steps taken t [1], and with dictionary="cached" x [P] (the last
     download) · down: x [S, P] (1 model) · up: delta [S, P] (1 model; q stays).
 
+    (The WAFFLE of Beaussart et al. 2021, with weights by distance, is `Waffle`.)
+
     Algorithm 1: a layer of client i has the weights `W_i = W_a diag(r * b_i) W_b`; b_i
     is the client's private choice of factors. A local step draws b (binary concrete)
     and v (Kumaraswamy), and moves x and q by the gradient of `NLL(minibatch) +
     kl_weight (KL_b + KL_v) / n_i` (Eqs. 12 and 13).
 
-    A client is evaluated with the server's dictionary and its own beliefs.
-    `dictionary="cached"` takes the dictionary that the client downloaded in its last
-    round (section 2.3, for clients without a connection; client: x [P], too).
-
-    A model without factorized layers gets them in place of all layers but the head, see
+    A client is evaluated with the server's dictionary and its own beliefs. A model
+    without factorized layers gets them in place of all layers but the head, see
     `pflcore.nn.factorize`.
 
-    Two presets are measured in docs/factorized.md:
+    Two presets are measured in bench/papers/factorized.md:
 
     - "paper_literal" is the text's: one SGD for everything, and the full KL. Beliefs
       then hardly move from the prior, and the method stays near FedAvg.
     - "recommended" gives the beliefs an Adam of their own and a weak KL.
 
-    Decisions where the paper is silent: alpha is F, tau is 2/3, biases and the output
-    layer are plain and shared, averaging is uniform, r starts at 1, evaluation is
-    `thr_soft`, logits of beliefs stay within 7 (pi) and 9 (c, d), noise stays within
-    [1e-4, 1 - 1e-4], and a run's momentum is only the dictionary's.
+    Decisions where the paper is silent:
+
+    - alpha is F, tau is 2/3, r starts at 1, and evaluation is `thr_soft`.
+    - Biases and the output layer are plain and shared. Averaging is uniform.
+    - Logits of beliefs stay within 7 (pi) and 9 (c, d), noise within [1e-4, 1 - 1e-4].
+    - A run's momentum is only the dictionary's.
+
+    The other options are those of `FedAvg`.
+
+    Args:
+        weighting: Shares of the clients in the mean: "uniform" as in the paper,
+            or "samples".
+        preset: Defaults of `optimizer` and `kl_weight`: "recommended"
+            or "paper_literal".
+        optimizer: Optimizer of the beliefs: "adam" or "sgd". None takes the
+            preset's: "adam" with "recommended", "sgd" with "paper_literal".
+        lr_var: Step size of the beliefs. None takes .05 with "adam", or the run's `lr`
+            with "sgd".
+        kl_weight: Weight of the divergence from the prior; 1 is the variational bound.
+            None takes the preset's: .01 with "recommended", 1 with "paper_literal".
+        ranks: Numbers of factors of the layers, or one number for all of them. ()
+            takes 3 factors for 5 outputs.
+        alpha: The prior's alpha: the larger it is, the more factors it expects. None
+            takes a layer's number of factors.
+        start: Start of the strengths: "match" sets them to 1 and scales the factors to
+            Glorot's variance; "ibpwf" draws them from N(0, .1^2).
+        tau: Temperature of the relaxed choices b in training, above 0.
+        eval_mode: Choice of factors at evaluation: "thr_soft" is pi where it is at
+            least .5, else 0; "hard" is 1 there; "mean" is pi; "relaxed_mean" is the
+            mean of the relaxed b; "mc" averages predictions over `samples` draws of it.
+        samples: Number of draws with "mc".
+        dictionary: Dictionary at evaluation: "current" is the server's newest; "cached"
+            is the one that the client downloaded in its last round (section 2.3, for
+            clients without a connection).
+        untrained_factors: Factors of a client that never trained: "all", or as
+            the "prior" has them.
     """
 
-    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
-    # of optimizer and kl_weight
+    weighting: Weighting = "uniform"
     preset: Literal["recommended", "paper_literal"] = "recommended"
-    # of the beliefs; default: adam | sgd
     optimizer: Literal["adam", "sgd"] | None = None
-    # of the beliefs; default: .05 with "adam", or the run's
     lr_var: NonNegativeFloat | None = None
-    # default .01 | 1; 1 is the variational bound
     kl_weight: NonNegativeFloat | None = None
-    # factors of each layer, or one number for all; none: 3 for 5 outputs
     ranks: tuple[int, ...] = ()
-    # the prior's; default: a layer's number of factors
     alpha: PositiveFloat | None = None
-    # strengths: "match" (Glorot's variance) or "ibpwf" (N(0, .1^2))
     start: Init = "match"
-    tau: PositiveFloat = 2 / 3  # the relaxation's temperature
-    # pi if >= .5
+    tau: PositiveFloat = 2 / 3
     eval_mode: Literal["thr_soft", "mean", "relaxed_mean", "hard", "mc"] = "thr_soft"
-    samples: PositiveInt = 10  # of "mc"
-    # at evaluation: a client's last download
+    samples: PositiveInt = 10
     dictionary: Literal["current", "cached"] = "current"
-    # of who never trained: its factors
     untrained_factors: Literal["all", "prior"] = "all"
 
     @property
@@ -225,7 +249,7 @@ class FactorizedWaffle(FedAvg):
         """The prior's alpha of each layer's factors, float64 [F of the layer] each."""
         alphas = []
         for factors in factor_counts(net):
-            alpha = self.alpha or float(factors)
+            alpha = float(factors) if self.alpha is None else self.alpha
             alphas.append(torch.full((factors,), alpha, dtype=torch.float64))
         return alphas
 
@@ -236,6 +260,9 @@ class FactorizedWaffle(FedAvg):
         (section 2.2). The columns of W_a for new factors start at 0, so that every
         client's model stays as it is. W_b, r and the clients' beliefs in new factors
         are those of a new client.
+
+        Args:
+            state: The state of the run, as `pflcore.step` returns it.
         """
         x = new.w0.clone()
         for name, shape, new_shape in zip(
@@ -276,7 +303,7 @@ class FactorizedWaffle(FedAvg):
         if training.momentum:
             rows["momentum"] = torch.zeros_like(x)
 
-        # It writes into the rows: nothing is copied.
+        # A step writes into the rows: nothing is copied.
         def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
             x = rows["x"]
             taken = to_device(taken, x.device)  # steps that each client has taken
@@ -284,7 +311,8 @@ class FactorizedWaffle(FedAvg):
             rows["t"] += 1
             b, by_logit, slope = self.sample_beliefs(rows, noise, clients.net)
             r = x[:, columns]
-            x[:, columns] = r * b  # for the moment the row is the client's own model
+            # Only for the gradient, the row is the client's own model.
+            x[:, columns] = r * b
             g = grad(x)
             x[:, columns] = r
             by_strength = g[:, columns]
@@ -304,16 +332,17 @@ class FactorizedWaffle(FedAvg):
         return clients.each_batch(rows, update, together=True)
 
     def draw_noise(self, clients: Clients, factors: int) -> Tensor:
-        """A draw for b (a logit) and one for v of each step: [S, steps, 2, F]."""
+        """Noise of each step, [S, steps, 2, F]: a logit for b and a draw for v."""
         training = clients.context.training
         largest = int(clients.num_samples.max())
         steps = training.epochs * math.ceil(largest / training.batch_size)
         u = client_uniforms_of(clients, "beliefs", steps * 2 * factors)
         u = u.mul_(1 - 2e-4).add_(1e-4)  # within [1e-4, 1 - 1e-4]
         u = u.to(clients.net.w0).view(len(u), steps, 2, factors)
-        # A client's last digits may depend on the clients beside it in a tensor, so
-        # each client's are computed alone, as in `sample_choices`.
-        u[:, :, 0] = torch.stack([of_client.logit() for of_client in u[:, :, 0]])
+        # A client's last digits may depend on the other clients in a tensor. So each
+        # client's logits are computed alone, as in `sample_choices`.
+        noise_b = u[:, :, 0]
+        u[:, :, 0] = torch.stack([of_client.logit() for of_client in noise_b])
         return u
 
     def sample_beliefs(
@@ -328,8 +357,8 @@ class FactorizedWaffle(FedAvg):
         sizes = [len(alpha) for alpha in alphas]
         alpha = torch.cat(alphas).to(noise)
         factors = len(alpha)
-        # A layer of factors that no client has fills each row up to whole vectors, see
-        # `map_rows`.
+        # A layer of factors that no client has fills each row up to whole vectors. The
+        # reason is that of `map_rows`.
         padding = -factors % VECTOR_NUMBERS
         sizes.append(padding)
         q = pad(rows["q"].unflatten(1, (3, factors)), (0, padding))
@@ -352,18 +381,21 @@ class FactorizedWaffle(FedAvg):
         if optimizer == "adam":
             self._adam_step(rows, slope)
         else:
-            q.sub_(slope, alpha=lr if self.lr_var is None else self.lr_var)
+            step_size = lr if self.lr_var is None else self.lr_var
+            q.sub_(slope, alpha=step_size)
         for part, bound in zip(q.chunk(3, 1), BELIEF_BOUNDS, strict=True):
             part.clamp_(-bound, bound)
 
     def _adam_step(self, rows: Tensors, slope: Tensor) -> None:
+        """Moves the beliefs by Adam along `slope` [s, 3 F], in place."""
         lr = 0.05 if self.lr_var is None else self.lr_var
         m = rows["m"].mul_(0.9).add_(slope, alpha=0.1)
         v = rows["v"].mul_(0.999).addcmul_(slope, slope, value=0.001)
-        # of the bias corrections: the steps t differ from client to client
+        # The bias corrections: the steps t differ from client to client.
         decay_m = map_rows(partial(torch.pow, 0.9), rows["t"])
         decay_v = map_rows(partial(torch.pow, 0.999), rows["t"])
-        rows["q"] -= lr / (1 - decay_m) * m / ((v / (1 - decay_v)).sqrt_() + 1e-8)
+        root = (v / (1 - decay_v)).sqrt_() + 1e-8
+        rows["q"] -= lr / (1 - decay_m) * m / root
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         x = down["x"]
@@ -407,14 +439,16 @@ class FactorizedWaffle(FedAvg):
         """Scores: the mean of the model's predictions over the choices b [samples, F].
 
         With each row of b, the strengths of the layers of w [P] are multiplied by it.
-        Probabilities are averaged as such, and the scores are their logarithms, but for
-        a constant; for single labels the logit of their mean. Numbers are averaged.
+        Probabilities are averaged, and the scores are their logarithms, but for a
+        constant; for single labels the logit of their mean. Numbers are averaged.
         """
         columns = strength_columns(net)
         w = model["w"]
-        scores = torch.stack(
-            [net(w.index_copy(0, columns, w[columns] * b), x) for b in model["b"]]
-        )
+        predictions = []
+        for b in model["b"]:
+            row = w.index_copy(0, columns, w[columns] * b)
+            predictions.append(net(row, x))
+        scores = torch.stack(predictions)
         if net.loss_fn is binary_cross_entropy:
             return scores.sigmoid().mean(0).logit()
         are_numbers = net.loss_fn in (*REGRESSION_LOSSES, hinge)
@@ -433,7 +467,7 @@ def client_uniforms_of(clients: Clients, stream: str, count: int) -> Tensor:
 def factorized_module(alg: FactorizedWaffle, net: Net) -> nn.Module:
     """The net's model with its layers factorized.
 
-    It is a function of this module, no lambda, so that models can be pickled.
+    `prepare` gives it to a net as a `partial`: unlike a lambda, that can be pickled.
     """
     plain = net.module if isinstance(net.build, nn.Module) else net.build()
     return factorize(plain, alg.ranks, alg.start, alg.alpha, net.head_name)
@@ -455,7 +489,7 @@ def factor_counts(net: Net) -> list[int]:
 
 
 def is_old_factor(old: Net, new: Net) -> Tensor:
-    """Mask [F of `new`]: True for the factors that the layers of `old` have, too."""
+    """Mask [F of `new`]: True for factors that the layers of `old` have."""
     masks = []
     for count, new_count in zip(factor_counts(old), factor_counts(new), strict=True):
         masks.append(torch.arange(new_count) < count)

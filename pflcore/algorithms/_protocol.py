@@ -10,8 +10,12 @@ used like an optimizer of optax: `init` once, then in every round
 By default a client trains from its download, and uploads the difference. An algorithm
 with other clients defines their part, too.
 
-Symbols: N clients (`n` in code), S of them in a round's cohort, P parameters of a
-model, M models that a server makes.
+Symbols:
+
+- N clients (`n` in code) are in the federation, S of them in a round's cohort.
+- A model has P parameters, and b numbers in batch norm's running statistics.
+- A server makes M models in a round. A client may take K of the cohort's updates.
+- R rows are shared by clients. A batch has B samples.
 """
 
 from __future__ import annotations
@@ -33,11 +37,12 @@ from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train._random import generator_of
 
 Tensors = dict[str, Tensor]  # a state, or uploads [S, ...], by name
-Payload = dict[str, Any]  # what clients receive: Tensor [S, ...] or SharedRows, by name
-# What `train` returns: the clients' state, their uploads, and their training.
+# The clients' downloads by name, each a tensor [S, ...] or `SharedRows`.
+Payload = dict[str, Any]
+# The result of `train`: the clients' state, their uploads, and their training.
 TrainResult = tuple[Tensors, Tensors, Fit]
-# From rows [S, P] to their gradients [S, P] on one step's minibatch, as
-# `Clients.each_batch` makes it.
+# The function that `Clients.each_batch` gives to a local step. It returns the gradients
+# [S, P] of rows [S, P] on the step's minibatch.
 GradientFn = Callable[..., Tensor]
 T = TypeVar("T")
 
@@ -46,28 +51,36 @@ T = TypeVar("T")
 def algorithm_options(cls: type[T]) -> type[T]:
     """Makes a class a frozen dataclass, whose fields are the algorithm's options.
 
-    It is `dataclasses.dataclass(frozen=True)`, and type checkers know it as that. A
-    comment beside a field is the option's help on the command line.
+    It is `dataclasses.dataclass(frozen=True)`, and type checkers know it as that. The
+    command line takes an option's help from its entry in "Args:" of the docstring, or
+    from a comment at the field.
     """
     return dataclass(frozen=True)(cls)
 
 
 class Stop(Exception):
-    """Ends the run; its text is one sentence that says why."""
+    """Ends the run.
+
+    A hook or a callback raises it, with one sentence that gives the reason.
+    """
 
 
 class VoidRound(Exception):
-    """Makes the round void: nothing changes.
+    """Makes the round void: it changes no model.
 
-    `update` raises it, with one sentence, where the uploads are too few for it.
+    `update` raises it, with one sentence that gives the reason, where it cannot compute
+    anything from the uploads of this cohort.
     """
 
 
 class BadUpload(ValueError):
-    """Leaves clients out of a round; `update` raises it.
+    """Leaves clients out of a round.
+
+    `update` raises it for uploads that it cannot use. It is then called again with the
+    uploads of the other clients.
 
     Args:
-        reasons: from a client's number to the reason
+        reasons: For each of these clients, by its number, the reason as a clause.
     """
 
     def __init__(self, reasons: Mapping[int, str]) -> None:
@@ -77,13 +90,20 @@ class BadUpload(ValueError):
 
 
 class SharedRows(NamedTuple):
-    """At most M of R shared rows for each client, without copies.
+    """Rows of one matrix that several clients receive, without copies.
 
-    A client receives the rows whose numbers are in its row of `index`, except -1.
+    Each client downloads at most M of the R rows. Only the rows that it downloads are
+    counted as traffic.
+
+    Attributes:
+        rows: [R, P] the rows, for example the models of all clients. They may share
+            memory with the server's state, so a hook must not write to them.
+        index: [S, M] for each client the numbers of its rows, from 0 to R - 1. A number
+            of -1 stands for no row: clients may receive different numbers of rows.
     """
 
     rows: Tensor  # [R, P]
-    # [S, M] numbers of rows, -1 for none. It hides the method `tuple.index`.
+    # [S, M] int64. It hides the method `tuple.index`.
     index: Tensor  # type: ignore[assignment]
 
 
@@ -91,30 +111,45 @@ class MixingWeights(NamedTuple):
     """The weights of the cohort's updates in each model that the server made.
 
     The record shows them, and batch norm's statistics are mixed with them.
+
+    Attributes:
+        weight: [M, S] float64, the factor of each update of the cohort in each model.
+            With `index` it is [M, K]: only the factors of the updates that `index`
+            names.
+        index: [M, K] int64, the positions in the cohort of the K updates that each
+            model mixes. None means that every model has a factor for every update.
+        receivers: [M] int64, the ids of the clients whose models they are, one model
+            each. None means that there is one model, M = 1, for all clients.
     """
 
-    # [M, S] float64, of all updates of the cohort; [M, K] with `index`.
-    weight: Tensor
-    # [M, K] int64, positions in the cohort of the K updates that a model mixes.
+    weight: Tensor  # [M, S] or [M, K]
+    # [M, K]. It hides the method `tuple.index`.
     index: Tensor | None = None  # type: ignore[assignment]
-    # [M] ids of the clients whose models they are. None: one model for all clients.
-    receivers: Tensor | None = None
+    receivers: Tensor | None = None  # [M]
 
     def aggregate(
         self, updates: Tensor, base: Tensor | None = None, lr: float = 1.0
     ) -> Tensor:
-        """The models [M, P]: base + lr * (weight @ updates), of updates [S, P]."""
+        """The models [M, P]: base + lr * (weight @ updates).
+
+        Args:
+            updates: [S, P] of the cohort, in its order.
+            base: [P] or [M, P] the models that the updates change. None means zero.
+            lr: The step size of the server.
+        """
         device = updates.device
         index = None if self.index is None else to_device(self.index, device)
         weight = to_device(self.weight, device)
         return ops.aggregate(updates, weight, index, base, lr)
 
     def report(self, cohort: Cohort) -> Tensors:
-        """The weights by clients' numbers, for the record.
+        """The weights by clients' ids, for the record.
 
-        - one model, and all clients in the cohort: "weights" [N]
-        - one model, and some clients absent: "weight" and "index" [S], the ids
-        - with `index`: "weight" and "index" [M, K] of the clients "rows" [M]
+        - For one model and a cohort of all clients they are "weights" [N].
+        - For one model and a smaller cohort they are "weight" [S], and "index" [S] are
+          the ids.
+        - With `index` they are "weight" [M, K] of the clients "index" [M, K] in the
+          models of the clients "rows" [M].
         """
         if self.index is not None:
             ids = cohort.ids
@@ -125,28 +160,55 @@ class MixingWeights(NamedTuple):
 
 
 class Cohort(NamedTuple):
-    """The clients of one round."""
+    """The clients of one round, as a server's hooks receive them.
 
-    ids: Tensor  # [S] int64, ascending
-    num_samples: Tensor  # [S] int64, training samples
-    n: int  # N, clients of the federation
-    round: int = 1  # the number of this round, from 1
-    rounds: int = 1  # of the run
-    seed: int = 0  # of the run, for an algorithm that draws
-    num_dropped: int = 0  # clients beside these whose uploads were not finite
-    # Names the stream of `generator`: "send" for training, or "evaluation".
+    Attributes:
+        ids: [S] int64, the numbers of the clients, from 0 to N - 1, in ascending order.
+            Row i of an upload [S, ...] comes from the client `ids[i]`.
+        num_samples: [S] int64, the number of training samples of each client, in the
+            order of `ids`. Most means weigh clients by it.
+        n: N, the number of clients of the federation. The server's tables have a row
+            for each of them.
+        round: The number of this round, counted from 1. In an evaluation it is the
+            number of the last round that was played, and at least 1.
+        rounds: The number of rounds that the run is planned to have. A schedule over
+            the run divides `round` by it.
+        seed: The seed of the run. An algorithm that draws takes `generator`, which
+            depends on it.
+        num_dropped: The number of clients that were left out of this round. They took
+            part, but their uploads were not finite, or could not be used.
+        purpose: "send" in a round, "evaluation" where models are evaluated. It names
+            the stream of `generator`, so that an evaluation changes no draw of a round.
+    """
+
+    ids: Tensor  # [S]
+    num_samples: Tensor  # [S]
+    n: int
+    round: int = 1
+    rounds: int = 1
+    seed: int = 0
+    num_dropped: int = 0
     purpose: str = "send"
 
     def take(self, kept: Tensor) -> Cohort:
-        """The cohort of the clients that the mask `kept`, bool [S], selects."""
+        """The cohort of the clients that the mask `kept`, bool [S], selects.
+
+        The others count as dropped.
+        """
+        dropped = int((~kept).sum())
         return self._replace(
             ids=self.ids[kept],
             num_samples=self.num_samples[kept],
-            num_dropped=self.num_dropped + int((~kept).sum()),
+            num_dropped=self.num_dropped + dropped,
         )
 
     def mean_weights(self, weighting: str = "samples") -> MixingWeights:
-        """The weights of one mean of the cohort: by samples, or uniform."""
+        """The weights [1, S] of one mean of the cohort, which sum to 1.
+
+        Args:
+            weighting: "samples" weighs each client by its training samples, "uniform"
+                all clients equally.
+        """
         size = self.num_samples
         if weighting != "samples":
             size = torch.ones_like(self.num_samples)
@@ -154,7 +216,10 @@ class Cohort(NamedTuple):
 
     @property
     def generator(self) -> torch.Generator:
-        """A new generator, seeded by the run's seed, the round and the purpose."""
+        """A new generator, seeded by the run's seed, the round and the purpose.
+
+        Each use of this property starts the same sequence again.
+        """
         return generator_of(self.seed, self.round, self.purpose)
 
 
@@ -162,20 +227,26 @@ class RowUpdate(NamedTuple):
     """New rows of some clients for a tensor [N, ...].
 
     `update` returns it, as it must not write to the state itself.
+
+    Attributes:
+        ids: [S] int64, the ids of the clients whose rows are new. Each client may be
+            named once; the rows of the other clients stay.
+        rows: [S, ...] the new rows, in the order of `ids`. They are moved to the device
+            and the dtype of the tensor.
     """
 
-    ids: Tensor  # [S] int64
+    ids: Tensor  # [S]
     rows: Tensor  # [S, ...]
 
 
-# What a round changes of the server's state: new tensors, or new rows, by name.
+# The changes of the server's state by a round: new tensors, or new rows, by name.
 Changes = dict[str, Tensor | RowUpdate]
-# What `update` returns: the changes, and which uploads went into which model.
+# The result of `update`: the changes, and the weights of the uploads in each model.
 UpdateResult = tuple[Changes, MixingWeights | None]
 
 
 def apply(state: Tensors, changes: Mapping[str, Tensor | RowUpdate]) -> Tensors:
-    """The state [...] after `changes`.
+    """The state, tensors [...] by name, after `changes`.
 
     Do not use `state` afterwards: its rows are updated in place.
     """
@@ -196,8 +267,8 @@ def apply(state: Tensors, changes: Mapping[str, Tensor | RowUpdate]) -> Tensors:
 def lazy_zeros(n: int, like: Tensor) -> Tensor:
     """Zeros [n, *like.shape] of `like`'s dtype and device.
 
-    On a CPU a row takes no memory before it is written: few clients of a table may ever
-    take part.
+    On a CPU a row takes no memory before it is written: in a large federation few
+    clients may ever take part.
     """
     if like.device.type != "cpu":
         return like.new_zeros(n, *like.shape)
@@ -223,12 +294,12 @@ def normalize_rows(a: Tensor) -> Tensor:
     return torch.where(total > 0, a / divisor, 0.0)
 
 
-# As many numbers are whole vectors on any processor.
+# A row of this many numbers consists of whole vectors on every processor.
 VECTOR_NUMBERS = 64
 
 
 def map_rows(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """f(x) [S, k] of an elementwise function, with bits that other rows do not change.
+    """f(x) [S, k] of an elementwise function; other rows change no bit of a row.
 
     Numbers after the last whole vector of a tensor go through other instructions, whose
     last digits may differ. So each row of `x` [S, k] is padded to whole vectors.
@@ -240,33 +311,52 @@ def map_rows(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class Traits(NamedTuple):
-    """Facts of an algorithm that a run needs beside its hooks.
+    """Facts about an algorithm that a run cannot read off its hooks.
 
-    They may depend on the algorithm's options.
+    They may depend on the algorithm's options: then `traits` is a property.
+
+    Attributes:
+        batch_norm: Policies for batch norm's running statistics that fit the algorithm;
+            the first one is its default. "average" mixes them as the models are mixed,
+            "local" leaves each client its own. ("rule",) alone means that the
+            statistics are a part of the server's models.
+        required_clients: Ids of the clients that take part in every round, for example
+            the target of a personalized model. A round without one of them is void.
+        returns: The meaning of the scores that `predict` returns: "logits",
+            "probabilities" or "values". The loss and the labels are computed by it.
+        needs_val: True for an algorithm that trains on a split "val". Where the
+            federation lacks it, 20 % of each client's training samples become its split
+            "val".
+        sgd_only_reason: Why the formula holds for steps of SGD only, as a clause after
+            the algorithm's name: "takes steps of SGD along ...". A run with another
+            local optimizer is refused with it; "" allows every optimizer.
+        no_clip_grad_reason: Why clipped gradients do not fit the formula, as a clause
+            after the algorithm's name. A run with `clip_grad` is refused with it; ""
+            allows clipping.
+        model_uploads: Names of uploads that are models, not differences. Each maps to
+            the model from which its update is measured: "down.x" for x of the client's
+            download, or "server.w" for the client's row of the server's tensor w.
+        per_client_state: Names of server tensors [N, ...] that start as zeros. Rows of
+            clients that never took part are not read, so they need no memory.
+        clipped_with_update: Names of uploads and of client state that belong to an
+            update. Where a run's `clip` shortens the update, they are shortened by the
+            same factor.
+        evaluation_only: Names of options that act in `model` or `predict` alone. They
+            are tuned on one trained state, without training again.
+        reported_state: Names of server tensors that the record of a round shows. "mix"
+            stands for the weights of the uploads in each model.
     """
 
-    # Policies for batch norm's running statistics that fit the algorithm. ("rule",):
-    # the statistics are a part of the server's models.
     batch_norm: tuple[str, ...] = ("average", "local")
-    required_clients: tuple[int, ...] = ()  # clients that take part in every round
-    returns: Literal["logits", "probabilities", "values"] = "logits"  # of `predict`
-    needs_val: bool = False  # trains on a split "val"
-    # Why its formula rests on SGD's steps: "takes steps of SGD along ...".
+    required_clients: tuple[int, ...] = ()
+    returns: Literal["logits", "probabilities", "values"] = "logits"
+    needs_val: bool = False
     sgd_only_reason: str = ""
-    no_clip_grad_reason: str = ""  # why clipped gradients do not fit it
-    # Uploads that are models, not differences. Each has the model from which its update
-    # is measured: "down.x" (x of the client's download) or "server.w" (the client's row
-    # of the server's tensor w).
+    no_clip_grad_reason: str = ""
     model_uploads: Mapping[str, str] = {}
-    # Tensors of the server with a row for each client, at first zero. Rows of clients
-    # that never took part are not read.
     per_client_state: tuple[str, ...] = ()
-    # Uploads and client state that are shortened with the update, where it is clipped.
     clipped_with_update: tuple[str, ...] = ()
-    # Options without effect on training. They are tuned on one trained state.
     evaluation_only: tuple[str, ...] = ()
-    # Tensors of the server's state that go into the round's record; "mix" stands for
-    # the weights of the uploads in each model.
     reported_state: tuple[str, ...] = ()
 
 
@@ -274,7 +364,20 @@ class Traits(NamedTuple):
 class Algorithm:
     """Base class of every algorithm.
 
-    Its options are fields. Their annotations check them.
+    A subclass is a frozen dataclass whose fields are the options. Their annotations
+    check them.
+
+    Its methods are hooks, which a run calls in this order:
+
+    1. Before round 1: `prepare`, `server_init_args`, `init`.
+    2. In every round: `send`; `init_client` for clients that are new; `train`;
+       `update`; `report`.
+    3. In every evaluation: `clients_for_model`, `send`, `init_client` for clients that
+       are new, `model`, `predict`.
+    4. Where a client joins later: `add_client`, and `assign_new_client` after the
+       client's training.
+
+    A hook must not change its arguments, also not in place.
     """
 
     traits: ClassVar[Any] = Traits()
@@ -286,8 +389,8 @@ class Algorithm:
         """Raises ValueError where an option without effect is not its default.
 
         Args:
-            beside: the option whose value leaves the others without effect
-            names: these other options
+            beside: The option whose value leaves the others without effect.
+            names: These other options.
         """
         for name in names:
             value = getattr(self, name)
@@ -299,36 +402,75 @@ class Algorithm:
     def init(self, x0: Tensor, n: int) -> Tensors:
         """The server's state before the first round.
 
+        A run calls it once, with `n` and what `server_init_args` returns. The result
+        may be any tensors [...] by name; by default it is the common model "x" [P].
+
         Args:
-            x0: [P] the common initial model
+            x0: [P] the common initial model, or the part of it that clients share.
+            n: N, the number of clients.
         """
         return {"x": x0}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        """The clients' downloads: tensors [S, ...] or `SharedRows`, by name."""
+        """The clients' downloads: tensors [S, ...] or `SharedRows`, by name.
+
+        A run calls it at the start of each round for the clients that train, and before
+        each evaluation for the clients that are evaluated. Row i of a tensor is for the
+        client `cohort.ids[i]`. By default every client receives the common model "x"
+        [S, P]. What it returns is counted as traffic, in bytes.
+
+        Args:
+            state: The server's state: the tensors of `init`, with the changes of the
+                rounds so far.
+            cohort: The clients that receive something.
+        """
         return {"x": state["x"].expand(len(cohort.ids), -1)}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         """The changes of the state, and the weights of the uploads in each model.
 
-        The state itself stays as it is. Instead of weights, None says that batch norm's
+        A run calls it in each round, after the training. The changes map names of the
+        state to new tensors [...], or to a `RowUpdate` of a tensor with a row for each
+        client.
+        The state itself must stay as it is: a round that fails changes nothing. The
+        weights are a `MixingWeights`; None in their place says that batch norm's
         statistics are never mixed.
 
+        It may raise `VoidRound`, `BadUpload` or `Stop`.
+
         Args:
-            up: the uploads [S, ...] by name
+            state: The server's state before the round.
+            up: The uploads [S, ...] by name, all of them finite.
+            cohort: The clients whose uploads they are, in the same order. Clients whose
+                uploads were not finite are not among them.
         """
         raise NotImplementedError(f"{type(self).__name__} has no update.")
 
     # a client -----------------------------------------------------------------
     def server_init_args(self, net: Net) -> Tensors:
-        """The arguments of `init` beside n: x0, the initial model or its shared part.
+        """The arguments of `init` but n: the initial model "x0" [P], and others.
 
-        An algorithm may add others.
+        A run calls it once, before `init`. It is the only part of the server that sees
+        the model. An algorithm that shares a part of the model returns that part.
+
+        Args:
+            net: The model that is trained; `net.w0` [P] is its initial row.
         """
         return {"x0": net.w0}
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
-        """The state [S, ...] of clients that take part for the first time."""
+        """The first state of clients, [S, ...] by name.
+
+        A run calls it before round 1, for names and shapes. It calls it again wherever
+        some of the clients that train or are evaluated have no state yet; rows of the
+        others are not used. A tensor [1, ...] stands for the same row for all clients.
+        By default clients keep nothing.
+
+        Args:
+            down: The clients' downloads of this round, as `send` made them.
+            net: The model that is trained.
+            n: N, the number of clients.
+        """
         return {}
 
     def train(
@@ -336,42 +478,72 @@ class Algorithm:
     ) -> TrainResult:
         """The new client state [S, ...], the uploads [S, ...], and the training.
 
-        The round's record shows the loss of this training, and its statistics of batch
-        norm count.
+        A run calls it once a round, for the whole cohort. By default each client trains
+        from its download "x" and uploads the difference "delta" [S, P]. The record
+        shows the loss of the `Fit` that is returned, and its statistics of batch norm
+        become the clients'.
+
+        Args:
+            down: The clients' downloads, as `send` made them.
+            client_state: Copies [S, ...] of the clients' state before the round.
+            clients: The cohort with its data, which trains rows by `clients.fit`.
         """
         fit = clients.fit(down["x"])
         delta = fit.w.sub_(down["x"])  # in place: no second table of models
         return client_state, {"delta": delta}, fit
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
-        """The personalized models [S, ...], as `predict` receives them.
+        """The personalized models [S, ...] by name, as `predict` receives them.
 
-        By default they are the clients' own models "w", where they keep them, else the
-        downloads "x". The name "batch_norm" [S, b] is for statistics that replace the
-        clients' own.
+        A run calls it before each evaluation; the result is never stored. By default
+        the models are the clients' own ones "w" [S, P], where they keep them, else the
+        downloads "x". Under the name "batch_norm" [S, b] it may return statistics that
+        replace the clients' own.
+
+        Args:
+            down: The clients' downloads, as `send` made them for the evaluation.
+            client_state: Copies [S, ...] of the clients' state; the first state for
+                clients that never took part.
+            clients: The clients that are evaluated, with their training data.
         """
         w = client_state["w"] if "w" in client_state else down["x"]
         return {"w": w}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
-        """One client's scores on `x` [B, ...]."""
+        """One client's scores [B, ...] on the samples `x` [B, ...].
+
+        It is called for batches of samples, with batch norm and dropout in evaluation
+        mode. `traits.returns` says what the scores mean. Where a class keeps the
+        default, a run may compute the same scores without calling it.
+
+        Args:
+            model: The client's slice of each tensor that `model` returned, without the
+                axis of clients: "w" is [P].
+            net: The model as a function of a row: `net(row, x)`.
+        """
         return net(model["w"], x)
 
     # rarely -------------------------------------------------------------------
     def prepare(self, net: Net) -> Net:
         """The model that is trained, made of the user's.
 
-        A run calls it once, before `init`.
+        A run calls it once, before every other hook. By default it is the user's model.
         """
         return net
 
     def report(
         self, state: Tensors, mix: MixingWeights | None, cohort: Cohort
     ) -> Tensors:
-        """Small tensors for the round's record, of the state after the round.
+        """Small tensors [...] by name, for the round's record.
 
-        By default these are the tensors that `traits.reported_state` names. For the
-        mixing weights see `MixingWeights.report`.
+        A run calls it after each round that is not void. By default it returns the
+        tensors that `traits.reported_state` names. For the mixing weights see
+        `MixingWeights.report`.
+
+        Args:
+            state: The server's state after the round.
+            mix: The weights that `update` returned.
+            cohort: The clients whose uploads were used.
         """
         names = self.traits.reported_state
         tensors = {name: state[name] for name in names if name != "mix"}
@@ -382,23 +554,32 @@ class Algorithm:
     def clients_for_model(self, data: Federation, ids: Tensor) -> Tensor:
         """The ids of the clients that `model` needs for the models of `ids` [S].
 
-        They are ascending, and `ids` are among them. By default there are no others.
+        A run calls it before each evaluation. The result [S'] is ascending, and `ids`
+        are among it. By default `model` needs no other clients.
         """
         return ids
 
     def assign_new_client(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
-        """The changes of the state by a new client's upload `up` [1, ...].
+        """The changes of the state by a new client's upload.
 
-        `History.adapt` calls it after the client's first training. It is for what the
-        upload shows of the client, such as its cluster.
+        `History.adapt` calls it after each training of a client that joins later. It
+        calls it instead of `update`, unless the server keeps the models of its clients.
+        It is for what the upload shows of the client, such as its cluster. By default
+        nothing changes.
+
+        Args:
+            state: The server's state, with a row for the new client.
+            up: The new client's uploads [1, ...] by name.
+            cohort: The new client alone.
         """
         return {}
 
     def add_client(self, state: Tensors, n: int) -> Tensors:
-        """The state after a client has joined the n clients.
+        """The state [...] after a client has joined the n clients.
 
-        The run itself adds the client's rows to tables. This hook is for what is a mean
-        over all clients.
+        `History.adapt` calls it before the client's first training. The run itself then
+        adds the client's rows to tables. This hook is for a tensor that is a mean over
+        all clients. By default the state stays.
         """
         return state
 

@@ -1,5 +1,7 @@
 """WAFFLE (Beaussart et al. 2021) and the two methods that it builds on.
 
+The WAFFLe of Hao et al. 2020 is another method, in `_factorized_waffle.py`.
+
 SCAFFOLD's clients correct each gradient by what they know of the others' gradients.
 Weight Erosion's weights fall with a client's distance from one target.
 
@@ -7,6 +9,8 @@ Symbols: S clients are in the cohort, N in the federation; a model has P paramet
 is the number of rounds. x is the server's model, c the server's control variate and c_i
 a client's; `delta` are the updates.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
@@ -37,39 +41,55 @@ from pflcore.train import Clients, Net, Objective
 
 @algorithm_options
 class Scaffold(FedAvg):
-    """Karimireddy et al. 2020, Algorithm 1: each step takes `gradient - c_i + c`.
+    """SCAFFOLD (Karimireddy et al. 2020): each step takes `gradient - c_i + c`.
 
     server: x, c [P] · client: c [P] · down: x, c [S, P] (2 models) · up: delta, control
     [S, P] (2 models; control is c_i' - c_i).
 
-    `x <- x + server_lr * mean_S delta_i`, `c <- c + |S| / N * mean_S control_i`, so
-    that `c = mean_N c_i` after every round. The new `c_i'` is, by `option`: "mean_grad"
-    the mean minibatch gradient of the round (exact for every local optimizer; equals
-    option II for plain SGD, also at a step size of 0); "II"
-    `c_i - c + (x - y_i) / (sum of step sizes)`; "I" the full-batch gradient at x (with
-    batch norm the mean of its minibatches'). With momentum option II divides by the
-    effective number of steps, sum_k (1 - m^(K-k+1)) / (1 - m). SGD's weight decay
-    counts as part of the gradient, and clipped gradients are what is averaged; option
-    II is refused with AdamW, whose steps do not add up to gradients, and option I with
-    clipping. `weighting="samples"` weighs x and c alike by n_i; then c is the
-    n-weighted mean of the c_i under full participation only. A `defence` takes the
-    place of both means, of the updates and of the control variates, each by itself; c
-    is then no mean of the c_i. The run's `clip` shortens a client's step of c_i with
-    its update, so that c stays their mean.
+    Algorithm 1: `x <- x + server_lr * mean_S delta_i`, `c <- c + |S| / N * mean_S
+    control_i`, so that `c = mean_N c_i` after every round. c_i is what client i knows
+    of its own gradients, c what the server knows of all. The new c_i' is, by `option`:
+
+    - "mean_grad": the mean minibatch gradient of the round. It is exact for every local
+      optimizer, and equals option II for plain SGD, also at a step size of 0.
+    - "II": `c_i - c + (x - y_i) / (sum of step sizes)`, y_i the trained model. With
+      momentum m it divides by the effective number of K steps, sum_k (1 - m^(K-k+1)) /
+      (1 - m).
+    - "I": the full-batch gradient at x (with batch norm the mean of its minibatches').
+
+    SGD's weight decay counts as part of the gradient, and clipped gradients are what is
+    averaged. Option II is refused with AdamW, whose steps do not add up to gradients,
+    and option I with clipping.
+
+    A `defence` takes the place of both means, of the updates and of the control
+    variates, each by itself; c is then no mean of the c_i. The run's `clip` shortens a
+    client's step of c_i with its update, so that c stays their mean.
+
+    The other options are those of `FedAvg`.
+
+    Args:
+        weighting: Shares of the clients in both means: "uniform" as in the paper,
+            or "samples". With "samples" c is the n-weighted mean of the c_i under full
+            participation only.
+        option: Rule by which a client renews its control variate: "mean_grad", "II"
+            or "I". The paper's are "I" and "II".
     """
 
-    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
-    # how a client renews its control variate
+    weighting: Weighting = "uniform"
     option: Literal["mean_grad", "II", "I"] = "mean_grad"
 
     @property
     def traits(self) -> Traits:
-        sums = "with option 'II' divides by the sum of SGD's step sizes"
-        whole = "with option 'I' takes whole gradients"
+        sgd_only_reason = ""
+        no_clip_grad_reason = ""
+        if self.option == "II":
+            sgd_only_reason = "with option 'II' divides by the sum of SGD's step sizes"
+        elif self.option == "I":
+            no_clip_grad_reason = "with option 'I' takes whole gradients"
         return super().traits._replace(
             clipped_with_update=("control", "c"),
-            sgd_only_reason=sums if self.option == "II" else "",
-            no_clip_grad_reason=whole if self.option == "I" else "",
+            sgd_only_reason=sgd_only_reason,
+            no_clip_grad_reason=no_clip_grad_reason,
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -99,7 +119,8 @@ class Scaffold(FedAvg):
         else:
             steps = fit.steps[:, None]
             m = training.momentum
-            # Momentum makes a step count as so many; without it as one.
+            # With momentum a gradient also acts in later steps. These are the effective
+            # numbers of steps; without momentum they stay as they are.
             steps = steps / (1 - m) - m * (1 - m**steps) / (1 - m) ** 2
             new = old - c + (x - fit.w) / (steps * lr).to(x)
         upload = {"delta": fit.w.sub_(x), "control": new - old}
@@ -116,55 +137,77 @@ class Scaffold(FedAvg):
         return {**state, "c": state["c"] * (n / (n + 1))}
 
 
-# (round, rounds) -> how global: 1 global, 0 local
+# From (round, rounds) to the globality of a round: 1 is global, 0 local.
 Schedule = Callable[[int, int], float]
 
 
 @algorithm_options
 class Waffle(WithoutDefence, Scaffold):
-    """Beaussart et al. 2021, Algorithms 1 and 2: SCAFFOLD whose averages drift from
-    global to what helps one client, the `target`.
+    """WAFFLE (Beaussart et al. 2021): SCAFFOLD that drifts from global to one target.
 
     server: x, c [P], history [N, 2] (each client's unsmoothed weights in the last two
     rounds that it attended) · client: c [P] · down: x, c [S, P] (2 models) · up: delta
     and control [S, P] (2 models). x is the target's personalized model; the others'
     numbers only show what it is to them.
 
-    The weights come from the distances between the clients' updates and the target's
-    (`ops.waffle_weights`, eqs. 2 and 3) and are averaged with those of the last two
-    rounds; from round 0.95 R on the target is alone. Omega and Psi are eq. 4 with slope
-    `do`, or any function of (round, rounds). Absent clients have weight 0, and those
-    present share the whole: each client's average is over the last two rounds that it
-    attended, in shares of an even one, since absence is no unlikeness (with a quarter
-    of 12 equal clients a round the target's mean weight is .56, what a round alone
-    gives it; averaged as weight 0, absence made it .74). A client without weight still
-    trains against a c that is no longer its own and may run away; the farthest sets the
-    scale of Algorithm 1's distances, so the next one then counts as near (a CNN with
-    ReLU loses its target on plain MNIST): `clip` holds such updates.
+    (The WAFFLe of Hao et al. 2020, with layers of factors, is `FactorizedWaffle`.)
+
+    Algorithms 1 and 2: the means of SCAFFOLD have weights that come from the distances
+    between the clients' updates and the target's (`ops.waffle_weights`, eqs. 2 and 3).
+    They are averaged with those of the last two rounds; from round 0.95 R on the target
+    is alone. Omega and Psi are eq. 4 with slope `do`, or any function of (round,
+    rounds).
+
+    Absent clients have weight 0, and the clients of the round share the whole. To be
+    absent is not to be unlike: each client's average is over the last two rounds that
+    it attended, in shares of an even weight. (With a quarter of 12 equal clients a
+    round the target's mean weight is .56, as in a round alone. An average that counts
+    absence as weight 0 would make it .74.)
+
+    A client without weight still trains against a c that is no longer its own, and may
+    run away. The farthest client sets the scale of Algorithm 1's distances, so the next
+    one then counts as near: a CNN with ReLU loses its target on plain MNIST. The run's
+    `clip` holds its updates.
 
     Deviations, each with the paper's own reading as an option:
-    `control_agg="recompute"` keeps `c = sum_i weight_i c_i` (but where `clip` shortens
-    an upload, since the client keeps its whole c_i); as printed ("literal":
-    `c += sum_i weight_i dc_i`) c forgets what it owes each client when weights change,
-    the gap between c and the target's own c_i freezes once the target is alone, and the
-    target cannot reach its optimum. `option="mean_grad"` is as in SCAFFOLD ("II" is the
-    paper's). Decisions where the paper is silent: c and c_i start at 0, the history at
-    1/N, server_lr 1, the history holds unsmoothed weights, no weighting by samples,
-    distances are the updates' as they are, whatever a client's steps.
+
+    - `control_agg="recompute"` keeps `c = sum_i weight_i c_i` (but where `clip`
+      shortens an upload, since the client keeps its whole c_i). As printed ("literal":
+      `c += sum_i weight_i dc_i`) c forgets what it owes each client when weights
+      change. Then the gap between c and the target's own c_i freezes once the target is
+      alone, and the target cannot reach its optimum.
+    - `option="mean_grad"` is as in SCAFFOLD ("II" is the paper's).
+
+    Decisions where the paper is silent: c and c_i start at 0, the history at 1/N, and
+    server_lr is 1. The history holds unsmoothed weights. Samples weigh nothing.
+    Distances are those of the updates as they are, however many steps a client takes.
+
+    The other options are those of `Scaffold`.
+
+    Args:
+        weighting: Always "uniform": the method has weights of its own.
+        target: Id of the client for which the model is made.
+        do: Slope of Omega = Psi = `1 / (1 + exp(do * (2 (round + r0) / rounds - 1)))`.
+            The larger it is, the more sudden is the turn from global to local.
+        r0: Shift of Omega's curve, in rounds. A positive one turns local earlier.
+        control_agg: Rule for c: "recompute" or "literal", see above. "literal" is
+            Algorithm 2 as printed.
+        tie: Weights where all other clients are equally far from the target: "closed"
+            counts them as the nearest ones, "uniform" gives every client 1 / N.
+        omega: Function of (round, rounds) that takes the place of the paper's curve for
+            Omega, from 1 (global) to 0 (local). None takes the curve.
+        psi: Function of (round, rounds) for Psi, as `omega` is for Omega. None takes
+            Omega.
     """
 
-    weighting: Literal["uniform"] = "uniform"  # the method has weights of its own
-    target: NonNegativeInt = 0  # the client for whom the model is made
-    # slope of Omega = Psi = 1 / (1 + exp(do * (2 (round + r0) / rounds - 1)))
+    weighting: Literal["uniform"] = "uniform"
+    target: NonNegativeInt = 0
     do: Number = 3.2
-    r0: Number = 0.0  # shifts that curve: positive turns local earlier
-    # "literal": Algorithm 2 as printed
+    r0: Number = 0.0
     control_agg: Literal["recompute", "literal"] = "recompute"
-    # weights where all others are equally far
     tie: Literal["closed", "uniform"] = "closed"
-    # a function of (round, rounds) instead of the paper's curve
     omega: Schedule | None = None
-    psi: Schedule | None = None  # the same for Psi; by default Psi is Omega
+    psi: Schedule | None = None
 
     @property
     def traits(self) -> Traits:
@@ -192,11 +235,9 @@ class Waffle(WithoutDefence, Scaffold):
         weight, history = self.smoothed_weights(state["history"], up["delta"], cohort)
         mix = MixingWeights(weight[None])
         before = None if self.control_agg == "recompute" else state["c"]
-        return {
-            "x": mix.aggregate(up["delta"], state["x"], self.server_lr)[0],
-            "c": mix.aggregate(up["control"], before)[0],
-            "history": RowUpdate(cohort.ids, history),
-        }, mix
+        x = mix.aggregate(up["delta"], state["x"], self.server_lr)[0]
+        c = mix.aggregate(up["control"], before)[0]
+        return {"x": x, "c": c, "history": RowUpdate(cohort.ids, history)}, mix
 
     def smoothed_weights(
         self, history: Tensor, delta: Tensor, cohort: Cohort
@@ -209,20 +250,27 @@ class Waffle(WithoutDefence, Scaffold):
         weight = ops.waffle_weights(distance, row, omega, psi, self.tie)
         if _is_late(cohort.round, cohort.rounds):
             weight = is_target.double()
-        weight = weight * (len(weight) / cohort.n)  # as large as in a round of all
+        # On the scale of a round with all clients, where an even weight is 1 / N.
+        weight = weight * (len(weight) / cohort.n)
         before = history[cohort.ids]
         new_history = torch.stack([weight, before[:, 0]], 1)
         if _is_late(cohort.round - 2, cohort.rounds):
-            # In the last two rounds, also those that it missed, the target was alone.
+            # Both rounds before were late, too. The target was alone in them, whichever
+            # rounds a client attended.
             before = weight[:, None].expand(-1, 2)
         smooth = (before.sum(1) + weight) / 3
         return smooth / smooth.sum(), new_history
 
     def globality(self, round_number: int, rounds: int) -> tuple[float, float]:
-        """Omega and Psi of a round; rounds are counted from 1."""
+        """Omega and Psi of a round; rounds are counted from 1.
+
+        Raises ValueError where a given function returns a negative number or NaN.
+        """
         z = self.do * ((round_number + self.r0) / (rounds / 2) - 1)
-        e = math.exp(-abs(z))  # it never overflows
-        curve = (e if z > 0 else 1.0) / (1 + e)
+        # 1 / (1 + exp(z)), in a form that never overflows.
+        e = math.exp(-abs(z))
+        numerator = e if z > 0 else 1.0
+        curve = numerator / (1 + e)
         omega = curve if self.omega is None else float(self.omega(round_number, rounds))
         psi = omega if self.psi is None else float(self.psi(round_number, rounds))
         if not (omega >= 0 and psi >= 0):
@@ -231,7 +279,7 @@ class Waffle(WithoutDefence, Scaffold):
 
 
 def _is_late(round_number: int, rounds: int) -> bool:
-    """Whether a round is in the last twentieth: from 0.95 R on, in whole numbers."""
+    """True in the last twentieth of a run, from round 0.95 R on."""
     return 20 * round_number >= 19 * rounds
 
 
@@ -245,26 +293,34 @@ class WeightErosion(Algorithm):
     Algorithm 1, with the updates of an epoch of local SGD as gradients (Gengler et al.
     2020): `alpha_i <- max(0, alpha_i - (1 + p_s * passes_i) * p_d * |delta_i -
     delta_target| / |delta_target|)`, from 1; then `x <- x + server_lr * sum_i alpha_i
-    delta_i / sum_i alpha_i`. A weight of 0 is lost for good; an absent client keeps its
-    own. `passes` is `floor((round - 1) * b / n_i)`, b the batch size ("samples", as
-    printed), n_i / b instead of n_i ("batches", the authors' code) or the epochs
-    trained so far ("epochs").
+    delta_i / sum_i alpha_i`. A weight that has reached 0 stays 0; an absent client
+    keeps its weight. `passes` counts how often a client's data were seen before, see
+    `size_unit`.
 
     Decision where the papers are silent: without a `p_d` it is `1 / (0.8 * rounds *
-    this round's median relative distance)`, at which the median client's weight runs
-    out after 80 % of the rounds, however the distances grow; a mean over the rounds so
-    far would lag behind. (Published values fit one data set, one model and one number
-    of rounds.)
+    this round's median relative distance)`. At this value the median client's weight
+    runs out after 80 % of the rounds, however the distances grow; a mean over the
+    rounds so far would lag behind. (Published values fit one data set, one model and
+    one number of rounds.)
+
+    Args:
+        server_lr: Step size of the server. At 1 it adds the whole weighted mean.
+        target: Id of the client for which the model is made.
+        p_d: Distance penalty: loss of weight at a relative distance of 1. None
+            calibrates it in every round (the paper: .006 to .0088 on MNIST, 100
+            rounds).
+        p_s: Size penalty: extra erosion of clients whose data were seen often. 0 has no
+            extra erosion.
+        size_unit: Unit of `passes`, with b the batch size and n_i the
+            samples: "samples" is `floor((round - 1) * b / n_i)`, as printed; "batches"
+            takes n_i / b instead of n_i, as the authors' code does; "epochs" counts the
+            epochs trained so far.
     """
 
-    server_lr: NonNegativeFloat = 1.0  # step size of the server
-    target: NonNegativeInt = 0  # the client for whom the model is made
-    # distance penalty; None: calibrated in every round (the paper:
-    # .006 to .0088 on MNIST, 100 rounds)
+    server_lr: NonNegativeFloat = 1.0
+    target: NonNegativeInt = 0
     p_d: NonNegativeFloat | None = None
-    # size penalty: extra erosion of clients whose data were seen often
     p_s: NonNegativeFloat = 0.0
-    # how passes are counted
     size_unit: Literal["samples", "batches", "epochs"] = "samples"
 
     @property
@@ -325,7 +381,7 @@ class WeightErosion(Algorithm):
 
 
 def _calibrated_penalty(distance: Tensor, rounds: int) -> float:
-    """The p_d at which the median client's weight runs out after 80 % of the rounds."""
+    """The p_d at which the median weight runs out after 80 % of the rounds."""
     if not len(distance):
         return 0.0
     return 1 / (0.8 * rounds * float(distance.median()))

@@ -4,6 +4,8 @@ An argument that is wrong is reported in one sentence on stderr, with exit code 
 before anything is computed or written.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib.util
 import inspect
@@ -29,6 +31,7 @@ from pflcore.results._progress import INTERRUPTED
 from pflcore.simulation._signals import ENDING_SIGNALS
 
 __all__ = ["main"]
+# The modules of each extra of the package.
 EXTRAS = {
     "cli": ("tyro", "tqdm"),
     "data": ("mlxtend", "sklearn", "scipy"),
@@ -118,10 +121,13 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code.
+    """Runs a command of the command line and returns its exit code.
 
-    It is 0 on success, 2 for a wrong argument, 1 for a failure while the command runs,
-    and 130 after Ctrl-C.
+    The code is 0 on success, 2 for a wrong argument, 1 for a failure while the command
+    runs, and 130 after Ctrl-C.
+
+    Args:
+        argv: the words after `pflcore`; None for those of this process
     """
     argv = sys.argv[1:] if argv is None else argv
     for stream in (sys.stdout, sys.stderr):
@@ -142,8 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("Interrupted.", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of the output has gone, and all files are written by then. What
-        # Python still flushes at its end goes nowhere.
+        # The program that reads the output has ended, and all files are written by
+        # then. Python flushes its output once more at its end, into nothing.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -152,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_error(error: Exception) -> int:
-    """Prints an error as one sentence on stderr; the exit code."""
+    """Prints an error as one sentence on stderr; returns the exit code."""
     if os.environ.get("PFLCORE_DEBUG"):
         traceback.print_exc()
     is_expected = isinstance(
@@ -187,7 +193,8 @@ def _signals() -> Iterator[None]:
     try:
         yield
     finally:
-        INTERRUPTED.clear()  # the process goes on where Python code called `main`
+        # If Python code called `main`, the process goes on.
+        INTERRUPTED.clear()
         for number, handler in earlier.items():
             signal.signal(number, handler)
 
@@ -204,7 +211,10 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _command(argv: Sequence[str]) -> int:
-    """Runs the command that the first word names, or prints the help; the exit code."""
+    """Runs the command that is named, or prints the help.
+
+    Returns the exit code.
+    """
     if not argv or argv[0] in ("-h", "--help"):
         _print_help()
         return 0 if argv else 2

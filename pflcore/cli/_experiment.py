@@ -1,9 +1,13 @@
 """The parts of an experiment, made from the names that the command line has for them.
 
-They are the federation, the model and the jobs: the runs of `pflcore run` and
-`pflcore compare`. "Cut" is the options of the partition, or of the reader of files, and
-"shape" those of the model.
+The parts are the federation, the model and the jobs. A job is a run of `pflcore run` or
+`pflcore compare`.
+
+Words: "cut" are the options of the partition, or of the reader of files; "shape" are
+the options of the model. In shapes, N is the number of clients.
 """
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -55,60 +59,84 @@ from pflcore.train._net import Net
 @checked
 @dataclass(frozen=True)
 class Options:
-    """The data, the model and the length of the runs, and how they are computed."""
+    """The data, the model, the length and the hardware of the runs.
 
-    # data set by name, or leaf:PATH or folder:PATH
+    Args:
+        data: data set by name, or leaf:PATH or folder:PATH
+        partition: name of the rule that cuts the data among the clients; A if not said
+        n: number of clients; 10 if not said, or all clients of data that come with
+            their clients
+        model: model by name, or package.module:function; auto: lenet5 for images that
+            it fits, linear for vectors, else mlp
+        loss: cross_entropy, squared, half_squared, hinge or binary_cross_entropy; auto:
+            by the labels
+        rounds: rounds of each run
+        participation: fraction of the clients that take part in a round
+        target: the client to personalize for, whose accuracy is reported; all: each
+            client in a run of its own
+        seed: seed of the weights, the batches and the cohorts
+        seeds: number of runs, with seed, seed + 1, ...; the cut of the data stays that
+            of --data-seed
+        data_seed: seed of the cut of the data
+        train_samples: use only this number of samples of the training pool
+        test_samples: use only this number of samples of the test pool
+        standardize: for data that come with their clients: standardize features by each
+            client's training statistics; for school and vehicle only if not said
+        val: fraction of each client's training samples that is kept for validation
+        eval_split: split that is evaluated: test, or val to choose hyper-parameters
+        eval_every: rounds between evaluations of all clients
+        engine: chain, loop, vmap, or auto by the model
+        workers: number of threads; never changes a result
+        device: cpu or cuda
+        clients_per_block: clients that train at once under vmap, at most; another
+            number changes last digits; 64 on a CPU, 128 on a GPU if not said
+        graphs: on a GPU: capture local steps as CUDA graphs
+        clip: longest update of a client (Euclidean norm); a longer one is shortened
+            to it
+        attack: attack of the bad clients; only the others are evaluated
+        attack_clients: the bad clients
+        attack_strength: strength of the attack; each attack has a default
+        batch_norm: batch norm's running statistics: average, local, or auto for the
+            policy of the method
+        metrics: metrics of each client in addition to loss and accuracy: auc, f1,
+            balanced_accuracy; for targets mae, rmse, r2
+    """
+
     data: str = "mnist5k"
-    partition: str | None = None  # how it is cut among the clients; A if not said
-    # clients; 10 if not said, all where the data brings them
+    partition: str | None = None
     n: PositiveInt | None = None
-    # model by name, or package.module:function; auto: lenet5 for images it fits, linear
-    # for vectors, else mlp
     model: str = "auto"
-    # cross_entropy, squared, half_squared, hinge or binary_cross_entropy; auto: by the
-    # labels
     loss: str = "auto"
-    rounds: NonNegativeInt = 50  # rounds of each run
-    participation: Fraction = 1.0  # fraction of the clients in a round
-    # the client to personalize for, whose accuracy is reported; all: each in a run of
-    # its own
+    rounds: NonNegativeInt = 50
+    participation: Fraction = 1.0
     target: int | Literal["all"] | None = None
-    seed: int = 0  # of the weights, the batches and the cohorts
-    # so many runs, with seed, seed + 1, ...; the cut of the data stays that of
-    # --data-seed
+    seed: int = 0
     seeds: PositiveInt = 1
-    data_seed: Seed32 = 0  # of the cut of the data
-    train_samples: PositiveInt | None = None  # use so many of the training pool only
-    test_samples: PositiveInt | None = None  # use so many of the test pool only
-    # data with clients: features by each client's training statistics; school and
-    # vehicle if not said
+    data_seed: Seed32 = 0
+    train_samples: PositiveInt | None = None
+    test_samples: PositiveInt | None = None
     standardize: bool | None = None
-    # fraction of each client's training samples kept for validation
     val: Momentum = 0.0
-    # what is evaluated: test, or val to choose hyper-parameters
     eval_split: str = "test"
-    eval_every: NonNegativeInt = 1  # rounds between evaluations of all clients
-    engine: str = "auto"  # chain, loop, vmap, or auto by the model
-    workers: int | None = None  # threads; never changes a result
-    device: str = "cpu"  # cpu or cuda
-    # clients that train at once under vmap, at most; another number changes last
-    # digits; 64 on a CPU, 128 on a GPU
+    eval_every: NonNegativeInt = 1
+    engine: str = "auto"
+    workers: int | None = None
+    device: str = "cpu"
     clients_per_block: PositiveInt | None = None
-    graphs: bool = True  # on a GPU: capture local steps as CUDA graphs
-    # no client's update is longer than this (Euclidean norm)
+    graphs: bool = True
     clip: PositiveFloat | None = None
-    attack: Attack | None = None  # what the bad clients do; the others are evaluated
-    attack_clients: tuple[int, ...] | None = None  # the clients that do it
-    attack_strength: float | None = None  # how far it goes; each attack has a default
-    # batch norm's running statistics: average, local, or auto, as the method has it
+    attack: Attack | None = None
+    attack_clients: tuple[int, ...] | None = None
+    attack_strength: float | None = None
     batch_norm: str = "auto"
-    # of each client beside loss and accuracy: auc, f1, balanced_accuracy; for targets
-    # mae, rmse, r2
     metrics: tuple[str, ...] = ()
 
     @property
     def hardware(self) -> Hardware:
-        """The hardware that a run uses; raises ValueError where it is not there."""
+        """The hardware that a run uses.
+
+        Raises ValueError where the machine does not have it.
+        """
         return Hardware(
             self.engine,  # type: ignore[arg-type]
             self.workers,
@@ -124,7 +152,7 @@ class Options:
         Raises ValueError where only a part of the attack's options is given.
         """
         options = (self.attack, self.attack_clients, self.attack_strength)
-        if options == (None, None, None):
+        if all(option is None for option in options):
             return Robustness(self.clip)
         if self.attack is None or not self.attack_clients:
             words = "an attack and, with --attack-clients, the clients that do it"
@@ -134,7 +162,13 @@ class Options:
 
 
 class NamedFunction(NamedTuple):
-    """A function that an option names, with the defaults of its own options."""
+    """A function that an option names, and the function's own options.
+
+    Attributes:
+        name: the name of the function on the command line
+        function: the function itself
+        defaults: the default of each of its options, by name
+    """
 
     name: str
     function: Callable[..., Any]
@@ -142,7 +176,7 @@ class NamedFunction(NamedTuple):
 
 
 def partition_of(data: str, partition: str | None) -> NamedFunction | None:
-    """The partition of this name; None for data that come with their clients."""
+    """The partition of this name, or None for data with clients."""
     if data not in SOURCES:
         return None
     name = partition or "A"
@@ -151,7 +185,7 @@ def partition_of(data: str, partition: str | None) -> NamedFunction | None:
 
 
 def reader_of(data: str) -> NamedFunction | None:
-    """The reader of a user's files, as in "leaf:PATH"; None for data by name."""
+    """The reader of a user's files "leaf:PATH", or None for other data."""
     kind, _, path = data.partition(":")
     if kind not in READERS or not path:
         return None
@@ -162,9 +196,10 @@ def reader_of(data: str) -> NamedFunction | None:
 
 
 def model_of(name: str) -> NamedFunction | None:
-    """The model of this name; None for "auto" and for a user's own model.
+    """The model of this name; None for "auto" and own models.
 
-    Its options are those beside the data's shape and classes.
+    The options are the keyword arguments of the model's function. Its other arguments
+    are the shape and the classes of the data. Raises ValueError for an unknown name.
     """
     if name == "auto" or ":" in name:
         return None
@@ -177,9 +212,9 @@ def model_of(name: str) -> NamedFunction | None:
 
 
 def load_federation(options: Options, cut: Facts | None = None) -> Federation:
-    """The data of an experiment.
+    """The federation of an experiment.
 
-    Raises ValueError, ImportError or OSError where they cannot be made.
+    Raises ValueError, ImportError or OSError where it cannot be made.
 
     Args:
         cut: The options of the partition, or of the reader of files.
@@ -207,9 +242,9 @@ def load_federation(options: Options, cut: Facts | None = None) -> Federation:
 def make_model(
     options: Options, data: Federation, own: Facts | None = None
 ) -> Callable[[], nn.Module]:
-    """A function that makes the model for the shape and classes of these data.
+    """A function that makes the model for these data.
 
-    Raises ValueError where no such model fits the shape.
+    Raises ValueError where the model does not fit the shape of the data.
 
     Args:
         own: The options of the model itself.
@@ -222,17 +257,19 @@ def make_model(
             model: nn.Module = import_object(name, "model")()
         else:
             model = model_for(name, data.shape, classes, **(own or {}))
-        return model.to(data.x.dtype) if data.x.dtype == torch.float64 else model
+        if data.x.dtype == torch.float64:
+            return model.to(data.x.dtype)
+        return model
 
     make()  # raises the error of a shape that does not fit
     return make
 
 
 def model_name(options: Options, data: Federation) -> str:
-    """The name of the model that `options` choose, which "auto" chooses by the data.
+    """The name of the model; of "auto", the model for these data.
 
-    It is lenet5 for images of 28 x 28 and 32 x 32, linear for vectors, and mlp for
-    all others.
+    "auto" is lenet5 for images of 28 x 28 and 32 x 32, linear for vectors, and mlp for
+    other inputs.
     """
     if options.model != "auto":
         return options.model
@@ -242,7 +279,7 @@ def model_name(options: Options, data: Federation) -> str:
 
 
 def make_net(options: Options, data: Federation, make: Callable[[], nn.Module]) -> Net:
-    """The net of the model and its loss, whose weights the run's seed draws."""
+    """The net of a model and a loss, with seeded weights."""
     loss = options.loss
     if loss == "auto":
         loss = "squared" if data.y.is_floating_point() else "cross_entropy"
@@ -250,7 +287,7 @@ def make_net(options: Options, data: Federation, make: Callable[[], nn.Module]) 
 
 
 def has_target(name: str) -> bool:
-    """Whether the algorithm makes its model for a single client."""
+    """True for an algorithm that makes its model for a single client."""
     return any(f.name == "target" for f in fields(class_of(name)))
 
 
@@ -261,8 +298,8 @@ def make_algorithm(
 
     Args:
         hyper: The algorithm's options.
-        target: The client to personalize for, where the algorithm does so for a single
-            one. With "all" it is the first, as `Job` plays the others itself.
+        target: The client to personalize for, if the algorithm has a target. With "all"
+            it is the first client, and `Job` plays the runs of the others.
     """
     options = dict(hyper or {})
     if target is not None and has_target(name):
@@ -272,7 +309,14 @@ def make_algorithm(
 
 @dataclass(frozen=True)
 class Job:
-    """One run of an experiment."""
+    """One run of an experiment.
+
+    Attributes:
+        algorithm: name of the algorithm, or package.module:Class
+        options: options of the experiment, with the seed of this run
+        training: options of local training
+        algorithm_options: the algorithm's own options, by name
+    """
 
     algorithm: str
     options: Options
@@ -281,18 +325,20 @@ class Job:
 
     @property
     def name(self) -> str:
+        """The name of the job in messages and in its experiment."""
         return f"{name_of(self.algorithm)}, seed {self.options.seed}"
 
     @property
     def for_each(self) -> bool:
-        """Whether the job is one run for each client as the target.
+        """True where the job has a run for each client.
 
-        It is so where `target` is "all" and the algorithm has a target.
+        Each client is the target of one run. This is so where the option `target` is
+        "all" and the algorithm has a target.
         """
         return self.options.target == "all" and has_target(self.algorithm)
 
     def num_rounds(self, n: int) -> int:
-        """The rounds of all runs of the job, on a federation of n clients."""
+        """The number of rounds of the job with n clients."""
         num_runs = n if self.for_each else 1
         return self.options.rounds * num_runs
 
@@ -303,11 +349,13 @@ class Job:
         reported: torch.Tensor | None = None,
         **more: Any,
     ) -> Simulation:
-        """The job's simulation; with `for_each` that of the first client.
+        """The job's simulation; with `for_each`, that of the first client.
 
         Args:
+            data: The federation.
+            model: The function that makes the model.
             reported: The ids of the clients that are evaluated; None for all.
-            more: Options that only Python can set, such as who may take part.
+            more: Options of `Simulation` that the command line does not have.
         """
         target = self.options.target
         algorithm = make_algorithm(self.algorithm, self.algorithm_options, target)
@@ -322,11 +370,15 @@ class Job:
         on_round: OnRound,
         checkpoint: Checkpoint | None = None,
     ) -> History:
-        """Runs the simulation; with `for_each` one run for each client.
+        """Runs the simulation and returns its history.
+
+        With `for_each` there is one run for each client.
 
         Args:
-            simulation: What `Job.simulation` made for these data.
-            on_round: Is called after every round of every run.
+            simulation: The simulation that `Job.simulation` made for these data.
+            on_round: Is called with the round and its record after every round.
+            checkpoint: The place and the intervals of checkpoints; None for no
+                checkpoints.
         """
         if not self.for_each:
             return simulation.run(on_round, checkpoint)
@@ -341,7 +393,7 @@ class Job:
         )
 
     def _common(self, reported: torch.Tensor | None = None) -> Line:
-        """The options that a simulation and `run_each_target` have in common."""
+        """Options that `Simulation` and `run_each_target` have in common."""
         o = self.options
         evaluation = Evaluation(o.eval_every, o.eval_split, reported, metrics=o.metrics)
         return {
@@ -355,7 +407,7 @@ class Job:
         }
 
     def header(self, simulation: Simulation) -> Line:
-        """The simulation's header, with the names that options have for its parts."""
+        """The simulation's header, with the names of its parts from the options."""
         header = simulation.header()
         o = self.options
         for key in ("data", "loss", *DATA_FIELDS):
@@ -378,7 +430,12 @@ class Job:
 def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     """The facts on which the results of jobs depend.
 
-    Jobs with equal facts give the same numbers, wherever they run.
+    Jobs with equal facts give the same numbers up to rounding, on any hardware.
+
+    Args:
+        todo: The jobs of a command, which have equal options except the seed.
+        cut: The options of the partition, or of the reader of files.
+        shape: The options of the model.
     """
     options = asdict(todo[0].options)
     for key in ("device", "engine", "workers", "clients_per_block", "graphs"):
@@ -400,20 +457,25 @@ def make_jobs(
     training: Training,
     hyper: Mapping[str, Facts],
 ) -> list[Job]:
-    """One job per algorithm and seed.
+    """One job for each algorithm and seed.
 
-    It checks all options, and raises ValueError for the first that is wrong.
+    Raises ValueError for the first option that is wrong.
 
     Args:
+        algorithms: The names of the algorithms.
+        options: The options of the experiment.
+        training: The options of local training.
         hyper: The options of each algorithm, by its name.
     """
     require(algorithms, "algorithms", f"at least one of {', '.join(ALGORITHMS)}", None)
-    options.hardware, options.robustness  # noqa: B018  (both raise what is wrong)
+    # Both properties raise ValueError for options that are wrong.
+    options.hardware  # noqa: B018
+    options.robustness  # noqa: B018
     for name in algorithms:
         make_algorithm(name, hyper.get(name), options.target)
     jobs = []
     for name in dict.fromkeys(algorithms):
         for seed in range(options.seed, options.seed + options.seeds):
-            of_seed = replace(options, seed=seed)
-            jobs.append(Job(name, of_seed, training, hyper.get(name, {})))
+            seed_options = replace(options, seed=seed)
+            jobs.append(Job(name, seed_options, training, hyper.get(name, {})))
     return jobs

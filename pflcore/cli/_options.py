@@ -1,7 +1,10 @@
 """The options of a command, which tyro makes from dataclasses and functions.
 
-The help of an option is the comment at its field, or its entry in "Args:".
+The help of an option is the comment at its field, or its entry in "Args:" of the
+docstring.
 """
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,19 +34,19 @@ def parse(
         groups: The dataclass of each group's options.
         prefixed: The groups whose options are written `--GROUP.OPTION`. In the others
             an option is written `--GROUP-OPTION` where an earlier group has its name.
-        complete: Whether there are all groups. If not, options that no group has are
-            passed over, as more groups may depend on the values of these.
+        argv: The words of the command line.
+        complete: True where all groups are given. If False, options that no group has
+            are ignored: there may be more groups, which depend on the values of these.
     """
     tyro = import_optional("tyro")
-    taken = set[str]()  # names of options without the name of a group before them
+    taken = set[str]()  # options that are written without the name of their group
     types = dict[str, Any]()
     for title, cls in groups.items():
-        is_prefixed = title in prefixed
-        group = _group_type(title, cls, set() if is_prefixed else taken)
-        if not is_prefixed:
-            taken |= {f.name for f in option_fields(cls)}
-            group = tyro.conf.OmitArgPrefixes[group]
-        types[title] = group
+        if title in prefixed:
+            types[title] = _group_type(title, cls, taken=())
+            continue
+        types[title] = tyro.conf.OmitArgPrefixes[_group_type(title, cls, taken)]
+        taken |= {f.name for f in option_fields(cls)}
     parsed = tyro.cli(
         make_dataclass("Options", types.items()),
         prog=prog,
@@ -53,7 +56,8 @@ def parse(
         add_help=complete,
         return_unknown_args=not complete,
     )
-    options = parsed if complete else parsed[0]  # beside them the unknown words
+    # Incomplete groups give a pair: the options, and the words that are unknown.
+    options = parsed if complete else parsed[0]
     return {title: vars(values) for title, values in vars(options).items()}
 
 
@@ -61,7 +65,10 @@ def _group_type(title: str, cls: type, taken: Collection[str]) -> Any:
     """The annotated dataclass from which tyro makes a group of options.
 
     Args:
-        taken: The names that earlier groups have.
+        title: The name of the group.
+        cls: The dataclass of its options.
+        taken: The names that options of earlier groups have. An option with one of
+            these gets the group's name before its own.
     """
     arg = import_optional("tyro").conf.arg
     hints = get_type_hints(cls)
@@ -90,8 +97,8 @@ def option_fields(cls: type) -> list[Field[Any]]:
 def field_comments(cls: type) -> dict[str, str]:
     """The help of each field of a dataclass, as tyro finds it.
 
-    It is the comment at the field, or at the field of a base class, or the entry in
-    "Args:" of the docstring.
+    It is the comment at the field, or the entry in "Args:" of the docstring. Base
+    classes are searched, too.
     """
     tyro = import_optional("tyro")
     constructors = tyro.constructors
@@ -109,8 +116,8 @@ def field_comments(cls: type) -> dict[str, str]:
 def dataclass_of_arguments(
     function: Callable[..., Any], defaults: Mapping[str, Any]
 ) -> type:
-    """A dataclass with these arguments of a function as its fields."""
-    function = getattr(function, "func", function)  # the function of a partial
+    """A dataclass whose fields are the arguments `defaults` of a function."""
+    function = getattr(function, "func", function)  # of a partial, its function
     hints = get_type_hints(function)
     arguments = []
     for name, default in defaults.items():

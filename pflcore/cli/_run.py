@@ -1,8 +1,13 @@
 """`pflcore run`, `pflcore compare` and `pflcore report`: records, tables and pictures.
 
 Every option is a field of a dataclass (the algorithm, Training, Options, OutputOptions)
-or an argument of the partition or the model.
+or an argument of the partition, of the reader of files, or of the model.
+
+Words: a "job" is one run of a command; "cut" are the options of the partition or of the
+reader, and "shape" the options of the model.
 """
+
+from __future__ import annotations
 
 import contextlib
 import inspect
@@ -62,7 +67,7 @@ HELP_NAMES = {
     "Models": MODELS,
 }
 Model = Callable[[], Any]
-CHECKPOINTS = "checkpoints"  # the folder with those of the runs that are not over
+CHECKPOINTS = "checkpoints"  # the folder of checkpoints of runs that are not complete
 RECORD_FILE = "record.jsonl"
 TABLE_FILE = "table.md"
 TABLE_START = "### "  # the start of each table that `_write_report` writes
@@ -76,40 +81,55 @@ OUTPUT_FILES = (
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """The algorithms to compare; an algorithm's own options are --ALGORITHM.OPTION."""
+    """The algorithms to compare; an algorithm's own options are --ALGORITHM.OPTION.
 
-    algorithms: tuple[str, ...] = ()  # names, or package.module:Class
+    Args:
+        algorithms: names of algorithms, or package.module:Class
+    """
+
+    algorithms: tuple[str, ...] = ()
 
 
 @checked
 @dataclass(frozen=True)
 class ReportOptions:
-    """The folder of the table and the pictures, and what they show."""
+    """The folder of the table and the pictures, and what they show.
 
-    # folder; default: a new one below runs/, or the first record's
+    Args:
+        out: folder; if not said, a new one below runs/, or the first record's
+        baseline: an algorithm; adds to the table the percent of clients that are worse
+            off than with it
+        last: number of rounds in "mean of last"
+        overwrite: begin anew in a folder that is not empty; its record, its checkpoints
+            and a table.md that belongs to no record are moved to names that end in .1,
+            .2, ...
+    """
+
     out: Path | None = None
-    # an algorithm; adds the percent of clients that are worse off than with it
     baseline: str | None = None
-    last: PositiveInt = 10  # rounds in "mean of last"
-    # begin anew in a folder that holds something: its record, its checkpoints and a
-    # table.md that is no record's are moved to names that end in .1, .2, ...
+    last: PositiveInt = 10
     overwrite: bool = False
 
 
 @checked
 @dataclass(frozen=True)
 class OutputOptions(ReportOptions):
-    """The folder of record.jsonl, table.md and the pictures, and how it is written."""
+    """The folder of record.jsonl, table.md and the pictures, and its checkpoints.
 
-    # go on with the record that the folder holds, from its last checkpoint; where it
-    # holds none, begin
+    Args:
+        resume: go on with the record in the folder, from its last checkpoint; begin
+            where the folder has no record
+        checkpoint_every: rounds between checkpoints; 0: by time alone
+        checkpoint_minutes: minutes between checkpoints; 0: by rounds alone
+        quiet: show no progress bar
+        dry_run: print what would run, where the clients' rows would be and the memory
+            that it takes; write nothing
+    """
+
     resume: bool = False
-    checkpoint_every: NonNegativeInt = 0  # rounds between checkpoints; 0: by time alone
-    # minutes between checkpoints; 0: by rounds alone
+    checkpoint_every: NonNegativeInt = 0
     checkpoint_minutes: NonNegativeFloat = 10.0
-    quiet: bool = False  # no progress bar
-    # say what would run, where the clients' rows would be and what memory it takes;
-    # write nothing
+    quiet: bool = False
     dry_run: bool = False
 
 
@@ -131,21 +151,23 @@ def compare(argv: Sequence[str]) -> int:
 def _run_command(
     command: Callable[..., int], names: Sequence[str], argv: Sequence[str]
 ) -> int:
-    """Plays the runs that `run` or `compare` was called for; the exit code.
+    """Plays the runs of `run` or `compare`, and returns the exit code.
 
     Args:
+        command: `run` or `compare`.
         names: The algorithm that `run` is called for, if there is one.
         argv: The other words of the command line.
     """
     is_run = command is run
     prog = "pflcore compare"
     if is_run:
-        prog = f"pflcore run {names[0] if names else 'ALGORITHM'}"
+        algorithm = names[0] if names else "ALGORITHM"
+        prog = f"pflcore run {algorithm}"
     about = _about(command)
     groups: dict[str, type] = {} if is_run else {"compare": CompareOptions}
     groups |= {"run": Options, "training": Training, "output": OutputOptions}
-    # What other options there are depends on the values of these, so these are parsed
-    # by themselves first, and all together afterwards.
+    # The values of these options decide on the options that there are besides. So these
+    # are parsed alone first, and then all options together.
     first = parse(prog, about, groups, argv, complete=False)
     if not is_run:
         names = first["compare"]["algorithms"]
@@ -162,7 +184,8 @@ def _run_command(
     differ = len(classes) == len(algorithms)
     require(differ, "algorithms", "different names", ", ".join(names))
     about = _about(command, [class_of(name) for name in names])
-    values = parse(prog, about, groups, argv, () if is_run else algorithms)
+    prefixed = () if is_run else algorithms
+    values = parse(prog, about, groups, argv, prefixed)
     return _run_values(values, algorithms, functions["data"])
 
 
@@ -170,6 +193,7 @@ def _about(command: Callable[..., int], classes: Sequence[type] = ()) -> str:
     """The text at the head of a command's help.
 
     Args:
+        command: `run` or `compare`.
         classes: The classes of the algorithms that are named. A class with options is
             described at the group of its options instead.
     """
@@ -187,18 +211,17 @@ def _run_values(
     algorithms: Mapping[str, str],
     reader: NamedFunction | None,
 ) -> int:
-    """Plays the runs that the values of all options describe; the exit code.
+    """Plays the runs with these options, and returns the exit code.
 
     Args:
         values: The values of each group of options.
         algorithms: The name of each algorithm, by the group of its options.
+        reader: The reader of the user's files, or None for data by name.
     """
-    jobs = experiment.make_jobs(
-        [*algorithms.values()],
-        Options(**values["run"]),
-        Training(**values["training"]),
-        {name: values[title] for title, name in algorithms.items()},
-    )
+    options = Options(**values["run"])
+    training = Training(**values["training"])
+    hyper = {name: values[title] for title, name in algorithms.items()}
+    jobs = experiment.make_jobs([*algorithms.values()], options, training, hyper)
     cut = values.get("partition", {})
     if reader:  # the record names a reader's options only where they are chosen
         cut = {k: v for k, v in values["data"].items() if v != reader.defaults[k]}
@@ -216,7 +239,7 @@ def _require_names(command: Callable[..., int], names: Sequence[str]) -> None:
 
 
 def _chosen_functions(values: Facts) -> dict[str, NamedFunction | None]:
-    """The functions that options choose by name, by the group of their own options."""
+    """Functions that options name, by the group of their own options."""
     return {
         "partition": experiment.partition_of(values["data"], values["partition"]),
         "data": experiment.reader_of(values["data"]),
@@ -227,13 +250,16 @@ def _chosen_functions(values: Facts) -> dict[str, NamedFunction | None]:
 def _run_jobs(
     jobs: Sequence[Job], cut: Facts, shape: Facts, output: OutputOptions
 ) -> int:
-    """Plays all jobs into one record, and makes the table and the pictures.
+    """Plays all jobs into one record; returns the exit code.
 
-    It checks all options before it writes anything. Returns the exit code.
+    It checks all options before it writes anything, and makes the table and the
+    pictures at the end.
 
     Args:
+        jobs: The runs of the command.
         cut: The options of the partition or of the reader.
         shape: The options of the model.
+        output: The options of the folder.
     """
     options = jobs[0].options
     names = [name_of(job.algorithm) for job in jobs]
@@ -274,11 +300,17 @@ def _run_jobs(
 def _prepare_folder(
     folder: Path, output: OutputOptions, command: Facts, begun: bool, progress: Progress
 ) -> set[str]:
-    """Makes the folder ready for the record; the names of the jobs that are done.
+    """Makes the folder ready, and returns the jobs that are done.
+
+    The jobs are given by their names.
 
     Args:
-        command: What the command runs, by which a folder of another one is known.
-        begun: Whether the command goes on with the record that is in the folder.
+        folder: The folder of the record.
+        output: The options of the folder.
+        command: The facts of the command. A folder whose facts differ is another
+            command's.
+        begun: True where the command goes on with the record that is in the folder.
+        progress: The progress bar, which prints messages.
     """
     # Another command may have ended there since the first check.
     _check_folder(folder, output)
@@ -302,14 +334,14 @@ def _prepare_folder(
 
 
 def _play_and_report(
-    runner: "_JobRunner", jobs: Sequence[Job], done: Collection[str]
+    runner: _JobRunner, jobs: Sequence[Job], done: Collection[str]
 ) -> int:
-    """Plays the jobs, and makes the table and the pictures; the exit code."""
+    """Plays the jobs and makes table and pictures; returns the exit code."""
     path = runner.record.path
     try:
         status = runner.play(jobs, done)
     except RunFailed:
-        # There may still be rounds for a table, and room to write it.
+        # There may be rounds for a table nevertheless, and space on the disk for it.
         runner.progress.close()
         with contextlib.suppress(Exception):
             _write_report(read(path), runner.folder, runner.output)
@@ -320,9 +352,9 @@ def _play_and_report(
 
 
 def _try_jobs(jobs: Sequence[Job], data: Federation, model: Model) -> list[str]:
-    """Lines on what each algorithm would run, and where.
+    """Lines of text on each algorithm's run: size, engine and memory.
 
-    It makes every simulation, so that an error is reported before a record is opened.
+    Every simulation is made, so that an error is reported before a record is opened.
     """
     plans = []
     for job in jobs:
@@ -336,7 +368,7 @@ def _try_jobs(jobs: Sequence[Job], data: Federation, model: Model) -> list[str]:
 
 
 def _complete_runs(folder: Path, command: Facts) -> list[Run]:
-    """The runs in a folder's record that are over.
+    """The complete runs in the record of a folder.
 
     Raises ValueError where the folder is another command's, or a checkpoint is damaged.
     """
@@ -348,26 +380,40 @@ def _complete_runs(folder: Path, command: Facts) -> list[Run]:
             "was begun with, or another folder."
         )
     for path in (folder / CHECKPOINTS).rglob(checkpoint.FILE_NAME):
-        # It is loaded here, too, because the record is rewritten next.
+        # It is checked here already, because the record is rewritten next.
         checkpoint.load(path.parent)
     return [run for run in read(folder / RECORD_FILE) if run.complete]
 
 
 @dataclass
 class _JobRunner:
-    """Plays the jobs of a command, one after the other, into one record."""
+    """Plays the jobs of a command in turn, into one record.
+
+    Attributes:
+        data: the federation of all jobs
+        model: the function that makes the model
+        header_fields: fields of each header in addition to those of a job
+        output: options of the folder
+        folder: the folder of the record
+        record: the record, open for writing
+        progress: the progress bar, which prints messages
+    """
 
     data: Federation
     model: Model
-    header_fields: Line  # fields of each header, beside those that a job has
+    header_fields: Line
     output: OutputOptions
     folder: Path
     record: RecordWriter
     progress: Progress
 
     def play(self, jobs: Sequence[Job], done: Collection[str]) -> int:
-        """Plays all jobs except those whose names are in `done`; the exit code."""
-        has_stopped = has_failed = False
+        """Plays the jobs whose names are not in `done`.
+
+        Returns the exit code.
+        """
+        has_stopped = False
+        has_failed = False
         checkpoints = self.folder / CHECKPOINTS
         try:
             for i, job in enumerate(jobs):
@@ -391,15 +437,16 @@ class _JobRunner:
         return 1 if has_stopped else 0
 
     def run_job(self, job: Job, folder: Path) -> History:
-        """Plays a job, from its checkpoint in `folder` if there is one.
+        """The history of a job, played from its checkpoint in `folder`.
 
-        Whatever ends it, the record holds every round that was played, and says why it
-        lacks others. Raises RunFailed for an error in the middle.
+        It begins with round 1 where there is no checkpoint. At its end the record holds
+        every round that was played; if rounds are missing, it says why. Raises
+        RunFailed for an error in the middle.
         """
         simulation = job.simulation(self.data, self.model)
         every = self.output.checkpoint_every
-        keeper = Checkpoint(folder, every, self.output.checkpoint_minutes)
-        if keeper.exists and not job.for_each:
+        place = Checkpoint(folder, every, self.output.checkpoint_minutes)
+        if place.exists and not job.for_each:
             simulation.restore(folder)
         header = job.header(simulation) | self.header_fields
         self.progress.say(_plan_line(header))
@@ -413,9 +460,9 @@ class _JobRunner:
 
         def play(on_round: OnRound) -> History:
             if not job.for_each:
-                return job.play(simulation, self.data, on_round, keeper)
+                return job.play(simulation, self.data, on_round, place)
             # A round's record needs all the clients' runs, so it is written at the end.
-            history = job.play(simulation, self.data, count_round, keeper)
+            history = job.play(simulation, self.data, count_round, place)
             for line in history.rounds:
                 self.record.write(line)
             return history
@@ -435,7 +482,7 @@ class _JobRunner:
         return history
 
     def _failure(self, job: Job, error: Exception) -> str:
-        """The sentence on a job that an error has ended."""
+        """The message on a job that an error has ended."""
         reason = f"{type(error).__name__}: {first_line(error)}"
         remedy = ""
         if isinstance(error, OSError):  # in most cases the disk is full
@@ -446,9 +493,10 @@ class _JobRunner:
 
 
 def _write_report(runs: Runs, folder: Path, output: ReportOptions) -> None:
-    """Prints the table, and writes table.md and, with matplotlib, the pictures.
+    """Prints the table, and writes table.md and the pictures.
 
-    Raises RunFailed where they cannot be written.
+    Without matplotlib there are no pictures. Raises RunFailed where the files cannot be
+    written.
     """
     text = table.table(runs, output.last, output.baseline)
     paths = [folder / TABLE_FILE]
@@ -471,7 +519,7 @@ def _write_report(runs: Runs, folder: Path, output: ReportOptions) -> None:
 
 
 def report(argv: Sequence[str]) -> int:
-    """Makes the table and the pictures again, from the records in some folders."""
+    """Makes the table and the pictures again, from records in folders."""
     places = [*takewhile(lambda word: not word.startswith("-"), argv)]
     about = inspect.getdoc(report) or ""
     groups = {"report": ReportOptions}
@@ -497,7 +545,10 @@ def report(argv: Sequence[str]) -> int:
 
 
 def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
-    """A new folder below runs/, made now, with a name that any file system takes."""
+    """A folder below runs/ that is made by this call.
+
+    Its name is one that every file system accepts.
+    """
     command = algorithms[0] if len(set(algorithms)) == 1 else "compare"
     partition = partition.replace("*", "star")
     words = f"{command}-{data}-{partition}".rstrip("-")
@@ -545,7 +596,7 @@ def _check_folder(folder: Path, output: ReportOptions) -> None:
 
 
 def _resumable_paths(folder: Path) -> list[Path]:
-    """The record and checkpoints in a folder, from which a command can go on."""
+    """Paths of the record and the checkpoints to resume from."""
     paths = []
     record = folder / RECORD_FILE
     if record.is_file() and record.stat().st_size:
@@ -557,9 +608,10 @@ def _resumable_paths(folder: Path) -> list[Path]:
 
 
 def _is_foreign_table(path: Path) -> bool:
-    """Whether a table is one that `_write_report` did not write.
+    """True for a table that `_write_report` did not write.
 
-    One that was cut off after its first letters counts as its own.
+    A file that ends within the first letters of a table counts as written by it: the
+    writing was interrupted.
     """
     if not path.is_file():
         return False
@@ -569,10 +621,13 @@ def _is_foreign_table(path: Path) -> bool:
 
 
 def _move_outputs_aside(folder: Path, complete_record: bool) -> str:
-    """Gives files that must not be lost other names; the sentence that says which.
+    """Renames files that must not be lost; returns a message.
+
+    The message is "" where there is no file to rename.
 
     Args:
-        complete_record: Whether a record and its checkpoints are moved, too.
+        folder: The folder of the files.
+        complete_record: True to rename a record and its checkpoints, too.
     """
     paths = _resumable_paths(folder) if complete_record else []
     if _is_foreign_table(folder / TABLE_FILE):
@@ -586,7 +641,7 @@ def _move_outputs_aside(folder: Path, complete_record: bool) -> str:
 
 
 def _plan_line(header: Facts) -> str:
-    """A run's model, rounds, engine and memory, in words."""
+    """Text on a run: its parameters, rounds, engine and memory."""
     size = human_bytes(header["peak_bytes"])
     return (
         f"{header['algorithm']}: {header['parameters']:,} parameters, "
@@ -596,5 +651,5 @@ def _plan_line(header: Facts) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or the name of its class."""
+    """The first line of an error's text, or else its class's name."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,4 +1,6 @@
-"""Federated data: a pool of samples, who holds which, and where both come from."""
+"""Federated data: pools of samples, and the clients that hold them."""
+
+from __future__ import annotations
 
 import inspect
 import os
@@ -54,30 +56,35 @@ def federation_of(  # noqa: PLR0913 (the command line's)
     standardize: bool | None = None,
     **options: Any,
 ) -> Federation:
-    """A federation from the names of a data set and of a partition.
+    """A federation from the names of data and of a partition.
 
-    Raises ValueError (a name, an option), ImportError (a package) or OSError (a file),
-    one sentence each.
+    There are two kinds of data: samples that a partition cuts among clients (`SOURCES`,
+    or a :class:`Source` of your own), and data that come with their clients
+    (`FEDERATIONS`, ``"leaf:PATH"``, ``"folder:PATH"``). docs/data.md describes the
+    files, and what their numbers become.
+
+    Raises ValueError for a wrong name or option, ImportError for a missing package, and
+    OSError for a missing or broken file, each with one sentence.
 
     Args:
-        data: samples that a partition cuts (``SOURCES``, or a :class:`Source`), or data
-            that comes with its clients (``FEDERATIONS``, ``"leaf:PATH"``,
-            ``"folder:PATH"``); docs/data.md describes the files, and what their numbers
-            become
-        partition: one of ``PARTITIONS`` (None: "A"), with ``options`` from
-            ``options_of(partition)``. Data with clients takes none; ``leaf:`` has the
-            option ``classes``, ``folder:`` has ``classes`` and ``target``
-        n: clients; 10 where a partition makes them; the first n where the data brings
-            them (None: all)
-        seed: of the partition or of the split
-        shift_seed: of the label permutations of A* and B*
-        root: the data folder (None: the one that PFLCORE_DATA names)
-        train_samples: use only so many training samples, stratified
-        test_samples: use only so many test samples, stratified
+        data: name of the data, or a :class:`Source`
+        partition: one of `PARTITIONS`; None for "A". Data with clients take none.
+        n: number of clients; 10 if not said. Of data with clients the first n are
+            taken, and all of them if not said.
+        seed: seeds the partition, or the split of data with clients
+        shift_seed: seeds the label permutations of A* and B*
+        root: the data folder; None for the folder that PFLCORE_DATA names
+        train_samples: number of training samples to use, chosen so that every class
+            keeps its proportion; None for all
+        test_samples: the same of test samples
         fractions: for data with clients, the shares "val" and "test" of each client's
-            samples (None: .15 each where the data has no test split; {}: as it comes)
-        standardize: for data with clients, standardize features by each client's
-            training statistics (None: for school and vehicle)
+            samples that are held out. None: 0.15 each where the data have no test
+            split. {}: the splits that the data have.
+        standardize: for data with clients, True to standardize features by each
+            client's training statistics. None: for school and vehicle only.
+        options: options of the partition, those of ``options_of(partition)``. Of data
+            with clients, ``leaf:`` has the option ``classes``, ``folder:`` has
+            ``classes`` and ``target``, and synthetic data have their function's.
     """
     if isinstance(data, str) and data not in SOURCES:
         unusable = partition or train_samples or test_samples
@@ -85,8 +92,9 @@ def federation_of(  # noqa: PLR0913 (the command line's)
         expected = f"none, as {data} has clients"
         require(not unusable, "partition and samples", expected, unusable)
         federation = _hold_out(federation, fractions, seed)
-        scales = data in TABULAR if standardize is None else standardize
-        return _standardized(federation) if scales else federation
+        if standardize is None:
+            standardize = data in TABULAR
+        return _standardized(federation) if standardize else federation
     fits = fractions is None and standardize is None
     expected = f"none, as a partition cuts {data!r}"
     require(fits, "fractions and standardize", expected, fractions)
@@ -94,11 +102,9 @@ def federation_of(  # noqa: PLR0913 (the command line's)
     defaults = options_of(name)
     expected = f"the options {', '.join(defaults)}"
     require("classes" not in options, name, expected, "classes")
-    # Runs on other cuts are no seeds of one run, so the name tells them apart.
-    changed = []
-    for option, value in sorted(options.items()):
-        if value != defaults.get(option):
-            changed.append(f"{option}={summarize(value)}")
+    # Runs on different cuts are not runs of one experiment with several seeds. So the
+    # name, by which a table groups runs, has the options that differ from the defaults.
+    changed = _changed_options(options, defaults)
     if "shift_seed" in defaults:
         options = {**options, "shift_seed": shift_seed}
     source = load(data, root) if isinstance(data, str) else data
@@ -123,8 +129,19 @@ def federation_of(  # noqa: PLR0913 (the command line's)
     )
 
 
+def _changed_options(
+    options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> list[str]:
+    """Texts "OPTION=VALUE" of the options that differ from their defaults."""
+    changed = []
+    for option, value in sorted(options.items()):
+        if value != defaults.get(option):
+            changed.append(f"{option}={summarize(value)}")
+    return changed
+
+
 def _standardized(federation: Federation) -> Federation:
-    """The federation with standardized features; whole numbers are features, too."""
+    """The federation with standardized features, of which some may be int64."""
     if federation.x.dtype == torch.int64:
         federation = replace(federation, x=federation.x.float())
     return federation.standardize()
@@ -137,7 +154,10 @@ def _with_clients(
     root: str | os.PathLike[str] | None,
     options: Mapping[str, Any],
 ) -> Federation:
-    """The first n clients of data that has clients, with the options it has."""
+    """The first n clients of data that come with their clients.
+
+    Raises ValueError for an unknown name or option, and for fewer clients.
+    """
     kind, _, path = data.partition(":")
     expected = f"one of {', '.join([*SOURCES, *FEDERATIONS])}, leaf:PATH, folder:PATH"
     known = data in FEDERATIONS or kind in natural.READERS
@@ -156,7 +176,9 @@ def _with_clients(
     federation = make(**arguments, **options)
     count = federation.n
     require(n is None or n <= count, "n", f"at most the {count} clients of {data}", n)
-    return federation if n in (None, count) else federation.subset(range(n))
+    if n is None or n == count:
+        return federation
+    return federation.subset(range(n))
 
 
 def _hold_out(
@@ -164,7 +186,7 @@ def _hold_out(
 ) -> Federation:
     """The federation with these shares of each client's samples held out.
 
-    None: Motley's shares, where there is no test split.
+    With None for `fractions` they are Motley's shares, where there is no test split.
     """
     shares: dict[str, Any] = dict(fractions or {})
     if fractions is None and "test" not in federation.index:

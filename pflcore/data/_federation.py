@@ -1,11 +1,13 @@
-"""A federation: its three constructors, and the federations that it makes of itself.
+"""A federation: its three constructors, and the federations that are made from it.
 
 A split rule says for n samples which of their positions go to which split. Clients with
 equally many samples are dealt at once, by one permutation.
 
 Symbols: N clients; client i has n_i samples in a split; C classes; n samples are in a
-table or a pool; S clients are chosen of N.
+table or a pool, m in a piece of it; S clients are chosen of N.
 """
+
+from __future__ import annotations
 
 import math
 import warnings
@@ -44,7 +46,7 @@ from pflcore.data._meaning import (
     interpret_targets,
     merge_inputs,
 )
-from pflcore.data._partition import Partition
+from pflcore.data._pools import Partition
 from pflcore.data._ragged import Ragged
 from pflcore.data._samples import SPLITS, ClientSamples, Scaling
 
@@ -58,13 +60,16 @@ PerClientData = Annotated[
 # From a number of samples n to the positions in 0..n-1 of each split.
 SplitRule = Callable[[int], dict[str, Tensor]]
 Split = Literal["train", "val", "test"]
-HeldOut = Momentum  # a share of samples, below 1
+HeldOut = Momentum  # a share of samples, from 0 to below 1
 
 
 class ClientGroups(NamedTuple):
-    """Clients that train, that choose hyper-parameters, and that are reported.
+    """Ids of three groups of clients, which have no client in common.
 
-    The ids are disjoint, int64 and sorted.
+    Attributes:
+        train: int64, sorted: the clients that train
+        val: the same of the clients that choose hyper-parameters
+        test: the same of the clients that are reported
     """
 
     train: Tensor
@@ -73,27 +78,38 @@ class ClientGroups(NamedTuple):
 
 
 class Federation(ClientSamples):
-    """The data of N clients, without copies: lists of indices into one pool.
+    """The data of N clients: lists of indices into one pool.
 
-    - x [n_pool, ...]: inputs, floats or int64 (tokens); or a dict of such tensors
-    - y [n_pool] or [n_pool, ...]: int64 labels in 0..classes-1, or floating targets
-      (then ``classes`` is None)
-    - index: split -> N index lists (int64, [n_i]); "train" is required, "val" and
-      "test" are not
-    - classes: C, or None for regression
-    - relabel: [N, C] int64 or None; client i sees ``relabel[i][y]`` (concept shift),
-      the pool keeps its own labels
-    - facts: what a partition or a reader counted, by name, for the summary and the
-      record
-    - truth: what is known of the clients beside their samples, each value [N, ...]:
-      "group", "optimum", ...
-    - names: [N], the clients' own names or ids, or None
-    - scaling: what `standardize` shifted and scaled each client's raw features by,
-      (mean, deviation), each [N, ...]; or None
+    A training sample belongs to one client, and no sample belongs to two splits. Two
+    clients may share test samples (a common test set). Raises ValueError or TypeError
+    for values that do not fit together, for NaN or Inf, and for a client without
+    training samples.
 
-    A training sample belongs to one client, and no sample to two splits; two clients
-    may share test samples (a common test set). Raises ValueError or TypeError, one
-    sentence, for what does not fit, NaN or Inf, and a client without training samples.
+    `from_clients`, `from_table` and `from_partition` make a federation of other forms
+    of data. A federation does not change: its methods return new ones. These share the
+    pool, but for those of `standardize` and of `to` another device.
+
+    Attributes:
+        x: [n, ...] inputs of the pool, floats or int64 (tokens). A dict of tensors may
+            be given; it becomes one tensor [n, D], and `fields` describes it.
+        y: [n] or [n, ...] int64 labels in 0..classes-1, or floating targets, for which
+            `classes` is None. Labels that count in nothing are -100.
+        index: for each split the N lists of positions in the pool, int64 [n_i]. "train"
+            is required, "val" and "test" are not.
+        classes: C, the number of classes; None for regression
+        relabel: [N, C] int64, by which client i sees the label `relabel[i][y]` (concept
+            shift), while the pool keeps its own labels; None where clients see these
+        name: name of the data, for summaries and records
+        facts: numbers that a partition or a reader counted, by name, for the summary
+            and the record
+        truth: facts that are known of the clients, by name, for instance "group" and
+            "optimum"; each is a tensor [N, ...]
+        fields: names, shapes and dtypes of the parts of an input that was a dict; None
+            where x was a tensor
+        names: N names or ids that the clients have in their source; None where they
+            have none
+        scaling: each client's statistics by which `standardize` shifted and scaled its
+            features; None for raw features
     """
 
     @classmethod
@@ -124,9 +140,15 @@ class Federation(ClientSamples):
         - With ``classes=None`` all targets are regression targets.
         - Strings and complex numbers are refused.
 
-        Inputs are floats, or integers that become int64 (tokens); uint8 is refused.
-        Floats are converted to ``dtype``; None keeps theirs. ``name`` stands in records
-        and summaries. To hold out samples for testing: ``.split(test=0.2)``.
+        Inputs are floats, or integers that become int64 (tokens); uint8 is refused. To
+        hold out samples for testing: ``.split(test=0.2)``.
+
+        Args:
+            clients: the data of each client, in the order of the clients' numbers
+            classes: number of classes; "infer" for the largest label plus one; None for
+                regression
+            dtype: dtype that floats are converted to; None keeps the dtype they have
+            name: name of the data, for summaries and records
         """
         return cls._from_reader(clients, ReaderOptions(classes, dtype), name)
 
@@ -138,45 +160,34 @@ class Federation(ClientSamples):
         name: str = "data",
         names: Sequence[str | int] | None = None,
     ) -> Self:
-        """A federation of clients' samples as a reader has them.
+        """A federation of the samples that a reader has read, by client.
 
         Args:
-            names: the clients' own names
+            clients: for each client an entry, as `from_clients` takes them
+            reader: options that say what targets and inputs become
+            name: name of the data
+            names: a name for each client, or None
         """
-        count = 0
-        parts = []
-        for i, entry in enumerate(clients):
-            count = i + 1
-            holder = f"client {i if names is None else names[i]}"
-            for split, pair in _by_split(holder, entry).items():
-                x, y, of_x = to_pair(pair, f"{holder} ({split})", reader.dtype)
-                if len(y):
-                    parts.append((i, holder, split, x, y, of_x))
+        pieces, count = _read_pieces(clients, reader, names)
         require(count, "clients", "the data of at least one client", [])
         expected = f"a sample to train on for each; leave out the {count} without"
-        require(parts, "clients", expected, "no samples at all")
-        owners, holders, splits, xs, ys, fields = zip(*parts, strict=True)
+        require(pieces, "clients", expected, "no samples at all")
         typed = not reader.from_files and reader.classes == "infer"
-        _check_same_form(holders, xs, ys, fields, typed=typed)
-        sizes = [len(y) for y in ys]
-        owner_of_sample = np.repeat(owners, sizes)
-        split_of_sample = np.repeat(splits, sizes)
-        index = {}
-        for split in SPLITS:
-            if split in splits or split == "train":
-                is_in = split_of_sample == split
-                index[split] = Ragged.from_owners(
-                    np.flatnonzero(is_in), owner_of_sample[is_in], count
-                )
+        _check_same_form(pieces, typed=typed)
+        xs = [piece.x for piece in pieces]
         float_dtypes = (x.dtype for x in xs if x.is_floating_point())
         float_dtype = next(float_dtypes, torch.float32)
-        single_step = has_single_step(xs[0], fields[0])
+        fields = pieces[0].fields
         y, classes = interpret_targets(
-            torch.cat(ys), reader, float_dtype, single_step=single_step
+            torch.cat([piece.y for piece in pieces]),
+            reader,
+            float_dtype,
+            single_step=has_single_step(xs[0], fields),
         )
-        x = merge_inputs(xs, holders, float_dtype)
+        x = merge_inputs(xs, [piece.holder for piece in pieces], float_dtype)
+        index = _index_pieces(pieces, count)
         names = None if names is None else tuple(names)
-        return cls(x, y, index, classes, name=name, fields=fields[0], names=names)
+        return cls(x, y, index, classes, name=name, fields=fields, names=names)
 
     @classmethod
     @checked
@@ -190,35 +201,46 @@ class Federation(ClientSamples):
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
     ) -> Self:
-        """One table of samples: x [n, ...], y [n, ...], and client [n], their owners.
+        """A federation of one table of samples: x [n, ...], y [n, ...], client [n].
 
-        Memory-mapped arrays of that ``dtype`` (or None) stay where they are. Or x is a
-        data frame (pandas, polars), an Arrow table or a Hugging Face Dataset, and
-        ``y`` and ``client`` name two of its columns (default "y", "client"); the others
-        are the features, floats, or a single column of arrays. Ids are whole numbers or
-        strings; clients are numbered in their order, and
-        ``names`` has them. Other options as in `from_clients`, and targets become what
-        they become there.
+        The table is given in one of two forms:
+
+        - three arrays, of the inputs, of the targets, and of the id of each sample's
+          client. Memory-mapped arrays are not copied where they have the dtype
+          ``dtype``, or where that is None.
+        - as ``x`` alone: a data frame (pandas, polars), an Arrow table or a Hugging
+          Face Dataset. Then ``y`` and ``client`` are the names of two of its columns.
+          The other columns are features (floats), or there is a single one of arrays.
+
+        Clients are numbered in the ascending order of their ids, which `names` keeps.
+        Targets and inputs become what `from_clients` makes of them.
+
+        Args:
+            x: the inputs, or the whole table
+            y: the targets, or the name of their column; None: the column "y"
+            client: ids, whole numbers or strings, or the name of their column; None:
+                the column "client"
+            classes: number of classes; "infer" for the largest label plus one; None for
+                regression
+            dtype: dtype that floats are converted to; None keeps the dtype they have
+            name: name of the data, for summaries and records
         """
         columns = column_names(x)
         if columns is not None:
             x, y, client = read_columns(x, columns, y or "y", client or "client")
-        require(
-            y is not None and client is not None,
-            "y and client",
-            "a value per sample",
-            None,
-        )
+        has_both = y is not None and client is not None
+        require(has_both, "y and client", "a value per sample", None)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             x, fields = to_inputs(x, "x", dtype)
             y = to_targets(y, "y")
         lists, names = _by_client(client, len(x))
         x = x.contiguous()
+        float_dtype = x.dtype if x.is_floating_point() else torch.float32
         y, classes = interpret_targets(
             y,
             ReaderOptions(classes, dtype),
-            x.dtype if x.is_floating_point() else torch.float32,
+            float_dtype,
             single_step=has_single_step(x, fields),
         )
         index = {"train": lists}
@@ -237,12 +259,22 @@ class Federation(ClientSamples):
         classes: Classes = "infer",
         name: str = "data",
     ) -> Self:
-        """Samples x [n, ...], y [n], perhaps test samples, dealt by a partition.
+        """A federation of samples x [n, ...] and y [n], dealt by a partition.
 
         The partition is one of ``cat(y, y_test)``, as
         :func:`pflcore.data.partition` makes them: with ``test_labels=y_test`` where
         there are test samples. Raises ValueError where it was made of other numbers of
         samples.
+
+        Args:
+            x: inputs of the training pool
+            y: their labels or targets
+            partition: the indices of each client's samples
+            x_test: inputs of the test pool [n_test, ...]; None for no test pool
+            y_test: their labels or targets [n_test]
+            classes: number of classes; "infer" for the largest label plus one; None for
+                regression
+            name: name of the data, for summaries and records
         """
         x = to_tensor(x, "x")
         y = to_targets(y, "y")
@@ -264,12 +296,16 @@ class Federation(ClientSamples):
         )
         made_of = dict(partition.pool_sizes) or list(partition.index)
         require(fits, "partition", expected, made_of)
+        float_dtype = x.dtype if x.is_floating_point() else torch.float32
         y, classes = interpret_targets(
             y,
             ReaderOptions(classes, None),
-            x.dtype if x.is_floating_point() else torch.float32,
+            float_dtype,
             single_step=has_single_step(x),
         )
+        truth = {}
+        if partition.group is not None:
+            truth["group"] = partition.group
         return cls(
             x,
             y,
@@ -278,7 +314,7 @@ class Federation(ClientSamples):
             partition.relabel,
             name,
             partition.facts,
-            truth={} if partition.group is None else {"group": partition.group},
+            truth=truth,
         )
 
     # other federations of the same pool ---------------------------------------
@@ -292,16 +328,23 @@ class Federation(ClientSamples):
         seed: Seed32 = 0,
         of: Sequence[Split] | None = ("train",),
     ) -> Self:
-        """Holds out shares of each client's samples (Motley's cross-silo setting).
+        """A federation with shares of each client's samples held out.
 
-        They are taken from the splits `of` (None: all). Test samples go first,
-        ceil(test * n); then validation, ceil(val / (1 - test) * rest); each by a fresh
-        permutation from `seed`. That is `train_test_split(random_state=seed)` of
-        scikit-learn called twice, as the Motley code does, index for index. A client
-        that would have none left to train on keeps them all.
+        This is Motley's cross-silo setting. Of a client's n samples, ceil(test * n) are
+        test samples. Of the `rest`, ceil(val / (1 - test) * rest) are validation
+        samples. Both are chosen by a fresh permutation from `seed`. The result equals,
+        index for index, two calls of scikit-learn's
+        `train_test_split(random_state=seed)`, as in Motley's code. A client that would
+        have no sample left to train on keeps all of its samples.
 
-        Raises ValueError where no client has enough, or where a split that is to be
-        made exists outside `of`.
+        Raises ValueError where no client has enough samples, or where a split that is
+        to be made exists outside `of`.
+
+        Args:
+            val: share of a client's samples for validation, from 0 to below 1
+            test: share of a client's samples for testing, from 0 to below 1
+            seed: seeds the choice of the samples
+            of: splits from which samples are taken; None for all
         """
         require(test + val < 1, "val and test", "shares below 1 together", [val, test])
         shares = {"test": test, "val": val / (1 - test)}
@@ -337,13 +380,19 @@ class Federation(ClientSamples):
         of: Sequence[Split] | None = None,
         scored: Literal["val", "test"] = "test",
     ) -> Self:
-        """Halves of these clients' [S] samples: to personalize on, and to evaluate on.
+        """A federation with a half of clients' samples held out for evaluation.
 
-        The samples of the splits `of` (None: all) of `clients` (None: all) are dealt by
-        one permutation from `seed`: the first floor(n / 2) to "train", the others to
-        `scored`. These clients have no other samples then; the other clients stay. Only
-        scoring may look at an evaluation half. Raises ValueError for a client with
-        fewer than two samples.
+        The n samples of a client are dealt by one permutation from `seed`: the first
+        floor(n / 2) to "train", to personalize on, and the others to `scored`. A client
+        loses its samples of other splits. Only scoring may look at an evaluation half.
+        Raises ValueError for a client with fewer than two samples.
+
+        Args:
+            clients: ids [S] of the clients whose samples are halved; None for all. The
+                other clients keep their samples.
+            seed: seeds the permutation
+            of: splits whose samples are dealt; None for all
+            scored: split of the evaluation half
         """
         ids = self._ids(clients)
         size = self._all_lists(of).size
@@ -360,10 +409,14 @@ class Federation(ClientSamples):
 
     @checked
     def keep_fraction(self, fraction: Fraction, clients: Any = None) -> Self:
-        """The first `fraction` of each training list of `clients` [S], rounded up.
+        """A federation with the first part of clients' training samples alone.
 
-        So a smaller fraction is part of a larger one. Other splits, and other clients,
-        stay.
+        The samples of a smaller fraction are among those of a larger one. Other splits,
+        and other clients, stay.
+
+        Args:
+            fraction: fraction of a client's training samples, rounded up
+            clients: ids [S] of the clients that lose samples; None for all
         """
 
         def rule(n: int) -> dict[str, Tensor]:
@@ -374,10 +427,17 @@ class Federation(ClientSamples):
     def redistribute(
         self, rule: SplitRule, clients: Any = None, of: Sequence[str] | None = None
     ) -> Self:
-        """The samples of these clients [S] in the splits `of` (None: all), dealt anew.
+        """A federation in which clients' samples are dealt to the splits anew.
 
-        What the rule names or deals from is replaced; other splits and other clients
-        stay. A split that is left without any sample is removed, but for "train".
+        A split from which samples are dealt, or to which the rule deals some, is
+        replaced. Other splits and other clients stay. A split without any sample is
+        removed, but for "train".
+
+        Args:
+            rule: for a number of samples n, the positions in 0..n-1 that go to each
+                split
+            clients: ids [S] of the clients whose samples are dealt; None for all
+            of: splits whose samples are dealt; None for all
         """
         ids = self._ids(clients)
         parts = self._deal_by_rule(rule, ids, of)
@@ -385,7 +445,8 @@ class Federation(ClientSamples):
         for split in self.splits:
             rows = self.index[split].flat.cpu()
             owner = self.index[split].owners().cpu()
-            if parts[split] or of is None or split in of:  # else all of it stays
+            is_replaced = parts[split] or of is None or split in of
+            if is_replaced:
                 stays = ~is_chosen[owner]
                 rows = rows[stays]
                 owner = owner[stays]
@@ -418,8 +479,10 @@ class Federation(ClientSamples):
         return parts
 
     def subset(self, clients: Any) -> Self:
-        """Only these clients [S], renumbered 0.. in the given order; the pool is
-        shared."""
+        """A federation of these clients [S] alone, which shares the pool.
+
+        They are renumbered from 0 in the given order.
+        """
         ids = self._ids(clients)
 
         def take(value: Any) -> Any:
@@ -443,18 +506,28 @@ class Federation(ClientSamples):
         test: NonNegativeFloat = 0.1,
         seed: Seed32 = 13,
     ) -> ClientGroups:
-        """Groups of clients, drawn at random (Motley's cross-device setting).
+        """Three groups of clients, drawn at random (Motley's cross-device setting).
 
-        Arguments are numbers of clients (int) or fractions (float). One permutation by
-        `seed`: its first ids are validation clients, the next test clients, then
-        training clients. Fractions that add up to 1 use every client: the training
-        group takes what rounding leaves.
+        Numbers of clients are given as int, fractions of the clients as float. Of one
+        permutation by `seed`, the first ids are validation clients, the next are test
+        clients, and then come training clients. Fractions that add up to 1 use every
+        client: the training group takes the clients that rounding leaves over.
+
+        Raises ValueError where there are fewer clients, or none to train.
+
+        Args:
+            train: number or fraction of the clients that train
+            val: number or fraction of the clients that choose hyper-parameters
+            test: number or fraction of the clients that are reported
+            seed: seeds the permutation
         """
         shares = (val, test, train)
         counts = []
         for share in shares:
-            is_fraction = isinstance(share, float)
-            counts.append(math.floor(share * self.n + 0.5) if is_fraction else share)
+            count = share
+            if isinstance(share, float):
+                count = math.floor(share * self.n + 0.5)
+            counts.append(count)
         if isinstance(train, float) and abs(sum(shares) - 1) < 1e-9:
             counts[2] = self.n - counts[0] - counts[1]
         left = self.n - sum(counts)
@@ -466,13 +539,19 @@ class Federation(ClientSamples):
         return ClientGroups(val=groups[0], test=groups[1], train=groups[2])
 
     def standardize(self) -> Self:
-        """Each client's features by the mean and deviation (ddof 0) of its own
-        *training* samples; a new pool, and `scaling` keeps the statistics.
+        """A federation of standardized features, in a pool of its own.
 
-        A feature that is constant there is shifted only. Statistics of other clients,
-        or of held-out samples, never enter. The models that a run on these data leaves
-        take raw features: each scales what it is given by its client's statistics, and
-        `History.adapt` a newcomer by its own training samples.
+        Each client's features are shifted by the mean of its own *training* samples,
+        and divided by their deviation (ddof 0). A feature that is constant in them is
+        shifted only. Statistics of other clients, or of held-out samples, never enter.
+        `scaling` keeps the statistics.
+
+        The models that a run on these data leaves take raw features. Each model scales
+        its inputs by its client's statistics; for a newcomer, `History.adapt` takes
+        those of the newcomer's training samples.
+
+        Raises ValueError where x is no tensor of floats, or where clients share
+        samples.
         """
         is_plain = self.x.is_floating_point() and self.fields is None
         expected = "floats in one tensor, to be standardized"
@@ -490,20 +569,25 @@ class Federation(ClientSamples):
             mean[i] = scaling.mean
             deviation[i] = scaling.deviation
         scaling = Scaling(mean, deviation)
-        if self.scaling is not None:  # of the features as they were once
+        if self.scaling is not None:
+            # These statistics are of features that were standardized before.
             scaling = scaling.combine_after(self.scaling)
         return self._copy_with(x=x, scaling=scaling)
 
     def _ids(self, clients: Any) -> Tensor:
-        """Distinct clients [S], in the given order, on the CPU; None: all."""
+        """Ids of distinct clients [S], in the given order, on the CPU.
+
+        With None for `clients` they are all clients.
+        """
         if clients is None:
             return torch.arange(self.n)
         return ids_of("clients", clients, self.n)
 
     def _all_lists(self, of: Sequence[str] | None) -> Ragged:
-        """Each client's samples of these splits (None: all), on the CPU.
+        """Lists of each client's samples of the splits `of`, on the CPU.
 
-        A client's samples of one split come after those of the split before.
+        A client's samples of one split come after those of the split before. With None
+        for `of` they are of all splits.
         """
         splits = self.splits if of is None else of
         lists = [self.lists(split).to("cpu") for split in splits]
@@ -524,47 +608,107 @@ def _group_by_owner(parts: list[tuple[Tensor, Tensor]], n: int) -> Ragged:
 
 
 def random_permutation(n: int, seed: int) -> Tensor:
-    """numpy's frozen stream: the same on every machine."""
+    """A random permutation of 0..n-1, int64 [n], the same on every machine."""
     return torch.from_numpy(np.random.RandomState(seed).permutation(n))
 
 
 def _by_split(holder: str, entry: Any) -> dict[str, Any]:
-    """A client's pairs by split."""
+    """A client's pairs (x, y) by split.
+
+    Raises ValueError for a split of an unknown name, and where "train" is missing.
+    """
     parts = dict(entry) if isinstance(entry, Mapping) else {"train": entry}
     known = set(parts) <= set(SPLITS) and "train" in parts
     require(known, holder, "'train' samples, and perhaps 'val' and 'test'", list(parts))
     return parts
 
 
-def _check_same_form(
-    holders: Sequence[str],
-    xs: Sequence[Tensor],
-    ys: Sequence[Tensor],
-    fields: Sequence[Fields | None],
-    *,
-    typed: bool,
-) -> None:
+class _Piece(NamedTuple):
+    """One client's samples of one split, of which there is at least one.
+
+    Attributes:
+        owner: number of the client
+        holder: name of the client in errors
+        split: split of the samples
+        x: inputs [m, ...]
+        y: targets [m, ...]
+        fields: fields of the inputs, if they were given as a dict
+    """
+
+    owner: int
+    holder: str
+    split: str
+    x: Tensor
+    y: Tensor
+    fields: Fields | None
+
+
+def _read_pieces(
+    clients: Any, reader: ReaderOptions, names: Sequence[str | int] | None
+) -> tuple[list[_Piece], int]:
+    """The samples of all clients in pieces, and the number of clients."""
+    count = 0
+    pieces = []
+    for i, entry in enumerate(clients):
+        count = i + 1
+        name = i if names is None else names[i]
+        holder = f"client {name}"
+        for split, pair in _by_split(holder, entry).items():
+            x, y, fields = to_pair(pair, f"{holder} ({split})", reader.dtype)
+            if len(y):
+                pieces.append(_Piece(i, holder, split, x, y, fields))
+    return pieces, count
+
+
+def _index_pieces(pieces: Sequence[_Piece], count: int) -> dict[str, Ragged]:
+    """Lists of `count` clients, by split, of samples in the order of the pieces."""
+    sizes = [len(piece.y) for piece in pieces]
+    owner_of_sample = np.repeat([piece.owner for piece in pieces], sizes)
+    splits = [piece.split for piece in pieces]
+    split_of_sample = np.repeat(splits, sizes)
+    index = {}
+    for split in SPLITS:
+        if split in splits or split == "train":
+            is_in = split_of_sample == split
+            rows = np.flatnonzero(is_in)
+            index[split] = Ragged.from_owners(rows, owner_of_sample[is_in], count)
+    return index
+
+
+def _check_same_form(pieces: Sequence[_Piece], *, typed: bool) -> None:
     """Raises ValueError where clients' samples differ in form.
 
     Args:
-        typed: also where one client has labels and another numbers
+        typed: True: also where one client has labels and another has numbers
     """
-    first = ""
-    for holder, x, y, parts in zip(holders, xs, ys, fields, strict=True):
-        form = f"{parts or list(x.shape[1:])} and {list(y.shape[1:])}"
-        if typed:
-            form += " (floats)" if y.is_floating_point() else " (int64)"
-        first = first or form
-        expected = f"inputs and targets {first}, as {holders[0]} has"
-        require(form == first, holder, expected, form)
+    first_form = _describe_form(pieces[0], typed=typed)
+    expected = f"inputs and targets {first_form}, as {pieces[0].holder} has"
+    for piece in pieces:
+        form = _describe_form(piece, typed=typed)
+        require(form == first_form, piece.holder, expected, form)
+
+
+def _describe_form(piece: _Piece, *, typed: bool) -> str:
+    """The shapes of a sample in words, with the kind of its target if `typed`."""
+    inputs = piece.fields or list(piece.x.shape[1:])
+    form = f"{inputs} and {list(piece.y.shape[1:])}"
+    if not typed:
+        return form
+    kind = "floats" if piece.y.is_floating_point() else "int64"
+    return f"{form} ({kind})"
 
 
 def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
-    """The samples [n] by client, and the ids [N] in ascending order."""
-    ids: Any = np.asarray(client.cpu() if isinstance(client, Tensor) else client)
+    """The samples [n] of each client, and the clients' ids [N] in ascending order.
+
+    Raises ValueError unless there is an id, a whole number or a string, per sample.
+    """
+    if isinstance(client, Tensor):
+        client = client.cpu()
+    ids: Any = np.asarray(client)
     if ids.dtype == object and all(isinstance(i, str) for i in ids):
         ids = ids.astype(str)
-    # In a list with strings numpy turns everything into strings, also None.
+    # Of a list with strings numpy makes an array of strings alone: None becomes "None".
     is_list = isinstance(client, list | tuple)
     mixed = is_list and len({isinstance(i, str) for i in client}) > 1
     fits = ids.shape == (count,) and ids.dtype.kind in "iuU" and not mixed

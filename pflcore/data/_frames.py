@@ -2,7 +2,11 @@
 
 Their packages are not imported. A table must have names for its columns, and must give
 a column by its name, which numpy then reads.
+
+Symbols: a table has n rows, one per sample, and D columns of features.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +24,7 @@ def column_names(table: Any) -> list[Any] | None:
 
     Raises ValueError for a dict of tables by split.
     """
-    # `columns` comes second: an Arrow table has the columns themselves there.
+    # `columns` comes second: of an Arrow table these are no names, but the columns.
     names = getattr(table, "column_names", None)
     if names is None:
         names = getattr(table, "columns", None)
@@ -36,7 +40,8 @@ def read_columns(
 ) -> tuple[Array, Array, Array]:  # x [n, D] or [n, ...], y [n], client [n]
     """The inputs x, the targets, and the samples' clients.
 
-    The inputs are all other columns side by side, or a single column of arrays.
+    The inputs are all other columns side by side, or a single column of arrays. Raises
+    ValueError where a column is missing, or where one of the inputs is not of numbers.
 
     Args:
         names: the names of the table's columns
@@ -59,7 +64,10 @@ def read_columns(
 
 
 def _stack_columns(columns: list[Array]) -> Array:
-    """The columns [n] side by side, [n, D]: float32 if all are, else float64."""
+    """The columns [n] side by side, [n, D]: float32 if all are, else float64.
+
+    Raises ValueError where one column of several has arrays.
+    """
     shapes = [column.shape for column in columns]
     are_flat = all(len(shape) == 1 for shape in shapes)
     expected = "one number a row in each column, or a single column of arrays"

@@ -7,6 +7,8 @@ Symbols: n samples, B of them in a batch; D numbers in a row of fields; F featur
 sequence has T steps, or t_i before it is padded.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -31,7 +33,13 @@ TARGET_KEYS = ("y", "label", "labels", "target", "targets", "class")
 
 
 class Field(NamedTuple):
-    """One tensor of a sample: its name, shape and dtype."""
+    """One tensor of a sample: its name, shape and dtype.
+
+    Attributes:
+        name: key of the tensor in a sample's dict
+        shape: shape of the tensor of one sample
+        dtype: dtype of the tensor that the model receives
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -53,7 +61,7 @@ class Fields(tuple[Field, ...]):
         return ", ".join(map(str, self))
 
     def split_fields(self, x: Tensor) -> dict[str, Tensor]:
-        """The fields [B, *shape], by name, of the rows x [B, D]."""
+        """The fields [B, *shape] of the rows x [B, D], by name."""
         widths = [prod(field.shape) for field in self]
         columns = x.split(widths, -1)
         values = {}
@@ -72,7 +80,7 @@ class Fields(tuple[Field, ...]):
 def to_inputs(
     value: Any, name: str, dtype: torch.dtype | None
 ) -> tuple[Tensor, Fields | None]:
-    """The tensor [n, ...] of an array, or the rows [n, D] and the fields of a dict.
+    """Inputs as a tensor [n, ...]; of a dict, rows [n, D] and their fields.
 
     Rows have the dtype `dtype`, or float32 where it is None. Raises ValueError where a
     whole number of a dict is not exact in it.
@@ -115,7 +123,7 @@ def _check_exact(parts: dict[str, Tensor], name: str, dtype: torch.dtype) -> Non
 
 
 def to_tensor(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """An array as a tensor, without a copy where torch can read it.
+    """An array as a tensor, without a copy where torch reads it.
 
     Floats become `dtype`, where it is given. Bool becomes 1 and 0 of `dtype`, or of
     float32. Integers of 16 and 32 bits become int64 (tokens).
@@ -129,7 +137,10 @@ def to_tensor(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor
 def to_tensor_or_bool(
     value: Any, name: str, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """An array as `to_tensor` returns it, but bool stays bool."""
+    """An array as `to_tensor` returns it, but bool stays bool.
+
+    Raises ValueError for a value that is no array of numbers.
+    """
     try:
         tensor = value.detach() if isinstance(value, Tensor) else _read_array(value)
     except (TypeError, ValueError, RuntimeError):
@@ -143,17 +154,18 @@ def to_tensor_or_bool(
 
 
 def _read_array(value: Any) -> Tensor:
-    """The tensor of whatever numpy reads.
-
-    torch accepts no negative strides, and only the byte order of the machine.
-    """
+    """The tensor of a value that numpy reads as an array."""
+    # torch accepts no negative strides, and only the byte order of the machine.
     array = np.asarray(value, order="C")
     native_dtype = array.dtype.newbyteorder("=")
     return torch.as_tensor(array.astype(native_dtype, copy=False))
 
 
 def to_targets(value: Any, name: str) -> Tensor:
-    """Targets [n, ...]: floats as they are, int64 for whole numbers and for bool."""
+    """Targets [n, ...]: unchanged floats, or int64 for whole numbers and bool.
+
+    Raises ValueError for other values, and for whole numbers that int64 does not hold.
+    """
     targets = to_tensor_or_bool(value, name)
     require(not targets.is_complex(), name, "real numbers", targets)
     if targets.is_floating_point():
@@ -169,8 +181,9 @@ def to_pair(
 ) -> tuple[Tensor, Tensor, Fields | None]:
     """The tensors x [n, ...] and y [n, ...], and the fields of x.
 
-    The value is the tuple (x, y), or a list or Dataset of such tuples, which is read
-    once. Both tensors are [0] where it has no samples.
+    The value is the tuple (x, y), or a list or Dataset of tuples (x_j, y_j), which is
+    read once. Both tensors are [0] where there are no samples. Raises ValueError unless
+    there is one target for each input.
     """
     x, y = value if _is_pair(value, name) else _read_samples(value, name)
     x, fields = to_inputs(x, f"x of {name}", dtype)
@@ -200,7 +213,7 @@ def _is_pair(value: Any, name: str) -> bool:
 
 
 def _read_samples(dataset: Any, name: str) -> Any:
-    """All samples of a Dataset: x [n, ...], perhaps a dict, and y [n, ...]."""
+    """All samples x [n, ...] (or a dict) and y [n, ...] of a Dataset."""
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         return dataset.tensors
     _check_dataset(dataset, name)
@@ -217,7 +230,7 @@ def _read_samples(dataset: Any, name: str) -> Any:
 
 
 def _stack_values(values: list[Any]) -> Any:
-    """The samples' values as one tensor [n, ...], or as a dict of such tensors.
+    """Values of samples as one tensor [n, ...] or a dict of tensors.
 
     A list of numbers becomes a row. torch's `default_collate` would make it a column.
     """
@@ -232,7 +245,7 @@ def _stack_values(values: list[Any]) -> Any:
 
 
 def _check_dataset(dataset: Any, name: str) -> None:
-    """Raises ValueError for a value without numbered samples; it says how to get them.
+    """Raises ValueError, with a remedy, for a value without numbered samples.
 
     A data frame, a loader and an iterator each have a remedy of their own.
     """
@@ -258,7 +271,7 @@ def _check_dataset(dataset: Any, name: str) -> None:
 
 
 def _check_item(item: Any, name: str) -> None:
-    """Raises ValueError unless a Dataset's item is a pair; it says how to make one."""
+    """Raises ValueError, with a remedy, unless a Dataset's item is a pair."""
     if isinstance(item, tuple | list) and len(item) == 2:
         return
     if isinstance(item, Mapping):
@@ -272,10 +285,11 @@ def _check_item(item: Any, name: str) -> None:
 
 
 def _likely_keys(item: Mapping[Any, Any]) -> tuple[str, str]:
-    """The keys of an input and of a target; "x" and "y" where there are fewer than two.
+    """The likely keys of an input and a target in a dict.
 
-    Keys that are usual names of a target are sorted to the end.
+    They are "x" and "y" where the dict has fewer than two keys.
     """
+    # Keys that are usual names of a target are sorted to the end.
     keys = sorted(map(str, item), key=lambda key: key.lower() in TARGET_KEYS)
     if len(keys) < 2:
         return "x", "y"
@@ -285,7 +299,7 @@ def _likely_keys(item: Mapping[Any, Any]) -> tuple[str, str]:
 def has_single_step(x: Tensor, fields: Fields | None = None) -> bool:
     """True for sequences of one step, whose labels are [n, 1].
 
-    They are [n, 1, F], tokens [n, 1], or fields with a mask of one step.
+    These sequences are [n, 1, F], tokens [n, 1], or fields with a mask of one step.
     """
     if fields:
         return any(field.name == "mask" and field.shape == (1,) for field in fields)
@@ -296,10 +310,12 @@ def has_single_step(x: Tensor, fields: Fields | None = None) -> bool:
 def mask_labels(y: Tensor, x: Tensor, fields: Fields | None) -> Tensor:
     """Labels [n, T], `IGNORED_LABEL` where the field "mask" [T] is false.
 
-    Targets without such a mask stay as they are.
+    Targets stay as they are where there is no bool mask of their shape.
     """
     mask = fields.split_fields(x).get("mask") if fields else None
-    if mask is None or mask.dtype != torch.bool or mask.shape != y.shape or y.dim() < 2:
+    if mask is None or mask.dtype != torch.bool:
+        return y
+    if mask.shape != y.shape or y.dim() < 2:
         return y
     expected = "labels of the steps of which x has a mask"
     require(not y.is_floating_point(), "y", expected, y)
@@ -310,18 +326,24 @@ def mask_labels(y: Tensor, x: Tensor, fields: Fields | None) -> Tensor:
 def pad_sequences(
     sequences: Sequence[Any], value: Number = 0, length: PositiveInt | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sequences [t_i, ...] padded with `value` to [n, T, ...], and their mask.
+    """Sequences [t_i, ...] padded to one tensor [n, T, ...], and their mask.
 
-    The mask is bool [n, T]. T is the length of the longest sequence, or `length`, which
-    cuts longer ones off. Give both to a federation as fields of one input,
-    `{"tokens": tokens, "mask": mask}`. The model then receives such a dict, and losses
-    and accuracies leave out the labels [n, T] of masked steps.
+    The mask is bool [n, T], False for padded steps. Give both to a federation as fields
+    of one input, `{"tokens": tokens, "mask": mask}`. The model then receives a dict
+    with these keys, and losses and accuracies leave out the labels [n, T] of padded
+    steps.
 
     Raises ValueError where there is no sequence, or where one has other features or
     another dtype than the first.
 
     >>> pad_sequences([[5, 6, 7], [8]])[0].tolist()
     [[5, 6, 7], [8, 0, 0]]
+
+    Args:
+        sequences: arrays of one dtype, or lists of numbers
+        value: number that is put in padded steps
+        length: T; longer sequences are cut off after T steps. None for the length of
+            the longest sequence.
     """
     rows = []
     for i, sequence in enumerate(sequences):

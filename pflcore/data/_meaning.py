@@ -4,9 +4,10 @@ It is applied to all clients at once. A client's own samples never decide it: on
 may have whole numbers, one class or no -1 by chance. Nor are labels changed that a
 caller hands over: a loss of the caller's own may count on them.
 
-"Objects" are what Python hands over with a type of its own (arrays, tensors, lists,
-data frames); "files" are CSV, JSON, npz and .mat, whose numbers often have lost theirs.
-n samples have T steps each, where they have steps.
+"Objects" are values of Python that have a type (arrays, tensors, lists, data frames).
+"Files" are CSV, JSON, npz and .mat, whose numbers often have lost their type.
+
+Symbols: n samples, of T steps each where they have steps.
 
 targets                    of objects                     of files
 -------------------------  -----------------------------  -----------------------------
@@ -18,9 +19,9 @@ labels [n, 1]              labels [n] if x has no steps   labels [n] if x has no
 -100 in [n, T]             left out of losses             left out of losses
 words, dates, complex      refused                        refused
 
-`classes` is the number of classes. Left to be inferred, it is the largest label plus
-one, and more classes than labels are refused: they are prices, years or ids.
-`classes=None` makes all targets numbers, which are predicted by regression.
+`classes` is the number of classes. Where it is to be inferred, it is the largest label
+plus one, and more classes than labels are refused: the numbers are prices, years or
+ids. With `classes=None` all targets are numbers, which are predicted by regression.
 
 Inputs become:
 
@@ -28,10 +29,13 @@ Inputs become:
 - int16, int32, int64: int64, exactly (tokens); in JSON where all are written as
   integers
 - whole numbers in a CSV: floats, as its columns have no type
-- floats of one client and integers of another: floats, where no whole number is rounded
+- floats of one client and integers of another: floats, and refused where a whole
+  number would be rounded
 - uint8 and other bytes: refused; images are to be floats, and normalized
 - words, dates, complex: refused
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -44,16 +48,26 @@ from pflcore.data._inputs import IGNORED_LABEL
 
 Classes = PositiveInt | Literal["infer"] | None
 MAX_EXACT_FLOAT32 = 2**24  # whole numbers up to here are exact in float32
-MAX_LABEL = 2**62  # of a label that int64 holds; none is as large
+# Larger whole numbers in floats are clamped to this before they become int64, which
+# could not hold all of them. No number of classes is as large, so they are refused.
+MAX_LABEL = 2**62
 
 
 class ReaderOptions(NamedTuple):
-    """Options that say which column of the table a reader uses."""
+    """Options that say which column of the table a reader uses.
+
+    Attributes:
+        classes: number of classes; "infer" for the largest label plus one; None for
+            numbers to predict
+        dtype: dtype that floats are converted to; None keeps the dtype they have
+        from_files: True for the column "of files", False for "of objects"
+        single_client: True for one client of a federation whose other clients are not
+            seen
+    """
 
     classes: Classes = "infer"
-    dtype: torch.dtype | None = torch.float32  # of floats; None: as they come
+    dtype: torch.dtype | None = torch.float32
     from_files: bool = False
-    # one client of a federation whose other clients are not seen
     single_client: bool = False
 
 
@@ -65,20 +79,25 @@ def interpret_targets(
     single_step: bool = False,
     name: str = "y",
 ) -> tuple[Tensor, int | None]:
-    """The targets [n, ...] of all clients by the table, and their number of classes.
+    """The targets [n, ...] by the table, and their number of classes.
 
     Numbers get the reader's dtype; where it has none, floats stay, and whole numbers
     become `float_dtype`. Raises ValueError where labels are negative or have more
     classes than there are labels.
 
     Args:
-        single_step: labels [n, 1] are those of one step
+        y: the targets of all clients, as they were read
+        reader: options that say which column of the table counts
+        float_dtype: dtype of whole numbers that become floats, where the reader has
+            none
+        single_step: True where labels [n, 1] are those of sequences of one step
+        name: name of the targets in errors
     """
     is_column = y.dim() == 2 and y.shape[1] == 1 and not single_step
     one_per_sample = y.dim() == 1 or is_column
-    may_be_labels = reader.classes is not None and (
-        reader.from_files or reader.classes != "infer"
-    )
+    infers_classes = reader.classes == "infer"
+    has_untyped_numbers = reader.from_files or not infers_classes
+    may_be_labels = reader.classes is not None and has_untyped_numbers
     if may_be_labels and one_per_sample and _are_whole_numbers(y):
         y = y.clamp(-MAX_LABEL, MAX_LABEL).long()
     if reader.classes is None or y.is_floating_point():
@@ -96,11 +115,12 @@ def interpret_targets(
 
 
 def _are_whole_numbers(y: Tensor) -> bool:
+    """True where all numbers are finite and whole."""
     return bool((y.isfinite() & (y == y.round())).all())
 
 
 def _are_signs(y: Tensor) -> bool:
-    """Whether these are -1 and 1, both of them and nothing else."""
+    """True for targets [n] that are -1 and 1, and nothing else."""
     if y.dim() != 1 or not y.numel():
         return False
     lowest, highest = y.aminmax()
@@ -123,9 +143,8 @@ def _count_classes(y: Tensor, reader: ReaderOptions, name: str) -> int:
     if not reader.single_client and high >= max(count, 1):
         remedy = ""
         if high < MAX_LABEL:
-            remedy = (
-                f" or classes={high + 1} (--classes {high + 1}) for so many classes,"
-            )
+            num = high + 1
+            remedy = f" or classes={num} (--classes {num}) for so many classes,"
         expected = f"labels below {count}, the number of samples,{remedy} or {numbers}"
         reject(name, expected, high)
     return max(high + 1, 1)
@@ -138,6 +157,11 @@ def merge_inputs(
 
     Raises ValueError where a whole number of one client would be rounded because
     another client has floats.
+
+    Args:
+        parts: inputs of each client and split
+        names: their clients, for errors
+        float_dtype: dtype of the floats
     """
     if len({part.is_floating_point() for part in parts}) > 1:
         expected = (

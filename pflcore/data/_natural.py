@@ -1,11 +1,15 @@
-"""Data that comes with its clients.
+"""Data that come with their clients.
 
 They are School, Vehicle, EMNIST by writer, LEAF's JSON files, and a folder with one
 file per client. A reader makes {client: {split: (x, y)}}, arrays of numbers as the file
-has them; `_federation` does the rest, by the table in `_meaning`. Readers raise OSError
-or ValueError, one sentence that names the file, where one is missing or holds something
-else.
+has them; `_federation` does the rest, by the table in `_meaning`. Where a file is
+missing or holds something else, readers raise OSError or ValueError with one sentence
+that names the file.
+
+Symbols: N clients; client i has n_i samples of D features; n rows are in a file.
 """
+
+from __future__ import annotations
 
 import contextlib
 import csv
@@ -41,9 +45,12 @@ def school(root: AnyPath | None = None) -> Federation:
     """School (Inner London Education Authority): exam scores of 139 schools.
 
     There are 15,362 students, with 28 features (the last is the constant 1). Targets
-    are (score - 1) / (70 - 1), the extremes being those of all scores. Everything is in
-    "train": hold out samples by `split`, then `standardize`. Reads
-    ``school/school.mat`` (MALSAR's cell format) under ``root``.
+    are (score - 1) / (70 - 1): 1 and 70 are the lowest and the highest of all scores.
+    All samples are in "train": hold out samples by `split`, then `standardize`. Reads
+    ``school/school.mat`` (MALSAR's cell format).
+
+    Args:
+        root: the data folder; None for the folder that PFLCORE_DATA names
     """
     x, y = read_cells(_root(root) / "school" / "school.mat")
     check_published("school", digest_of(*x, *y), "44afd5cc166e1c1c")
@@ -60,6 +67,9 @@ def vehicle(root: AnyPath | None = None) -> Federation:
 
     There are 43,695 samples of 100 features. Labels -1 and 1 become 0 and 1. Reads
     ``vehicle/vehicle.mat`` (MALSAR's cell format).
+
+    Args:
+        root: the data folder; None for the folder that PFLCORE_DATA names
     """
     x, y = read_cells(_root(root) / "vehicle" / "vehicle.mat")
     reader = ReaderOptions(2, from_files=True)
@@ -70,8 +80,11 @@ def femnist(root: AnyPath | None = None) -> Federation:
     """EMNIST by writer: 62 classes, images [n, 1, 28, 28].
 
     Reads LEAF's JSON files, or TFF's ``fed_emnist_train.h5`` and
-    ``fed_emnist_test.h5``, under ``femnist/``. Pixels stay as the files
-    have them (white paper is 1 in both).
+    ``fed_emnist_test.h5``, in the folder ``femnist/``. Pixels stay as the files have
+    them (white paper is 1 in both).
+
+    Args:
+        root: the data folder; None for the folder that PFLCORE_DATA names
     """
     base = _root(root) / "femnist"
     if not (base / "fed_emnist_train.h5").is_file():
@@ -101,14 +114,16 @@ def leaf(
 
     A file holds ``{"users": [...], "num_samples": [...], "user_data": {user: {"x":
     [...], "y": [...]}}}``. ``path`` is one file, a folder of files, or a folder with
-    ``train/`` and ``test/`` (below ``data/`` too). Clients are in the order of the
+    ``train/`` and ``test/``, which may be in ``data/``. Clients are in the order of the
     training users. Where the test users are other people (LEAF's split by user), all
     users' samples are "train", and ``truth["held_out"]`` [N] marks the test users.
     Targets and inputs are interpreted for all users together (docs/data.md).
 
     Args:
+        path: the file or the folder
         classes: number of classes; infer takes the largest label plus one; None reads
             targets as numbers to predict
+        name: name of the data, for summaries and records
     """
     base = Path(path)
     if (base / "data" / "train").is_dir():
@@ -144,13 +159,16 @@ def folder(
     A file is ``.npz`` (arrays x, y; or x_train, y_train, x_test, y_test, ...) or
     ``.csv`` (numbers, one row per sample, in the grammar of Python's csv module). Files
     in ``train/`` and ``test/`` (and ``val/``) with the same names are one client's
-    splits. Clients are in the order of the names, numbers in them counted as numbers.
-    Targets and inputs are interpreted for all files together (docs/data.md).
+    splits. Clients are in the order of the names; numbers in a name count as numbers,
+    so client2 is before client10. Targets and inputs are interpreted for all files
+    together (docs/data.md).
 
     Args:
+        path: the folder with the files, or with a folder for each split
         target: the CSV column of the targets, by number or by its name in the header
         classes: number of classes; infer takes the largest label plus one; None reads
             targets as numbers to predict
+        name: name of the data, for summaries and records
     """
     base = Path(path)
     clients = Pairs()
@@ -175,7 +193,10 @@ def folder(
 
 
 def _federation(clients: Pairs, reader: ReaderOptions, name: str) -> Federation:
-    """A federation of clients that all have training samples."""
+    """A federation of these clients.
+
+    Raises ValueError where a client has no training samples.
+    """
     without = [client for client, pairs in clients.items() if "train" not in pairs]
     require(not without, "path", "training samples of every client", without[:5])
     return Federation._from_reader(clients.values(), reader, name, list(clients))
@@ -185,7 +206,10 @@ def _federation(clients: Pairs, reader: ReaderOptions, name: str) -> Federation:
 
 
 def _root(root: AnyPath | None) -> Path:
-    """The data folder: `root`, or PFLCORE_DATA."""
+    """The data folder: `root`, or else the one that PFLCORE_DATA names.
+
+    Raises ValueError where neither names a folder.
+    """
     path = os.environ.get("PFLCORE_DATA") if root is None else root
     expected = "the folder of the data (or set PFLCORE_DATA)"
     require(path is not None, "root", expected, path)
@@ -193,9 +217,11 @@ def _root(root: AnyPath | None) -> Path:
 
 
 def _split_folders(base: Path, *kinds: str) -> dict[str, Path]:
-    """A folder for each split; without such folders `base` is that of "train".
+    """The folder of each split.
 
-    Raises ValueError for files of these kinds beside the folders.
+    Where `base` has no folders of splits, it is the folder of "train" itself. Raises
+    FileNotFoundError where there are folders of splits without ``train/``, and
+    ValueError where `base` has both these folders and files of these kinds.
     """
     parts = {split: base / split for split in SPLITS if (base / split).is_dir()}
     if not parts:
@@ -213,8 +239,9 @@ def _split_folders(base: Path, *kinds: str) -> dict[str, Path]:
 def _list_files(part: Path, *kinds: str) -> list[Path]:
     """The files in a folder, client2 before client10.
 
-    Only files of these kinds may be there, apart from a README, hidden files and
-    folders. They are regular files: a pipe or a device would be read without end.
+    Raises FileNotFoundError where the folder holds no file of these kinds, or anything
+    else but a README, a license, hidden files and folders. A pipe or a device would be
+    read without end, so only regular files are accepted.
     """
     visible = [path for path in part.glob("*") if not path.name.startswith(".")]
     files = []
@@ -241,9 +268,9 @@ def _natural(path: Path) -> str:
 
 
 def read_cells(path: Path) -> tuple[list[Any], list[Any]]:
-    """The clients' x [n_i, d] and y [n_i], float64, from MALSAR's cell format.
+    """Each client's x [n_i, D] and y [n_i], float64, from MALSAR's cell format.
 
-    ``X`` is a cell of [n_i, d] matrices and ``Y`` one of [n_i, 1], with an entry per
+    ``X`` is a cell of [n_i, D] matrices and ``Y`` one of [n_i, 1], with an entry per
     client.
     """
     io = import_optional("scipy.io", "data: it", DATA_FOLDER_HINT)
@@ -257,7 +284,7 @@ def read_cells(path: Path) -> tuple[list[Any], list[Any]]:
 
 
 def _leaf_users(path: Path) -> dict[str, tuple[Any, Any]]:
-    """The users' x and y from a file, or from all files of a folder."""
+    """The x and y of each user in a file or folder."""
     users: dict[str, tuple[Any, Any]] = {}
     expected = "LEAF's users and user_data, each user once, numbers as x and y"
     for file in [path] if path.is_file() else _list_files(path, ".json"):
@@ -273,7 +300,7 @@ def _leaf_users(path: Path) -> dict[str, tuple[Any, Any]]:
 
 
 def _to_number_array(values: Any, name: str) -> Any:
-    """An array of real numbers, of the type that they have.
+    """The values as an array of real numbers, which keep their type.
 
     Raises ValueError for words, dates, complex numbers and records.
     """
@@ -288,7 +315,10 @@ def _to_number_array(values: Any, name: str) -> Any:
 
 
 def _npz(path: Path, split: str) -> dict[str, tuple[Any, Any]]:
-    """The client's x and y by split; arrays x and y are of this split."""
+    """A client's x and y by split.
+
+    Arrays whose names have no split, x and y, are of the split `split`.
+    """
     text = (
         f"{path}: expected arrays of numbers x and y, or x_train and y_train, got none"
     )
@@ -317,7 +347,7 @@ def _npz(path: Path, split: str) -> dict[str, tuple[Any, Any]]:
 
 
 def _csv(path: Path, target: int | str) -> tuple[tuple[str, ...], tuple[Any, Any]]:
-    """The header, () for none, and x, y.
+    """The header (or ()), the inputs x and the targets y.
 
     Header and rows are read by one grammar, that of Python's csv module. A header has
     no number, or counts its columns, as pandas writes it for an array.
@@ -335,11 +365,12 @@ def _csv(path: Path, target: int | str) -> tuple[tuple[str, ...], tuple[Any, Any
     require(len(first) > 1 and len(columns) == 1, "target", expected, target)
     x = np.delete(rows, columns[0], 1)
     y = rows[:, columns[0]]
-    return first if has_header else (), (x, y)
+    header = first if has_header else ()
+    return header, (x, y)
 
 
 def _read_table(reader: Any) -> tuple[tuple[str, ...], bool, Any]:
-    """The first row, whether it is a header, and all other rows as float64 [n, D].
+    """The first row, True for a header, and the data rows, float64 [n, D].
 
     Blank rows are skipped. Raises ValueError, with the number of the line, where a row
     has another length than the first, or a value that is no number.
@@ -352,7 +383,7 @@ def _read_table(reader: Any) -> tuple[tuple[str, ...], bool, Any]:
     column_numbers = tuple(map(str, range(len(first))))
     has_header = not any(map(_is_number, first)) or first == column_numbers
     data_rows = rows if has_header else itertools.chain([first], rows)
-    # One growing buffer of doubles: lists of Python's floats take four times as much.
+    # A growing buffer of doubles: lists of Python's floats take four times the memory.
     values = array("d")
     expected = f"{len(first)} values, as the first line has"
     for row in data_rows:
@@ -368,7 +399,7 @@ def _is_blank(row: Sequence[str]) -> bool:
     return not any(cell.strip() for cell in row)
 
 
-def _append_numbers(values: "array[float]", row: Sequence[str], line: str) -> None:
+def _append_numbers(values: array[float], row: Sequence[str], line: str) -> None:
     """Appends the numbers of a row's cells to `values`.
 
     Raises ValueError for the first cell that is no number.
@@ -385,7 +416,7 @@ def _append_numbers(values: "array[float]", row: Sequence[str], line: str) -> No
 
 
 def _is_number(text: str) -> bool:
-    """True where Python reads the text as a number, and it has no "_"."""
+    """True where Python reads the text as a number without "_"."""
     with contextlib.suppress(ValueError):
         float(text)
         return "_" not in text
@@ -393,7 +424,7 @@ def _is_number(text: str) -> bool:
 
 
 def _find_separator(text: str) -> str:
-    """The separator between values where it is no comma, quoted; "" for none."""
+    """The quoted separator that replaces the comma in a text, or ""."""
     for separator in (";", "\t", "|", " "):
         if separator in text.strip():
             return repr(separator)
@@ -401,7 +432,7 @@ def _find_separator(text: str) -> str:
 
 
 def _number_hint(text: str) -> str:
-    """A remedy for a value that is no number; "" where none is known."""
+    """A remedy for a value that is no number, or ""."""
     separator = _find_separator(text)
     if separator:
         return f" (',' between values, where this has {separator})"

@@ -17,24 +17,32 @@ from pflcore.data._federation import Federation, HeldOut
 from pflcore.data._inputs import IGNORED_LABEL
 from pflcore.data._meaning import ReaderOptions
 
-DEFAULT_SHARES = {"val": 0.15, "test": 0.15}  # Motley's split of a client's own samples
+# Shares of a client's samples that Motley holds out.
+DEFAULT_SHARES = {"val": 0.15, "test": 0.15}
 
 
 @dataclass(frozen=True)
 class StudyProtocol:
-    """A federation with roles.
+    """A federation, and the roles of its clients in a study.
 
     Hyper-parameters are chosen with `without_test`. It has no test split, so no choice
     can depend on test data.
+
+    Attributes:
+        data: all clients, with every split
+        train_clients: ids, int64, of the clients that take part in training
+        tuning_clients: ids of the clients whose "val" samples decide on
+            hyper-parameters
+        report_clients: ids of the clients whose "test" samples give the reported
+            numbers
+        study: "cross-silo", "cross-device", or "" for neither
     """
 
-    data: Federation  # all clients, with every split
-    train_clients: Tensor  # ids of the clients that take part in training
-    # Ids of the clients whose "val" samples decide on hyper-parameters.
+    data: Federation
+    train_clients: Tensor
     tuning_clients: Tensor
-    # Ids of the clients whose "test" samples give the reported numbers.
     report_clients: Tensor
-    study: str  # "cross-silo", "cross-device", or "" for neither
+    study: str
 
     @property
     def without_test(self) -> Federation:
@@ -46,15 +54,18 @@ class StudyProtocol:
     def keep(self, fraction: float) -> StudyProtocol:
         """The protocol with a part of the reported clients' training samples.
 
-        These are a client's personalization set. The part is the first one, so a
-        smaller fraction's samples are among a larger one's.
+        These samples are a client's personalization set. The first of them are kept, so
+        the samples of a smaller fraction are among those of a larger one.
+
+        Args:
+            fraction: fraction of the samples that is kept, above 0 and at most 1
         """
         data = self.data.keep_fraction(fraction, self.report_clients)
         return replace(self, data=data)
 
 
 def without_roles(data: Federation, setting: str = "") -> StudyProtocol:
-    """The data as they are, with every client in every role."""
+    """The data without a change, with every client in every role."""
     ids = torch.arange(data.n)
     return StudyProtocol(data, ids, ids, ids, setting)
 
@@ -68,17 +79,24 @@ def cross_silo(
     *,
     standardize: bool = False,
 ) -> StudyProtocol:
-    """Splits every client's samples; every client has every role.
+    """Motley's cross-silo study: every client's samples are split.
 
-    Without `val` and `test`, samples that the federation holds out already stay held
-    out. What it lacks of 70 / 15 / 15 % is taken from "train". With one of them, all of
-    a client's samples are divided anew. Raises ValueError where samples are divided and
-    their features were standardized before: by samples that are held out now.
+    Every client has every role. Without `val` and `test`, a client's samples are split
+    into 70 % for training, 15 % for validation and 15 % for testing. A split that the
+    federation already has stays, and only the missing one is taken from "train". With
+    `val` or `test`, all of a client's samples are divided anew.
+
+    Raises ValueError where samples are to be divided and their features were
+    standardized before. Statistics of held-out samples would be in the features.
 
     Args:
-        val: share of a client's samples for choosing hyper-parameters
-        test: share of a client's samples for reported results
-        standardize: each client's features by its own training samples, after the split
+        data: the federation whose clients' samples are split
+        val: share of a client's samples for choosing hyper-parameters, from 0 to below
+            1
+        test: share of a client's samples for reported results, from 0 to below 1
+        seed: seeds the choice of the samples
+        standardize: standardize each client's features by its own training samples,
+            after the split
     """
     if val is not None or test is not None:
         _check_unstandardized(data)
@@ -88,7 +106,8 @@ def cross_silo(
         if missing:
             _check_unstandardized(data)
             # Motley's shares are of all samples, and "train" holds only this part.
-            train_share = 1 - 0.15 * (2 - len(missing))
+            held_out = sum(v for s, v in DEFAULT_SHARES.items() if s not in missing)
+            train_share = 1 - held_out
             shares: dict[str, Any] = {s: v / train_share for s, v in missing.items()}
             data = data.split(**shares, seed=seed)
     if standardize:
@@ -106,20 +125,26 @@ def cross_device(
     *,
     standardize: bool = False,
 ) -> StudyProtocol:
-    """Splits the clients into those that train, that choose, and that are reported.
+    """Motley's cross-device study: the clients are split into three groups.
 
-    The samples of a validation or test client are halved into a personalization set,
-    its "train", and an evaluation set, its "val" or "test". Only the samples in "train"
-    are used, as in Motley's EMNIST. Validation and test clients never take part in
-    training: a method with client state evaluates them from a new client's state.
-    Raises ValueError where the features were standardized before.
+    The groups are the clients that train, the clients that choose hyper-parameters
+    (validation), and the clients that are reported (test). The samples of a validation
+    or test client are halved into a personalization set, its "train", and an evaluation
+    set, its "val" or "test". Only the samples in the federation's "train" are used, as
+    in Motley's EMNIST. Validation and test clients never take part in training: a
+    method with client state evaluates them from a new client's state.
+
+    Raises ValueError where the features were standardized before, and where a group
+    would have no client.
 
     Args:
-        train: number or fraction of the clients that train
+        data: the federation whose clients are split
+        train: number (int) or fraction (float) of the clients that train
         val: number or fraction of the clients that choose hyper-parameters
         test: number or fraction of the clients that are reported
-        standardize: each client's features by its own training samples, of a validation
-            or test client by its personalization set alone
+        seed: seeds the choice of the clients and the halves
+        standardize: standardize each client's features by its own training samples; of
+            a validation or test client these are its personalization set alone
     """
     groups = data.split_clients(train, val, test, seed)
     sizes = [len(ids) for ids in groups]
@@ -150,7 +175,7 @@ def with_validation(data: Federation, seed: int = 0, share: float = 0.2) -> Fede
     """The federation with a split "val"; unchanged where it has one.
 
     The split is a random `share` of each client's training samples. A client with a
-    single training sample keeps it, and has none for validation.
+    single training sample keeps it, and has no validation sample.
     """
     if "val" in data.index:
         return data
@@ -159,10 +184,11 @@ def with_validation(data: Federation, seed: int = 0, share: float = 0.2) -> Fede
 
 
 def mask_ignored_label(data: Federation, label: int) -> Federation:
-    """The federation with `IGNORED_LABEL`, which the loss leaves out, for `label`.
+    """The federation with `IGNORED_LABEL` in place of `label`.
 
-    Where `label` is the last class, the classes are counted without it. Raises
-    ValueError where clients have labels of their own (`relabel`).
+    Losses leave out these labels. Where `label` is the last class, the classes are
+    counted without it. Raises ValueError where clients have labels of their own
+    (`relabel`).
     """
     y = data.y
     classes = data.classes
@@ -178,7 +204,10 @@ def mask_ignored_label(data: Federation, label: int) -> Federation:
 
 
 def single_client_federation(samples: Any, **options: Any) -> Federation:
-    """One client's samples, in any form that a federation reads, as a federation."""
+    """A federation of one client's samples, which have any readable form.
+
+    Raises ValueError for a federation of several clients.
+    """
     if isinstance(samples, Federation):
         data = samples
     else:

@@ -1,8 +1,10 @@
 """The samples of a federation: the data, their checks, and questions about them.
 
-Symbols: N clients, S of them in a selection, C classes; client i has n_i samples in a
-split; B samples are in a batch.
+Symbols: N clients (`n` in code), S of them in a selection, C classes; client i has n_i
+samples in a split; B samples are in a batch; D numbers are in a row of fields.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,13 +31,19 @@ SPLITS = ("train", "val", "test")
 
 
 class Scaling(NamedTuple):
-    """Statistics by which features were standardized: x = (raw - mean) / deviation."""
+    """Statistics by which features were standardized.
 
-    # [N, ...] float64, of each client's training samples; of one client [...]
+    A standardized feature is x = (raw - mean) / deviation.
+
+    Attributes:
+        mean: [N, ...] float64, of each client's training samples; of one client [...]
+        deviation: of the same shape and samples; 1 where a feature is constant
+    """
+
     mean: Tensor
-    deviation: Tensor  # the same; 1 where a feature is constant
+    deviation: Tensor
 
-    def for_client(self, client: int) -> "Scaling":
+    def for_client(self, client: int) -> Scaling:
         """The statistics [...] of one client."""
         return Scaling(self.mean[client], self.deviation[client])
 
@@ -48,7 +56,7 @@ class Scaling(NamedTuple):
         deviation = self.deviation.to(raw.device).double()
         return ((raw.double() - mean) / deviation).to(raw.dtype)
 
-    def combine_after(self, first: "Scaling") -> "Scaling":
+    def combine_after(self, first: Scaling) -> Scaling:
         """Statistics of features that were standardized by `first`, then by these."""
         mean = self.mean.to(first.mean.device)
         deviation = self.deviation.to(first.mean.device)
@@ -59,7 +67,8 @@ class Scaling(NamedTuple):
 class ClientSamples:
     """The data of N clients as index lists into one pool.
 
-    `Federation` describes the fields, and adds constructors and what is derived.
+    `Federation` describes the fields. It adds constructors, and federations that are
+    made from it.
     """
 
     x: Tensor  # `__init__` also accepts a dict of tensors
@@ -80,20 +89,23 @@ class ClientSamples:
         if isinstance(x, Mapping):
             float_dtypes = (v.dtype for v in x.values() if v.is_floating_point())
             x, fields = to_inputs(x, "x", next(float_dtypes, None))
-            # A frozen dataclass refuses assignments, but not through its `__dict__`.
+            # A frozen dataclass refuses assignments to its fields, but not to its
+            # `__dict__`.
             self.__dict__.update(x=x, fields=fields)
         check_fields(self)
-        index = {
-            split: _to_ragged(f"index[{split!r}]", lists, x.device)
-            for split, lists in self.index.items()
-        }
+        index = {}
+        for split, lists in self.index.items():
+            index[split] = _to_ragged(f"index[{split!r}]", lists, x.device)
         self.__dict__.update(y=mask_labels(self.y, x, fields), index=index)
         self._check_index()
         self._check_pool()
         self._check_clients()
 
     def _copy_with(self, **changes: Any) -> Self:
-        """A copy with other fields, unchecked: for those right by construction."""
+        """A copy with other values of some fields, which are not checked.
+
+        It is for values that are right by construction.
+        """
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__ | changes)
         return new
@@ -121,20 +133,23 @@ class ClientSamples:
         return tuple(self.x.shape[1:])
 
     def lists(self, split: str) -> Ragged:
-        """All clients' index lists of a split."""
+        """All clients' index lists of a split, int64 [n_i] each.
+
+        Raises ValueError for a split that does not exist.
+        """
         require(split in self.index, "split", f"one of {', '.join(self.splits)}", split)
         lists: Ragged = self.index[split]
         return lists
 
     def size(self, split: str = "train") -> Tensor:
-        """Samples per client: int64 [N], on the CPU."""
+        """The number of samples of each client: int64 [N], on the CPU."""
         return self.lists(split).size
 
     def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
-        """Samples per client and class: int64 [N, C], on the CPU.
+        """The number of samples by client and class: int64 [N, C], on the CPU.
 
         Labels are the client's own (after `relabel`). With `clients` [S] the counts are
-        theirs, [S, C].
+        theirs, [S, C]. Raises ValueError where the targets are numbers.
         """
         if self.classes is None:
             expected = "labels (the targets are numbers: classes is None)"
@@ -155,7 +170,10 @@ class ClientSamples:
         return counts.view(-1, self.classes).cpu()
 
     def labels(self, i: int, split: str = "train") -> Tensor:
-        """Client i's own labels (after `relabel`) or targets: [n_i] or [n_i, ...]."""
+        """Client i's own labels (after `relabel`) or targets: [n_i] or [n_i, ...].
+
+        Raises ValueError where there is no such client or split.
+        """
         require(0 <= i < self.n, "client", f"a number from 0 to {self.n - 1}", i)
         y = self.y[self.lists(split)[i]]
         return y if self.relabel is None else self.relabel[i][y]
@@ -169,7 +187,7 @@ class ClientSamples:
         return self.x[self.lists(split)[i]], y
 
     def summary(self) -> str:
-        """A few lines of text: numbers of clients and samples, shapes, and facts."""
+        """Lines of text: numbers of clients and samples, shapes, and facts."""
         classes_per_client = None
         if self.classes:
             classes_per_client = _describe_range((self.counts() > 0).sum(1))
@@ -207,7 +225,7 @@ class ClientSamples:
     # checks -------------------------------------------------------------------
 
     def _check_index(self) -> None:
-        """Raises ValueError for index lists that do not fit the pool or each other."""
+        """Raises ValueError for index lists that do not fit the pool."""
         known = "train" in self.index and set(self.index) <= set(SPLITS)
         expected = "the split 'train', and perhaps 'val' and 'test'"
         require(known, "index", expected, list(self.index))
@@ -225,7 +243,7 @@ class ClientSamples:
         self._check_training_samples()
 
     def _check_positions(self, split: str, pool_size: int) -> None:
-        """Raises ValueError unless each client has a list of positions in the pool."""
+        """Raises ValueError unless clients have lists of positions in the pool."""
         lists = self.index[split]
         name = f"index[{split!r}]"
         expected = f"a list for each of {self.n} clients"
@@ -241,10 +259,10 @@ class ClientSamples:
     def _check_repeats(self, split: str, in_split: Tensor) -> None:
         """Raises ValueError where a sample is twice in a split.
 
-        Clients may share test samples, each of them once.
+        Clients may share test samples, but each client has a sample once.
 
         Args:
-            in_split: bool, as long as the pool: samples that a list of the split has
+            in_split: bool, as long as the pool: True for samples of the split
         """
         lists = self.index[split]
         flat = lists.flat
@@ -267,7 +285,10 @@ class ClientSamples:
         require(not empty, "clients", expected, [names[i] for i in empty[:5]])
 
     def _check_pool(self) -> None:
-        """Raises ValueError unless x and y are dense and finite, and labels known."""
+        """Raises ValueError for values in the pool that no federation may have.
+
+        x and y must be dense and finite, and the labels must be of known classes.
+        """
         x = self.x
         y = self.y
         same_rows = x.dim() and y.dim() and len(x) == len(y)
@@ -319,7 +340,7 @@ class ClientSamples:
         require(low >= 0 and high < classes, "y", expected, [low, high])
 
     def _describe_holder(self, sample: int) -> str:
-        """Text that says which client has a sample; "" where none has it."""
+        """Text that names the client that has a sample, or ""."""
         for split, lists in self.index.items():
             positions = (lists.flat == sample).nonzero()[:1, 0].tolist()
             if positions:
@@ -371,5 +392,6 @@ def _to_ragged(name: str, lists: Any, device: torch.device) -> Ragged:
 
 
 def _describe_range(sizes: Tensor) -> str:
+    """The smallest and the largest size [N], and the median, in words."""
     low, high = sizes.aminmax()
     return f"{low} to {high}, median {sizes.median()}"

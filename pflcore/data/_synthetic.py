@@ -1,7 +1,10 @@
 """Synthetic federations with known answers, which ``truth`` holds.
 
-Symbols: N clients (`n` in code), C classes, D features (`dim`).
+Symbols: N clients (`n` in code), C classes, D features (`dim`); client i has weights
+w_i [D]; a and b [N, D] are the curvature and the optimum of quadratics.
 """
+
+from __future__ import annotations
 
 from typing import Any
 
@@ -25,10 +28,18 @@ def synthetic_linear(  # noqa: PLR0913 (the recipe's options)
 ) -> Federation:
     """Linear regression: y = x . w_i + noise, with normal x.
 
-    Client i belongs to group i mod groups. Clients of a group have the same w_i up to
-    ``spread``. Each client has ``samples`` to train on and ``held_out`` to test on.
-    truth: "optimum" [N, dim] = w_i, "group" [N]. A client's best possible mean squared
-    error is noise^2.
+    Client i belongs to group i mod groups. A client's best possible mean squared error
+    is noise^2. ``truth`` holds "optimum" [N, D], the w_i, and "group" [N].
+
+    Args:
+        n: number of clients
+        samples: training samples of a client
+        dim: D, the number of features
+        groups: groups of clients; clients of a group have the same w_i up to `spread`
+        spread: standard deviation of a client's w_i around that of its group
+        noise: standard deviation of the noise
+        held_out: test samples of a client
+        seed: seeds all draws
     """
     generator = torch.Generator().manual_seed(seed)
     group = torch.arange(n) % groups
@@ -50,7 +61,7 @@ def synthetic_linear(  # noqa: PLR0913 (the recipe's options)
 def synthetic_quadratic(
     curvature: Any = ((1.0,), (2.0,), (0.5,)), optimum: Any = ((1.0,), (-2.0,), (0.5,))
 ) -> Federation:
-    """Linear regression without bias in which a client's loss is a given quadratic.
+    """Linear regression without bias, in which a client's loss is a quadratic.
 
     The loss of client i is exactly sum_j a_ij (w_j - b_ij)^2, of the curvature a and
     the optimum b, both [N, D]. (Half of it is the usual quadratic.) The client has D
@@ -58,8 +69,12 @@ def synthetic_quadratic(
     over them is that sum. One full batch gives the exact gradient. All numbers are
     float64. A client is tested on its training samples.
 
-    truth: "curvature", "optimum" [N, D]. The optimum of the clients' mean loss is
-    sum_i a_i b_i / sum_i a_i.
+    ``truth`` holds "curvature" and "optimum", [N, D] each. The optimum of the clients'
+    mean loss is sum_i a_i b_i / sum_i a_i.
+
+    Args:
+        curvature: a [N, D], numbers above 0
+        optimum: b [N, D]
     """
     a = torch.as_tensor(curvature, dtype=torch.float64)
     b = torch.as_tensor(optimum, dtype=torch.float64)
@@ -88,15 +103,24 @@ def synthetic_clusters(  # noqa: PLR0913 (the recipe's options)
     held_out: PositiveInt = 100,
     seed: Seed = 0,
 ) -> Federation:
-    """Gaussian clouds, one per class, to which groups of clients give other labels.
+    """Gaussian clouds, one per class, which groups of clients label differently.
 
-    All clients have the same clouds, but one model cannot serve two groups. Centres are
-    drawn on a sphere of radius ``separation``, and clouds have unit variance. Client i
+    All clients have the same clouds, but one model cannot serve two groups. Client i
     belongs to group i mod groups. Group g labels cloud c with ``(c + g) mod classes``
-    (``relabel``), hence groups <= classes. A model that ignores the groups has an
-    accuracy of about 1/groups at best.
+    (``relabel``). A model that ignores the groups has an accuracy of about 1 / groups
+    at best. ``truth`` holds "group" [N] and "centre" [N, C, D], which is the same for
+    all clients.
 
-    truth: "group" [N], "centre" [N, C, dim] (the same for all clients).
+    Args:
+        n: number of clients
+        groups: groups of clients, at most as many as there are classes
+        samples: training samples of a client
+        classes: C, the number of clouds and of labels
+        dim: D, the number of features
+        separation: radius of the sphere on which the clouds' centres are drawn; clouds
+            have unit variance
+        held_out: test samples of a client
+        seed: seeds all draws
     """
     require(groups <= classes, "groups", f"at most the {classes} classes", groups)
     generator = torch.Generator().manual_seed(seed)
@@ -121,9 +145,10 @@ def synthetic_clusters(  # noqa: PLR0913 (the recipe's options)
 def _equal_clients(
     x: Tensor, y: Tensor, n: int, num_train: int, **options: Any
 ) -> Federation:
-    """A federation of clients with equally many samples, one client after the other.
+    """A federation of clients with equally many samples.
 
-    The first `num_train` samples of a client are for training, the others for testing.
+    The samples x and y are in the order of the clients. The first `num_train` samples
+    of a client are for training, the others for testing.
     """
     rows = torch.arange(len(x)).view(n, -1)
     index = {"train": list(rows[:, :num_train]), "test": list(rows[:, num_train:])}

@@ -1,11 +1,14 @@
-"""The models of clients as one matrix [N, P], and back into their own form.
+"""Clients' models as one matrix [N, P], and back.
 
 A model may be a row, a list of arrays, a state dict, a Flower record, a module or a
-file. Nothing is imported for a form that is not there: a Flower array is known by the
-attributes that it has.
+file. No framework is imported to recognise its models: a Flower array, for instance, is
+recognised by its attributes.
 
-Shapes: N clients, P numbers of a model, b numbers of batch norm's running statistics.
+Symbols: N clients; P numbers of a model; b numbers of batch norm's running statistics;
+M rows and K neighbours of a mix.
 """
+
+from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -24,9 +27,11 @@ from pflcore import ops
 from pflcore.check import Expectation, Matrix, Names, checked, reject, require
 from pflcore.ops.stream import tensor_of
 
-# Names of batch norm's buffers: a state dict does not tell which tensors are buffers.
+# The names of batch norm's buffers, because a state dict does not tell which tensors
+# are buffers.
 STATISTICS = ("running_mean", "running_var")
-# Makes of a flat piece of a row what came, with its shape, dtype, device and class.
+# Makes a tensor or array of a client's shape, dtype, device and class from a flat piece
+# of a row.
 TensorMaker = Callable[[Tensor], Any]
 Shapes = dict[str, torch.Size]
 Tensors = dict[str, Tensor]
@@ -34,6 +39,7 @@ Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
 def _may_be_models(value: Any) -> bool:
+    """True for a collection; its models are checked one by one later."""
     return hasattr(value, "__iter__") and not isinstance(value, str | bytes | nn.Module)
 
 
@@ -44,16 +50,22 @@ Models = Annotated[Any, MODELS_EXPECTATION]
 
 
 class ModelTemplate(NamedTuple):
-    """One client's model without the numbers that are in the rows."""
+    """One client's model without the numbers that are in the rows.
 
-    given: Any  # a module itself; of anything else the class
-    kept: dict[str, Any]  # all that it has by name; None: it is in the rows
+    Attributes:
+        given: The client's module, or the class of a model that is no module.
+        kept: The values of the model by name. None stands for one that is in the rows.
+        makes: For each value in the rows, the function that makes its like.
+    """
+
+    given: Any
+    kept: dict[str, Any]
     makes: dict[str, TensorMaker]
 
     def like(self, pieces: Tensors) -> Any:
-        """A model of the same form with new tensors, made of pieces of a row.
+        """A model of the same form, with tensors from a row's pieces.
 
-        What is not in the pieces is the client's own.
+        Values that are not in the pieces are the client's own.
         """
         new = {name: self.makes[name](piece) for name, piece in pieces.items()}
         if isinstance(self.given, nn.Module):
@@ -72,25 +84,40 @@ class ModelTemplate(NamedTuple):
 
 @dataclass
 class ModelForm:
-    """The clients, and what the rows of their models do not hold: for `unpack`."""
+    """The form of the clients' models, for `unpack`.
 
-    ids: list[Any]  # [N]
-    outer: str  # "tensor" or "array" [N, P]; "list" or "dict" of models
-    columns: Shapes = field(default_factory=dict)  # of a row's tensors, in order
-    # of the statistics, with batch_norm="average"
+    Attributes:
+        ids: The clients' ids [N].
+        outer: The container: "tensor" or "array" for one [N, P], else "list" or "dict"
+            of models.
+        columns: The shapes of the tensors in a row, in their order.
+        averaged: With batch_norm="average", the shapes of the tensors in a row of
+            `statistics`, in their order.
+        statistics: With batch_norm="average", the running statistics [N, b].
+        models: The template of each model [N]; empty for a tensor or an array.
+    """
+
+    ids: list[Any]
+    outer: str
+    columns: Shapes = field(default_factory=dict)
     averaged: Shapes = field(default_factory=dict)
     statistics: Tensor | None = None  # [N, b]
     models: list[ModelTemplate] = field(default_factory=list, repr=False)
 
     def wrap(self, models: list[Any]) -> Any:
-        """The models [N] as they came: in a list or in a dict."""
+        """The models [N] in a list or in a dict by id."""
         if self.outer == "dict":
             return dict(zip(self.ids, models, strict=True))
         return models
 
 
 class PackedModels(NamedTuple):
-    """The result of `pack`."""
+    """The result of `pack`.
+
+    Attributes:
+        rows: The models as rows [N, P].
+        form: The form in which the models came, for `unpack`.
+    """
 
     rows: Tensor  # [N, P]
     form: ModelForm
@@ -103,28 +130,28 @@ def pack(
     exclude: Names = (),
     batch_norm: Literal["local", "average"] = "local",
 ) -> PackedModels:
-    """The rows [N, P] of N clients' models, of their dtype, and their form.
+    """The rows [N, P] of N clients' models, and the models' form.
 
     `unpack` returns mixed rows in that form. Only floating-point tensors are packed;
-    others stay each client's own. Batch norm's running statistics are never in the
-    rows. Raises ValueError, with the client and the tensor, for models that do not fit
-    together.
+    other tensors stay each client's own. Batch norm's running statistics are never in
+    the rows. Raises ValueError, with the client and the tensor, for models that do not
+    fit together.
 
     Args:
-        uploads: an [N, P] tensor or array (which is taken as it is), or one model for
-            each client, in a list or in a dict by client id: 1-D tensors, lists of
-            arrays (and of nothing else), state dicts, Flower ArrayRecords,
-            `nn.Module`s, safetensors files. Values with a `materialize()` are asked for
-            it one client at a time.
-        include: shell patterns of the tensors to pack, as in `net.mask("head.*")`;
-            default: all. Lists of arrays are called "0", "1", ...
-        exclude: shell patterns of tensors that stay each client's own.
-        batch_norm: "local" leaves each client its own statistics; with "average"
-            `unpack` mixes them.
+        uploads: An [N, P] tensor or array, which is not copied. Or one model for each
+            client, in a list or in a dict by client id: 1-D tensors, lists of arrays
+            only, state dicts, Flower ArrayRecords, `nn.Module`s or paths of safetensors
+            files. Where a value has a method `materialize()`, the method is called for
+            one client at a time.
+        include: Shell patterns of the tensors to pack, as in `net.mask("head.*")`; by
+            default all. The arrays of a list have the names "0", "1", ...
+        exclude: Shell patterns of the tensors that stay each client's own.
+        batch_norm: "local" leaves each client its own statistics. "average" makes
+            `unpack` mix them.
     """
     included = [include] if isinstance(include, str) else list(include)
     excluded = [exclude] if isinstance(exclude, str) else list(exclude)
-    names: dict[str, None] = {}  # of all tensors, in order
+    names: dict[str, None] = {}  # the names of all tensors, in order
     if isinstance(uploads, Tensor | np.ndarray) and uploads.ndim == 2:
         packed = _pack_matrix(uploads)
     else:
@@ -160,12 +187,19 @@ def unpack(
     weight: Matrix | None = None,
     index: Tensor | None = None,
 ) -> Any:
-    """One model for each client from rows [N, P], in the form of `pack`'s input.
+    """One model for each client from rows [N, P], in `pack`'s form.
 
-    That form has containers, dtypes, devices and client ids. What was not packed is the
-    client's own. With `batch_norm="average"` running statistics are mixed by `weight`
-    [N, N] (with `index` [N, K] as in `aggregate`), by default to their mean. A file
-    comes back as the state dict that it holds, a module as a new one.
+    The form has the containers, dtypes, devices and client ids of that input. A model's
+    other tensors are the client's own. A file comes back as a state dict, and a module
+    as a new module.
+
+    Args:
+        rows: The rows [N, P], mixed or not.
+        form: The form that `pack` returned.
+        weight: With `batch_norm="average"` the weights [N, N] that mix the running
+            statistics; by default 1 / N each, which gives their mean.
+        index: With weights [N, K], the clients [N, K] that they belong to, as in
+            `aggregate`.
     """
     n = len(form.ids)
     width = sum(shape.numel() for shape in form.columns.values())
@@ -192,16 +226,22 @@ def unpack(
 
 
 def collect_models(uploads: Any) -> tuple[ModelForm, list[Any]]:
-    """The form of a container of models with the clients' ids, and the models [N]."""
-    by_name = isinstance(uploads, Mapping)
-    models = list(uploads.values() if by_name else uploads)
+    """The form of a container of models, and its models [N]."""
+    if isinstance(uploads, Mapping):
+        models = list(uploads.values())
+        form = ModelForm(list(uploads), "dict")
+    else:
+        models = list(uploads)
+        form = ModelForm(list(range(len(models))), "list")
     require(models, "uploads", "the models of at least one client", uploads)
-    ids = list(uploads) if by_name else list(range(len(models)))
-    return ModelForm(ids, "dict" if by_name else "list"), models
+    return form, models
 
 
 def tensors_by_name(model: Any, where: str) -> dict[str, Any]:
-    """A model's tensors by name. Raises ValueError, with `where`, for no model."""
+    """The tensors of a model by name.
+
+    Raises ValueError, which begins with `where`, for a value that is no model.
+    """
     if isinstance(model, nn.Module):
         return dict(model.named_parameters()) | dict(model.named_buffers())
     if isinstance(model, str | Path):
@@ -223,7 +263,10 @@ def tensors_by_name(model: Any, where: str) -> dict[str, Any]:
 
 
 def _read_file(path: str | Path, where: str) -> dict[str, Any]:
-    """The tensors of a safetensors file. Raises ValueError where it is not whole."""
+    """The tensors of a safetensors file.
+
+    Raises ValueError where the file is not whole.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -237,15 +280,16 @@ def _read_file(path: str | Path, where: str) -> dict[str, Any]:
 
 
 def is_array(value: Any) -> bool:
-    """True for a value that is, holds or makes a tensor or an array."""
+    """True for a value from which `read_tensor` may read a tensor."""
     is_known = isinstance(value, Tensor | np.ndarray | np.generic)
     return is_known or hasattr(value, "materialize") or hasattr(value, "stype")
 
 
 def read_tensor(value: Any, where: str) -> tuple[Tensor, TensorMaker] | None:
-    """The tensor that `value` is, holds or makes, and how to make its like.
+    """The tensor in a value, and a function that makes its like.
 
-    It is no copy where that can be. None for a value that is no such thing.
+    The tensor shares the memory of `value` where it can. Returns None for a value that
+    has no tensor.
     """
     if hasattr(value, "materialize") and not isinstance(value, Tensor):
         value = value.materialize()
@@ -257,7 +301,7 @@ def read_tensor(value: Any, where: str) -> tuple[Tensor, TensorMaker] | None:
     try:
         array = value.numpy() if is_of_flower else np.asarray(value)
         tensor = tensor_of(array)
-    except Exception:  # what is no whole array, or of another dtype, raises many kinds
+    except Exception:  # a damaged array or an unknown dtype raises errors of many kinds
         raise ValueError(
             f"{where}: expected a whole array in a dtype that torch has, got "
             f"{value.dtype} {list(value.shape)}; send bfloat16 as float32 or as a "
@@ -295,7 +339,8 @@ def _read_torch_tensor(value: Tensor, where: str) -> tuple[Tensor, TensorMaker]:
 
 
 def _pack_matrix(uploads: Any) -> PackedModels:
-    """An [N, P] tensor or array as rows."""
+    """The packed models of an [N, P] tensor or array."""
+    # A tensor or an array is never read as None.
     rows = read_tensor(uploads, "uploads")[0]  # type: ignore[index]
     wanted = "floating-point rows [N, P] of at least one client"
     require(rows.is_floating_point() and len(rows), "uploads", wanted, rows)
@@ -305,14 +350,17 @@ def _pack_matrix(uploads: Any) -> PackedModels:
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
-    """True where a name matches one of some shell patterns."""
+    """True where a name matches one of the shell patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _chosen_names(
     names: Iterable[str], included: list[str], excluded: list[str]
 ) -> list[str]:
-    """The names that match `included` (empty: all do), and not `excluded`."""
+    """The names that match a pattern of `included`, and none of `excluded`.
+
+    Every name matches an empty `included`.
+    """
     return [
         name
         for name in names
@@ -327,7 +375,7 @@ def _read(
     chosen: list[str],
     batch_norm: str,
 ) -> tuple[ModelTemplate, Tensors, Tensors]:
-    """A client's template, its tensors to be packed, and its statistics to be mixed."""
+    """A client's template, its tensors for the rows, and its statistics."""
     given: Any = type(model)
     statistics = {name for name in values if name.rpartition(".")[2] in STATISTICS}
     if isinstance(model, nn.Module):
@@ -342,7 +390,7 @@ def _read(
             continue
         tensor, make = parsed
         if not tensor.is_floating_point():
-            continue  # integers are never averaged
+            continue  # whole numbers are never averaged
         is_statistic = name in statistics
         if is_statistic and batch_norm == "local":
             continue
@@ -356,7 +404,7 @@ def _read(
 
 
 def _empty(n: int, like: Tensors) -> tuple[Shapes, Tensor]:
-    """The shapes of one client's tensors, and a matrix for n such clients."""
+    """The shapes of a client's tensors, and a matrix for n clients."""
     first = next(iter(like.values()), torch.empty(0))
     width = sum(tensor.numel() for tensor in like.values())
     shapes = {name: tensor.shape for name, tensor in like.items()}
@@ -366,7 +414,8 @@ def _empty(n: int, like: Tensors) -> tuple[Shapes, Tensor]:
 def _fill(row: Tensor, columns: Shapes, tensors: Tensors, where: str) -> None:
     """Copies one client's tensors into its row.
 
-    Raises ValueError where they are not those of the first client, by `columns`.
+    Raises ValueError where their names and shapes are not those of the first client,
+    which are in `columns`.
     """
     for name in columns | tensors:
         expected: Kind | None = None
@@ -387,7 +436,7 @@ def _fill(row: Tensor, columns: Shapes, tensors: Tensors, where: str) -> None:
 
 
 def _describe_kind(kind: Kind | None) -> str:
-    """Shape, dtype and device in words; "none" for a tensor that is not there."""
+    """Shape, dtype and device in words; "none" for an absent tensor."""
     if kind is None:
         return "none"
     shape, dtype, device = kind
@@ -395,6 +444,6 @@ def _describe_kind(kind: Kind | None) -> str:
 
 
 def split_row(columns: Shapes, row: Tensor) -> Tensors:
-    """The flat pieces of a row by name."""
+    """The flat pieces of a row by the names of their tensors."""
     pieces = row.split([shape.numel() for shape in columns.values()])
     return dict(zip(columns, pieces, strict=True))

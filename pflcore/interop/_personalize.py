@@ -1,7 +1,12 @@
-"""One call: the models of clients in, one personalized model for each client out.
+"""One call from the clients' models to their personalized models.
 
-It serves the methods that need nothing of a client but its model.
+It serves the methods that need nothing but the clients' models.
+
+Symbols: N clients; P numbers of a model; f bad clients that a defence expects; k
+groups.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,14 +20,15 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms import ALGORITHMS, algorithm_of, check_options, name_of
 from pflcore.algorithms._clusters import agglomerate, cosine_matrix
-from pflcore.algorithms._fedavg import krum
+from pflcore.algorithms._defences import krum
+from pflcore.algorithms._feddwa import FedDWA
 from pflcore.algorithms._protocol import (
     Algorithm,
     MixingWeights,
     normalize_rows,
     squared_norms,
 )
-from pflcore.algorithms._relations import FedAMP, FedDWA, HeurFedAMP, LatestModels
+from pflcore.algorithms._relations import FedAMP, HeurFedAMP, LatestModels
 from pflcore.check import (
     BatchNormPolicy,
     Names,
@@ -47,17 +53,25 @@ from pflcore.simulation._uploads import finite_rows
 class Krum:
     """Krum (Blanchard et al. 2017): one model of N for all clients.
 
-    With f = `num_byzantine`, it is the model whose squared distances to its N - f - 2
-    nearest others have the least sum; of equals the earlier client's. With
-    `num_selected` > 1 (MultiKrum) it is the mean of so many models of the least sums.
+    Each model has a score: the sum of its squared distances to its N - f - 2 nearest
+    other models, with f = `num_byzantine`. The result is the model with the smallest
+    score; among equal scores the earlier client counts. With `num_selected` > 1
+    (MultiKrum) the result is the mean of that many models with the smallest scores.
     Deviation: exact distances.
+
+    Args:
+        num_byzantine: The number f of bad clients that Krum withstands; 2 f + 2 < N.
+        num_selected: The number of models whose mean is taken.
     """
 
-    num_byzantine: NonNegativeInt = 1  # bad clients that it stands: f, 2 f + 2 < N
-    num_selected: PositiveInt = 1  # models whose mean is taken
+    num_byzantine: NonNegativeInt = 1
+    num_selected: PositiveInt = 1
 
     def select(self, sqdist: Tensor) -> Tensor:
-        """The selected clients, best first, by squared distances [N, N]."""
+        """The selected clients, best first, by squared distances [N, N].
+
+        Raises ValueError where the options do not fit the number of clients.
+        """
         n = len(sqdist)
         f = self.num_byzantine
         fits = 2 * f + 2 < n and self.num_selected <= n - f
@@ -71,9 +85,14 @@ class Krum:
 class Clusters:
     """Agglomerative clustering into `k` groups; each client gets its group's mean.
 
-    It goes by distances between models, or, where the call gives a `base`, by the
-    cosines of the updates from it. With these and k = 2 it is a split of Clustered FL
-    (Sattler et al. 2021).
+    Clients are compared by the distances between their models. Where `personalize` is
+    called with a `base`, they are compared by the cosines of their updates from it.
+    With these cosines and k = 2, it is a split of Clustered FL (Sattler et al. 2021).
+
+    Args:
+        k: The number of groups.
+        linkage: The distance between two groups: "complete", the largest between
+            their clients, or "single", the smallest.
     """
 
     k: PositiveInt = 2
@@ -106,26 +125,35 @@ def personalize(  # noqa: PLR0913 (what a mix has)
 ) -> Any:
     """One personalized model for each client, in the form of `uploads`.
 
-    It is what the method's server makes of one round. By name both AMPs leave a client
-    at least half of its own model (alpha = sigma / 2 N, xi_self = .5): with their own
-    defaults, models that are close become their mean. Raises ValueError for arguments
-    that do not fit, and for an upload that is not finite.
+    The models are those that the method's server makes in one round. The methods are:
+
+    - "fedamp", "heurfedamp": the models u that the clients are drawn to;
+    - "sfl", "feddwa", "feddwa_qp": weighted means of similar clients' models;
+    - "krum", "multikrum": one robust model for all clients;
+    - "clusters": the mean of each of k groups.
+
+    By name, "fedamp" (alpha = sigma / 2 N) and "heurfedamp" (xi_self = 0.5) leave each
+    client at least half of its own model. With the defaults of their classes, models
+    that are close would become their mean. Raises ValueError for arguments that do not
+    fit, and for a model that is not finite.
 
     Args:
-        uploads: the clients' models; for their forms see `pack`.
-        method: a name with its `options`, as in `personalize(x, "krum", f=2)`, or an
-            instance: "fedamp" and "heurfedamp" (what each client is drawn to, u),
-            "sfl", "krum", "multikrum", "clusters" (k groups), "feddwa", "feddwa_qp".
-        guidance: models of all clients one look ahead. FedDWA asks how near the others'
-            models are to where a client is going, so it needs these or `previous`.
-        previous: models of the clients' last round. Where these and the uploads are
-            dicts, clients without one keep their model.
-        base: one model, from which the updates of "clusters" are counted.
-        include: see `pack`.
-        exclude: see `pack`.
-        batch_norm: "auto" is the method's own policy.
-        directions: compares the directions of the models, as adapters of different
-            ranks need it; the models themselves are mixed.
+        uploads: The clients' models, in a form of `pack`.
+        method: A name with its options, as in `personalize(x, "clusters", k=3)`, or an
+            instance, which has its own options.
+        guidance: One model for each client that has been trained further. FedDWA
+            compares the other clients' models with the model that a client is about to
+            have, so it needs `guidance` or `previous`.
+        previous: The models of the clients' last round, for FedDWA. Where these and the
+            uploads are dicts, a client may be absent; its upload then takes the place.
+        base: One model, from which "clusters" computes the updates that it compares.
+        include: Patterns of the tensors to mix, as in `pack`.
+        exclude: Patterns of the tensors that stay each client's own, as in `pack`.
+        batch_norm: The policy for running statistics, "local" or "average"; "auto" is
+            the method's own.
+        directions: True compares the directions of the models, as adapters of different
+            ranks need it. The models themselves are mixed.
+        options: Options of the method that `method` names.
     """
     alg = method_of(method, options)
     policy: Any = batch_norm
@@ -158,7 +186,10 @@ def personalize(  # noqa: PLR0913 (what a mix has)
 
 
 def method_of(method: Any, options: dict[str, Any]) -> Method:
-    """The method of this name with these options, or the instance itself."""
+    """The method of this name with these options, or the instance itself.
+
+    Raises ValueError for an unknown method, and for one that needs more than models.
+    """
     is_instance = not isinstance(method, str | type)
     fits = not options or not is_instance
     require(fits, "options", "none beside an instance, which has its own", options)
@@ -184,9 +215,9 @@ def method_of(method: Any, options: dict[str, Any]) -> Method:
 
 
 def _check_guidance(alg: Method, count: int) -> None:
-    """Raises ValueError for a wrong number of `guidance` and `previous`.
+    """Raises ValueError unless FedDWA has one of `guidance` and `previous`.
 
-    FedDWA needs one of them; other methods take none.
+    Other methods take neither. `count` is the number of those that were given.
     """
     if isinstance(alg, FedDWA) and count == 0:
         raise ValueError(
@@ -208,7 +239,10 @@ def min_models(method: Method) -> int:
 
 
 def _check_rows(rows: Tensor, form: ModelForm) -> None:
-    """Raises ValueError for a model that is not finite, or has a negative variance."""
+    """Raises ValueError for a model with impossible numbers.
+
+    These are numbers that are not finite, and negative variances.
+    """
     buffers = form.statistics
     if buffers is None:
         buffers = rows.new_zeros(len(rows), 0)
@@ -227,9 +261,16 @@ def _check_rows(rows: Tensor, form: ModelForm) -> None:
 def _matching_rows(
     name: str, packed: PackedModels, rows: Tensor, form: ModelForm
 ) -> Tensor:
-    """Other models [N, P] of the uploads' clients, in the order of the uploads.
+    """Further models [N, P] of the clients, in the uploads' order.
 
-    Where clients have names, one without another model has its upload in its place.
+    Where clients have names, a client without a further model has its upload in that
+    place. Raises ValueError, which begins with `name`, for models that do not fit.
+
+    Args:
+        name: The arguments that the models come from.
+        packed: The further models.
+        rows: The uploads [N, P].
+        form: The form of the uploads.
     """
     others = packed.rows
     ids = form.ids
@@ -238,29 +279,32 @@ def _matching_rows(
     if by_name:
         fits = bool(place_of.keys() & set(ids))
     else:
-        # Names say nothing where the uploads have none.
+        # Uploads without names are matched by their order.
         fits = len(others) == len(ids) and packed.form.outer != "dict"
-    is_alike = others.dtype == rows.dtype and others.shape[1] == rows.shape[1]
+    has_kind = others.dtype == rows.dtype and others.shape[1] == rows.shape[1]
     wanted = (
         f"{len(ids)} finite models as the uploads are, {rows.shape[1]} numbers of "
         f"{rows.dtype}, by the same ids"
     )
-    require(is_alike and others.isfinite().all() and fits, name, wanted, others)
+    is_finite = bool(others.isfinite().all())
+    require(has_kind and is_finite and fits, name, wanted, others)
     if not by_name:
         return others
     matching = []
     for client, row in zip(ids, rows, strict=True):
-        matching.append(others[place_of[client]] if client in place_of else row)
+        if client in place_of:
+            row = others[place_of[client]]
+        matching.append(row)
     return torch.stack(matching)
 
 
 def _mixing_weights(
     alg: Method,
     rows: Tensor,  # [N, P], the rows that are compared
-    guides: list[Tensor],  # of [N, P]
+    guides: list[Tensor],  # of [N, P]: FedDWA's guidance, if any
     are_updates: bool,
 ) -> MixingWeights:
-    """The weights that make each client's model of the uploads."""
+    """The weights with which the uploads make each client's model."""
     if isinstance(alg, FedDWA):
         return MixingWeights(*alg.mixing_weights(guides[0], rows))
     n = len(rows)

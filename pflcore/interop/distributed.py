@@ -1,16 +1,21 @@
 """The server's matrices over several processes or machines, by `torch.distributed`.
 
 It runs under `torchrun`, with Gloo on CPUs and NCCL on GPUs. Each rank of a process
-group holds all N clients in some of the P columns. A squared distance is a sum over
-columns, and a mix acts on each column by itself: distances cost one all-reduce,
-mixtures cost nothing. Any columns will do: those of a rank's FSDP shards need no
-exchange.
+group holds some of the P columns of all N clients. A squared distance is a sum over
+columns, so distances take one all-reduce. A mix treats each column by itself, so it
+takes no communication. A rank may hold any columns, also those of its FSDP shards.
 
-`group` None is the default group; a DTensor lies over its own 1-D mesh. All ranks must
-call. A wrong argument of one rank is a ValueError or TypeError on all of them. A rank
-that ends is torch's RuntimeError on the others, at once or after the group's timeout
-(`init_process_group(timeout=)`). Nothing here has gradients.
+All ranks of the group must call a function together. `group` None is the default group;
+a DTensor has the group of its own 1-D mesh. A wrong argument on one rank raises
+ValueError or TypeError on all ranks. Where a rank ends, torch raises RuntimeError on
+the others, at once or after the group's timeout (`init_process_group(timeout=)`).
+Nothing here has gradients.
+
+Symbols: N and M rows, one a client or a model; n clients of this rank; P columns of all
+ranks; p columns of this rank; K neighbours.
 """
+
+from __future__ import annotations
 
 from typing import Any
 
@@ -19,18 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.ops._check import (
-    check_matrix,
-    check_same_kind,
-    describe,
-    is_int,
-    require_argument,
-)
+from pflcore.check import Words, require
+from pflcore.ops._check import check_matrix, check_same_kind, is_int
 
 __all__ = ["aggregate", "pairwise_sqdist", "to_columns", "to_rows"]
 
-# Columns that the CPU kernels sum in float32 at a time. Shards of whole groups have the
-# sums of the matrix in one piece.
+# The number of columns that the CPU kernels sum in float32 before they add in float64.
+# Shards of whole groups have the same partial sums as the undivided matrix.
 COLUMN_GROUP = 160
 
 
@@ -42,14 +42,19 @@ def pairwise_sqdist(
 ) -> Tensor:  # [M, N] float64, the same on every rank
     """`pflcore.pairwise_sqdist` of rows whose columns lie on several ranks.
 
-    It takes one all-reduce of the distances: without `b`, of those above the diagonal,
-    4 N (N - 1) bytes. Before it, the ranks exchange some hundred bytes to see that
-    their arguments fit together.
+    The ranks first exchange some hundred bytes to compare their arguments. Then there
+    is one all-reduce of the distances. Without `b` it has only the distances above the
+    diagonal, 4 M (M - 1) bytes.
 
-    The result has the same bits on every rank. Without `b` it is symmetric with an
-    exact zero diagonal. It equals that of the op in one process to rounding in float64
-    where rows are float64 or, on CPUs, shards of `to_columns`; for other shards each
-    distance is within its relative error of 1e-6. A DTensor is [M, P], `Shard(1)`.
+    The result has the same bits on every rank. Without `b` it is symmetric, with an
+    exact zero diagonal. For float64 rows, and on CPUs for shards of `to_columns`, it
+    equals the op in one process up to float64 rounding. For other shards each distance
+    has a relative error of at most 1e-6.
+
+    Args:
+        a: The rows; a DTensor is [M, P], `Shard(1)`.
+        b: The other rows; by default those of `a`.
+        group: The process group; None is the default group.
     """
     op = "pairwise_sqdist"
     a, group = _local(op, "a", a, group)
@@ -60,8 +65,8 @@ def pairwise_sqdist(
     if b is not None:
         dist.all_reduce(out, group=group)
         return out
-    # Each distance is summed once for both of its places: an all-reduce does not add
-    # the ranks in the same order everywhere.
+    # Each distance is summed once and written to both of its places. An all-reduce of
+    # both could differ, because it does not add the ranks in the same order everywhere.
     above = torch.triu_indices(len(out), len(out), 1, device=out.device).unbind()
     distances = out[above]
     dist.all_reduce(distances, group=group)
@@ -78,11 +83,11 @@ def aggregate(
     lr: float = 1.0,
     precise: bool = False,
 ) -> Tensor:  # [M, p]
-    """`pflcore.aggregate` of this rank's columns, without traffic.
+    """`pflcore.aggregate` of this rank's columns, without communication.
 
-    On CPUs it has the bits of the op in one process. Updates in a DTensor [N, P] give a
-    DTensor [M, P], `Shard(1)`; `weight` and `base` are plain tensors. Errors are those
-    of `pflcore.aggregate`.
+    On CPUs the result has the bits of the op in one process. The arguments and errors
+    are those of `pflcore.aggregate`. Where `updates` is a DTensor [N, P], the result is
+    a DTensor [M, P], `Shard(1)`; `weight` and `base` are plain tensors.
     """
     local, _ = _local("aggregate", "updates", updates)
     out = ops.aggregate(local, weight, index, base, lr, precise=precise)
@@ -106,10 +111,14 @@ def to_columns(
 ) -> Tensor:  # [N, width]
     """Some columns of all N clients, from whole rows of some clients.
 
-    Both are in the order of the ranks. It takes one all-to-all, in which every number
-    travels once. Ranks may hold different numbers of clients, also none. `width` is
-    this rank's number of columns, given on all ranks or on none: then the widths are as
-    equal as whole groups of 160 columns allow.
+    Clients and columns are in the order of the ranks. It takes one all-to-all, in which
+    every number travels once.
+
+    Args:
+        rows: This rank's rows. Ranks may have different numbers of clients, also 0.
+        group: The process group; None is the default group.
+        width: This rank's number of columns, given on all ranks or on no rank. Without
+            it the ranks' widths are as equal as whole groups of 160 columns allow.
     """
     op = "to_columns"
     ranks = _agree(op, group, 1, ("width", width), rows=rows)
@@ -130,11 +139,16 @@ def to_rows(
     group: dist.ProcessGroup | None = None,
     count: int | None = None,
 ) -> Tensor:  # [count, P]
-    """Whole rows of some clients, from some columns of all N: the way back.
+    """Whole rows of some clients, from some columns of all N clients.
 
-    Both are in the order of the ranks, and the bits are those that `to_columns` sent.
-    `count` is this rank's number of clients, given on all ranks or on none: then the
-    counts are as equal as they can be.
+    It is the inverse of `to_columns`, with the same bits. Clients and columns are in
+    the order of the ranks.
+
+    Args:
+        columns: This rank's columns of all clients.
+        group: The process group; None is the default group.
+        count: This rank's number of clients, given on all ranks or on no rank. Without
+            it the ranks' counts are as equal as they can be.
     """
     op = "to_rows"
     ranks = _agree(op, group, 0, ("count", count), columns=columns)
@@ -153,29 +167,30 @@ def to_rows(
 def _divide(
     op: str, name: str, choices: list[int | None], total: int, unit: int
 ) -> list[int]:
-    """The share of each rank in `total`: as the ranks chose, else equal shares.
+    """The part of `total` for each rank, as chosen or equal.
 
-    Equal shares are multiples of `unit`; the last ones may be less, or none.
+    Equal parts are multiples of `unit`; the last parts may be smaller, or 0. Raises
+    ValueError where the chosen parts do not add up to `total`.
     """
     sizes = [size for size in choices if size is not None]
     fits = not sizes or sum(sizes) == total
-    got = " + ".join(map(str, sizes))
-    require_argument(fits, op, name, f"{total} in all over the ranks", got)
+    got = Words(" + ".join(map(str, sizes)))
+    require(fits, f"{op}({name})", f"{total} in all over the ranks", got)
     if sizes:
         return sizes
     ranks = len(choices)
-    share = -(-total // (ranks * unit)) * unit  # rounded up to whole units
-    return [max(0, min(share, total - rank * share)) for rank in range(ranks)]
+    part = -(-total // (ranks * unit)) * unit  # rounded up to whole units
+    return [max(0, min(part, total - rank * part)) for rank in range(ranks)]
 
 
 def _local(op: str, name: str, t: Any, group: Any = None) -> tuple[Any, Any]:
-    """This rank's columns of a DTensor, and its group; anything else as it is."""
+    """This rank's columns of a DTensor, and its group; other values unchanged."""
     mesh = getattr(t, "device_mesh", None)
     if mesh is None:
         return t, group
     fits = t.dim() == 2 and mesh.ndim == 1 and t.placements[0].is_shard(1)
-    got = f"{t.placements} of {list(t.shape)} on {mesh.ndim}-D"
-    require_argument(fits, op, name, "Shard(1) of [N, P] on a 1-D mesh", got)
+    got = Words(f"{t.placements} of {list(t.shape)} on {mesh.ndim}-D")
+    require(fits, f"{op}({name})", "Shard(1) of [N, P] on a 1-D mesh", got)
     return t.to_local(), mesh.get_group()
 
 
@@ -186,16 +201,20 @@ def _agree(
     choice: tuple[str, Any] = ("", None),
     **matrices: Any,
 ) -> list[tuple[int, Any]]:
-    """Each rank's length of the other axis, and the size that its user chose.
+    """Each rank's length of the other axis, and its user's choice.
 
-    `common_axis` is that in which the ranks' matrices are equally long: rows (0) or
-    columns (1). `choice` is the name of the user's argument with its value. All ranks
-    must have right arguments that fit together. Else all of them raise, so that none
-    waits for another.
+    Raises ValueError or TypeError on all ranks where one rank has wrong arguments, or
+    two ranks' arguments do not fit together. So no rank waits for another in vain.
+
+    Args:
+        common_axis: The axis in which the ranks' matrices are equally long: rows (0) or
+            columns (1).
+        choice: The name and the value of the argument with which users choose a size.
+        matrices: The matrices of this rank, by the names of their arguments.
     """
     is_member = group is None or isinstance(group, dist.ProcessGroup)
     wanted = "a process group that this rank belongs to"
-    require_argument(is_member, op, "group", wanted, describe(group))
+    require(is_member, f"{op}(group)", wanted, group)
     error: Exception | None = None
     try:
         signature = _call_signature(op, common_axis, choice, matrices)
@@ -211,23 +230,23 @@ def _agree(
         "one that was begun: start by torchrun and call "
         "torch.distributed.init_process_group"
     )
-    require_argument(has_begun, op, "group", wanted, describe(group))
+    require(has_begun, f"{op}(group)", wanted, group)
     messages: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(messages, message, group=group)
     if error:
         raise error
     expected = messages[0][0]
-    wanted = f"that of rank 0 ({expected}) on all ranks"
+    wanted = f"the call of rank 0 ({expected}) on all ranks"
     for rank, (signature, _, _) in enumerate(messages):
-        got = f"{signature.removesuffix('.')} on rank {rank}"
-        require_argument(signature == expected, op, "the call", wanted, got)
+        got = Words(f"{signature.removesuffix('.')} on rank {rank}")
+        require(signature == expected, op, wanted, got)
     return [(length, chosen) for _, length, chosen in messages]
 
 
 def _call_signature(
     op: str, common_axis: int, choice: tuple[str, Any], matrices: dict[str, Any]
 ) -> str:
-    """The text that all ranks must have in common.
+    """The description of this rank's call, equal on all ranks.
 
     Raises ValueError or TypeError for a wrong argument of this rank.
     """
@@ -236,12 +255,12 @@ def _call_signature(
         check_matrix(op, name, matrix, "[rows, columns]")
         check_same_kind(op, first_name, first, name, matrix)
         fits = matrix.shape[1] == first.shape[1]
-        wanted = f"of {first.shape[1]} columns like {first_name}"
-        require_argument(fits, op, name, wanted, describe(matrix))
+        wanted = f"{first.shape[1]} columns like {first_name}"
+        require(fits, f"{op}({name})", wanted, matrix)
     argument, chosen = choice
     fits = chosen is None or (is_int(chosen) and chosen >= 0)
     wanted = "a whole number, at least 0"
-    require_argument(fits, op, argument, wanted, describe(chosen))
+    require(fits, f"{op}({argument})", wanted, chosen)
     axis = ("rows", "columns")[common_axis]
     words = [op]
     for name, matrix in matrices.items():
@@ -256,10 +275,10 @@ def _call_signature(
 def _exchange(
     sent: Tensor, send_sizes: list[int], receive_sizes: list[int], group: Any
 ) -> Tensor:
-    """Sends `send_sizes[k]` numbers to rank k, and returns those that it receives.
+    """Sends `send_sizes[k]` numbers to each rank k, and returns the received numbers.
 
-    `receive_sizes[k]` of them come from rank k. They travel as bytes: any dtype will
-    do.
+    `receive_sizes[k]` of them come from rank k, in the order of the ranks. They travel
+    as bytes, because not every backend knows every dtype.
     """
     received = sent.new_empty(sum(receive_sizes)).view(torch.uint8)
     item = sent.element_size()

@@ -1,20 +1,29 @@
-"""Low-rank adapters (LoRA) as rows that stand for the products scale * B A.
+"""Low-rank adapters (LoRA) as rows for their products scale * B A.
 
-Distances between rows are those between products, and mixes of rows are mixes of
-products. Averaging factors is not averaging products, and clients whose factors have
-bases of their own are no neighbours by factors. One stacked QR in float64 makes each
-product a small core matrix in bases that all clients share: an isometric image, on
-which the ops run unchanged.
+The mean of factors is not the factor of the mean product. And two clients may have
+nearly equal products with very different factors. So adapters are compared and mixed by
+their products: distances between rows are distances between products, and mixes of rows
+are mixes of products.
 
-Plain rows are right for FedDWA and for means. For clusters, Krum and ranks that differ
-compare directions: `pflcore.personalize(rows, "clusters", directions=True)`. Where only
-one factor is shared, pack it by name: of FedSA-LoRA (Guo et al. 2025)
-`pflcore.pack(states, include="*lora_*A*")`, of FFA-LoRA (Sun et al. 2024), whose A is
-frozen and the same for all, `include="*lora_*B*"`.
+The products themselves are never built. One QR of all clients' stacked factors, in
+float64, gives bases that all clients share. In these bases each product is a small core
+matrix, with the same distances and inner products. The ops take these core matrices as
+rows.
 
-Letters: N clients; a layer's A is [r, i] and its B [o, r], where r is its rank, and i
-and o are its inputs and outputs; m and n are the sides of a core matrix.
+FedDWA and means use the rows as they are. For clusters, Krum and different ranks,
+compare directions: `pflcore.personalize(rows, "clusters", directions=True)`. Where
+clients share one factor only, pack it by its name:
+
+- FedSA-LoRA (Guo et al. 2025) shares A: `pflcore.pack(states, include="*lora_*A*")`.
+- FFA-LoRA (Sun et al. 2024) has one frozen A for all clients, and shares B:
+  `pflcore.pack(states, include="*lora_*B*")`.
+
+Symbols: N clients; P numbers of a row; a layer's A is [r, i] and its B [o, r], where r
+is its rank, and i and o are its inputs and outputs; m and n are the sides of a core
+matrix; K adapters of a mix.
 """
+
+from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,34 +48,50 @@ FACTOR = re.compile(r"(.*lora_(?:embedding_)?)A((?:\.\w+)*)")
 
 
 class Basis(NamedTuple):
-    """The space of a layer's core rows: product = left @ core @ right.T.
+    """The bases of core matrices: product = left @ core @ right.T.
 
-    Both matrices have orthonormal columns, in float64.
+    Attributes:
+        left: Orthonormal columns [o, m] float64, m = min(o, sum of ranks).
+        right: Orthonormal columns [i, n] float64, n = min(i, sum of ranks).
+        size: The mean norm of a row of A over all clients. `lift` gives this norm to
+            the rows that it makes, so that a learning rate keeps its meaning.
     """
 
-    left: Tensor  # [o, m], m = min(o, sum of ranks)
-    right: Tensor  # [i, n], n = min(i, sum of ranks)
-    # The clients' mean norm of a row of A. `lift` gives it to the rows that it makes,
-    # so that a learning rate keeps its meaning.
+    left: Tensor  # [o, m]
+    right: Tensor  # [i, n]
     size: float
 
 
 class Part(NamedTuple):
-    """Columns of a row: a layer's core row, or another tensor."""
+    """Columns of a row: one layer's core matrix, or another tensor.
 
-    name: str  # of A, or of the tensor
-    other: str  # of B; "" for a tensor that is no factor
+    Attributes:
+        name: The name of A, or of the tensor that is no factor.
+        other: The name of B, or "" for a tensor that is no factor.
+        basis: The bases of the core matrix; None for a tensor that is no factor.
+        width: The number of columns.
+    """
+
+    name: str
+    other: str
     basis: Basis | None
     width: int
 
 
 class Layout(NamedTuple):
-    """The order in which `pack` put rows together, for `unpack`."""
+    """The layout of the rows of `pack`, from which `unpack` makes adapters.
 
-    parts: list[Part]  # in order
-    states: list[State]  # [N] as they came
-    scale: list[Scale]  # [N]
-    form: ModelForm  # of the container in which they came
+    Attributes:
+        parts: The parts of a row, in their order.
+        states: The adapters [N] that `pack` was given.
+        scale: The scales [N] of each adapter.
+        form: The form of the container in which the adapters came.
+    """
+
+    parts: list[Part]
+    states: list[State]
+    scale: list[Scale]
+    form: ModelForm
 
 
 @checked
@@ -75,27 +100,29 @@ def project(
     b: Sequence[Matrix],  # [N] of [o, r_j]
     scale: Sequence[PositiveFloat] | None = None,  # [N], default 1
 ) -> tuple[Tensor, Basis]:
-    """Core rows [N, m * n] float64 of one layer's products, and their basis.
+    """Core rows [N, m * n] float64 of one layer, and their bases.
 
-    The products are scale_j b_j a_j; ranks may differ, and b may be zero.
+    The products are scale_j b_j a_j. Ranks may differ, and b may be zero. Squared
+    distances, inner products and mixes of rows are those of the products.
 
-    Squared distances, inner products and mixes of rows are those of the products. Where
-    the ranks add up to more than a side of the layer, that side is not reduced, so rows
-    are never longer than products (`sqdist` then needs less). ValueError for factors
-    that do not fit or are not finite: one NaN would reach every client through the
-    basis.
+    Where the ranks add up to more than a side of the layer, that side is not reduced.
+    So rows are never longer than products; `sqdist` then needs less memory.
+
+    Raises ValueError for factors that do not fit or are not finite, because one NaN
+    would reach every client through the bases.
     """
     return _project(_factors("a, b, scale", a, b, scale))
 
 
 def _project(factors: Factors) -> tuple[Tensor, Basis]:
-    """Core rows and basis as from `project`, of factors that are checked."""
+    """The results of `project` for factors that are checked."""
     matrices_a = [a for a, _, _ in factors]
     matrices_b = [b for _, b, _ in factors]
     ranks = [len(a) for a in matrices_a]
     stacked = torch.cat(matrices_a)
     first = matrices_a[0]
-    # A frozen A that all clients share spans its own space.
+    # Where all clients share one frozen A, it spans the space alone. Stacked copies of
+    # it would only make the QR larger.
     is_shared = all(
         a.shape == first.shape and torch.equal(a, first) for a in matrices_a
     )
@@ -121,11 +148,21 @@ def lift(
 ) -> tuple[Tensor, Tensor, float]:
     """The factors of a core row: (b [o, rank], a [rank, i], lost).
 
-    scale * b a is the row's product cut to `rank`, the best approximation that there
-    is; `lost` is the share of its square that the cut takes. The rows of `a` are
-    orthogonal and have the clients' mean norm; `b` has the rest. So where the product
-    is zero, as of a new adapter, b is 0 and a is not, and it can learn. Raises
-    ValueError for a rank beyond what the clients' factors span, or a scale of 0.
+    scale * b a is the best approximation of the row's product with this rank. `lost` is
+    the part of the product's squared norm that the approximation lacks, from 0 to 1.
+
+    The rows of `a` are orthogonal and have the clients' mean norm; `b` takes the
+    singular values. So a product of zero, as of a new adapter, gives b = 0 and an `a`
+    that is not zero. The adapter can then learn.
+
+    Raises ValueError for a rank that exceeds what the clients' factors span, and for a
+    scale of 0.
+
+    Args:
+        row: A core row, mixed or not.
+        basis: The bases that `project` returned.
+        rank: The rank of the factors.
+        scale: The adapter's scale, alpha / r.
     """
     m = basis.left.shape[1]
     n = basis.right.shape[1]
@@ -144,21 +181,23 @@ def lift(
 
 @checked
 def pack(states: Models, scale: Scales) -> tuple[Tensor, Layout]:
-    """Rows [N, P] float64 of N PEFT adapters, and the layout that `unpack` needs.
+    """Rows [N, P] float64 of N adapters, and the layout for `unpack`.
 
-    Factors become core rows (`project`). Other tensors, such as `modules_to_save`,
-    `lora_B.bias` and DoRA's magnitudes, follow as plain columns; integers stay each
-    client's own. DoRA's effective weight is not linear in B A: the product and the
-    magnitude are compared and mixed each by itself. Raises ValueError, with the client
-    and the tensor, for names or shapes that differ, for a scale that is missing, and
-    for adapters that are no product of two factors (LoHa, LoKr, AdaLoRA).
+    Factors become core rows, see `project`. Other tensors, such as `modules_to_save`,
+    `lora_B.bias` and DoRA's magnitudes, follow as plain columns. Whole numbers stay
+    each client's own. DoRA's effective weight is not linear in B A, so its product and
+    its magnitude are compared and mixed separately.
+
+    Raises ValueError, with the client and the tensor, for different names or shapes and
+    for a missing scale. Raises ValueError also for adapters that are no product of two
+    factors (LoHa, LoKr, AdaLoRA).
 
     Args:
-        states: adapters as `get_peft_model_state_dict` returns them, in a list or by
-            client id.
-        scale: the name of each A -> alpha / r, once for all clients or for each of them
-            (as the states come). A state does not hold it: `scales(peft_model)` reads
-            it, patterns of ranks and alphas and rsLoRA included.
+        states: The adapters as `get_peft_model_state_dict` returns them, in a list or
+            in a dict by client id.
+        scale: A dict from the name of each A to alpha / r, for all clients. Or one dict
+            for each client, in a container like that of `states`. `scales(peft_model)`
+            returns the dict of a model; a state does not contain it.
     """
     form, models, client_scales = _clients(states, scale)
     rows = []
@@ -172,11 +211,11 @@ def pack(states: Models, scale: Scales) -> tuple[Tensor, Layout]:
 
 @checked
 def unpack(rows: Matrix, layout: Layout) -> tuple[Any, list[float]]:
-    """N adapters from rows [N, P], and what the cut to the rank lost.
+    """N adapters from rows [N, P], and the loss of each adapter.
 
-    The adapters come as they were given to `pack`, each with its client's ranks,
-    scales, dtypes and integers. The list has for each the largest share of a layer's
-    square that was lost.
+    The adapters come in the container that `pack` was given, each with its client's
+    ranks, scales, dtypes and whole numbers. An adapter's loss is the largest `lost` of
+    its layers, see `lift`.
     """
     n = len(layout.states)
     width = sum(part.width for part in layout.parts)
@@ -195,11 +234,13 @@ def unpack(rows: Matrix, layout: Layout) -> tuple[Any, list[float]]:
 def sqdist(states: Models, scale: Scales) -> Tensor:
     """Squared distances [N, N] float64 between adapters, by inner products of factors.
 
-    It serves more clients than `pack` is made for: ranks that add up to more than the
-    layers are wide. Arguments and errors are those of `pack`. Memory is N ranks
-    squared, whatever the layers. Its error is that of float64 relative to the products'
-    squares: at a relative spread of 1e-3 some 1e-9 of a distance, where
-    `pairwise_sqdist(pack(...)[0])` subtracts first and has 1e-13.
+    It is made for many clients, whose ranks add up to more than the layers are wide:
+    the memory is the square of that sum, for layers of any size. The arguments and
+    errors are those of `pack`.
+
+    It subtracts squared norms, so its error is relative to these and not to the
+    distance. Where products differ by a thousandth, the error is about 1e-9 of a
+    distance; for `pairwise_sqdist(pack(...)[0])`, which subtracts first, it is 1e-13.
     """
     _, models, client_scales = _clients(states, scale)
     total = torch.zeros(len(models), len(models), dtype=torch.float64)
@@ -214,7 +255,8 @@ def sqdist(states: Models, scale: Scales) -> Tensor:
 def _sqdist_of_products(factors: Factors) -> Tensor:
     """Squared distances [N, N] between one layer's products.
 
-    The inner product of two products b a and b' a' is the sum of (a a'.T) * (b.T b').
+    The inner product of b a and b' a' is the sum over (a a'.T) * (b.T b'). So the
+    products are not built.
     """
     ranks = [len(a) for a, _, _ in factors]
     a = torch.cat([a for a, _, _ in factors])
@@ -228,7 +270,10 @@ def _sqdist_of_products(factors: Factors) -> Tensor:
 
 
 def _sum_by_client(matrix: Tensor, ranks: list[int]) -> Tensor:
-    """The sums of each client's rows, transposed: the next call sums the columns."""
+    """The sums of each client's rows, transposed.
+
+    So a second call sums each client's columns.
+    """
     return torch.stack([part.sum(0) for part in matrix.split(ranks)]).T
 
 
@@ -239,10 +284,10 @@ def mix(
     weight: Matrix,  # [N, K]
     index: Tensor,  # [N, K] int64
 ) -> tuple[Any, list[float]]:
-    """The results of `unpack` for mixes of K adapters each.
+    """The results of `unpack` for each client's mix of K adapters.
 
-    `feddwa_weights` returns such weights and index. Rows are made of K adapters at a
-    time.
+    `feddwa_weights` returns `weight` and `index` of this form. Only K adapters at a
+    time become rows, which saves memory.
     """
     form, models, client_scales = _clients(states, scale)
     n = len(models)
@@ -267,10 +312,11 @@ def mix(
 
 @checked
 def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
-    """The name of each A -> its scale in this PEFT model.
+    """The scale alpha / r of each A in a PEFT model.
 
-    Names are those of `get_peft_model_state_dict`. Raises ValueError where the model
-    has no such adapter.
+    The result has the scales by the names of A, which are those of
+    `get_peft_model_state_dict`. Patterns of ranks and alphas, and rsLoRA, are taken
+    into account. Raises ValueError where the model has no such adapter.
     """
     found: dict[str, float] = {}
     for name, module in model.named_modules():
@@ -310,7 +356,7 @@ def _factors(
 def _span(x: Tensor) -> tuple[Tensor, Tensor]:
     """(q, r) with x = q r and orthonormal columns of q.
 
-    q is the identity where that is no larger.
+    q is the identity where it is not larger than the q of a QR.
     """
     if x.shape[1] >= len(x):
         return torch.eye(len(x), dtype=x.dtype, device=x.device), x
@@ -319,7 +365,7 @@ def _span(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _clients(states: Any, scale: Any) -> tuple[ModelForm, list[State], list[Scale]]:
-    """The form in which adapters came, the adapters, and the scales of each."""
+    """The form of a container, its adapters and their scales."""
     form, models = collect_models(states)
     by_name = isinstance(scale, Mapping)
     is_common = by_name and not any(isinstance(v, Mapping) for v in scale.values())
@@ -333,9 +379,9 @@ def _clients(states: Any, scale: Any) -> tuple[ModelForm, list[State], list[Scal
 
 
 def _layers(models: list[State], scale: list[Scale]) -> Iterator[tuple[str, str, Any]]:
-    """Each layer: the names of A and B, and the factors.
+    """Yields each layer's names of A and B, and all adapters' factors.
 
-    A tensor that is no factor comes as its name, "" and plain rows [N, p].
+    For a tensor that is no factor, it yields the name, "" and plain rows [N, p].
     """
     name_of_b = _check_adapters(models)
     names_b = set(name_of_b.values())
@@ -353,7 +399,7 @@ def _layers(models: list[State], scale: list[Scale]) -> Iterator[tuple[str, str,
 
 
 def _check_adapters(models: list[State]) -> dict[str, str]:
-    """The name of each A -> that of its B.
+    """The names of the layers' B by the names of their A.
 
     Raises ValueError where adapters differ in their tensors, or are no LoRA.
     """
@@ -387,7 +433,7 @@ def _plain_rows(models: list[State], name: str) -> Tensor:
 def _adapter(
     row: Tensor, parts: list[Part], like: State, scale: Scale
 ) -> tuple[dict[str, Tensor], float]:
-    """One row as an adapter, and the largest share of a layer that was lost.
+    """The adapter in one row, and the largest `lost` of its layers.
 
     The adapter has the ranks, shapes and dtypes of `like`.
     """
@@ -409,10 +455,10 @@ def _adapter(
 def _lift_to_rank(
     piece: Tensor, part: Part, like: State, scale: Scale
 ) -> tuple[Tensor, Tensor, float]:
-    """(a, b, lost) as from `lift`, of the rank that the adapter `like` has.
+    """(a, b, lost) by `lift`, with the rank of the adapter `like`.
 
-    Where that exceeds what the clients' factors span, the further rows of a are those
-    of `like`, and the further columns of b are zero.
+    The rank may exceed what the clients' factors span. Then the other rows of a are
+    those of `like`, and the other columns of b are zero.
     """
     assert part.basis is not None
     rank = len(like[part.name])

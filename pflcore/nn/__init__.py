@@ -1,4 +1,9 @@
-"""Modules for models that pflcore trains."""
+"""Modules for models that pflcore trains.
+
+They work in every engine, and draw random numbers that belong to a client and a step.
+"""
+
+from __future__ import annotations
 
 import torch.nn as nn
 import torch.nn.functional as F
@@ -14,13 +19,16 @@ __all__ = ["Dropout", "FactorizedConv2d", "FactorizedLinear", "factorize"]
 
 @checked
 class Dropout(nn.Module):
-    """`nn.Dropout` whose numbers belong to the client and the step.
+    """`nn.Dropout` whose random numbers belong to the client and the step.
 
     So results repeat for any number of workers. While pflcore trains, the mask is a
     hash of the client's seed of this step, of the number of the random layer within the
-    forward pass, and of the element's place. It is the same in every engine, and works
-    under `torch.vmap`. Training such a module by hand, outside pflcore, draws from
-    torch's global generator as `nn.Dropout` does. In evaluation it is the identity.
+    forward pass, and of the element's place. The mask is the same in every engine, and
+    works under `torch.vmap`. Outside of pflcore such a module draws from torch's global
+    generator, as `nn.Dropout` does. In evaluation mode it is the identity.
+
+    Args:
+        p: The probability with which an element is dropped.
     """
 
     def __init__(self, p: UnitFloat = 0.5) -> None:
@@ -28,7 +36,7 @@ class Dropout(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [...] with elements dropped, as `nn.Dropout`."""
+        """`x` [...] with dropped elements; the others are divided by 1 - p."""
         if not self.training or self.p == 0:
             return x
         if forward_state.seed is None:

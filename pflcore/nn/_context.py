@@ -1,7 +1,12 @@
-"""What a forward pass needs beside row and input.
+"""State of forward passes: everything that they need but the row and the input.
 
-Each thread has its own: workers run different clients at the same time.
+Each thread has a state of its own, since workers run different clients at the same
+time.
+
+Symbols: b numbers of batch norm's statistics.
 """
+
+from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
@@ -12,14 +17,24 @@ from torch import Tensor
 
 
 class _ForwardState(threading.local):
+    """The state of the forward passes of one thread.
+
+    Attributes:
+        train: True for a pass in training mode.
+        buffers: Batch norm's statistics [b], or None for those of the net. A pass in
+            training mode replaces them by the updated ones.
+        seed: The seed of `pflcore.nn.Dropout`, [] int64. Each client has another one in
+            each step. None means torch's global generator.
+        random_layer: The number of random layers that this pass has called. Each layer
+            draws numbers of its own.
+        single_client: True for one client without vmap, so that kernels that do not
+            support vmap may run.
+    """
+
     train: bool = False
-    # [b] or None; a forward pass in training replaces it by the updated row.
     buffers: Any = None
-    # [] int64, for `pflcore.nn.Dropout`; each client has another one in each step.
     seed: Tensor | None = None
-    # Counts the random layers of one forward pass, so that each draws its own numbers.
     random_layer: int = 0
-    # One client without vmap: kernels that do not support vmap may run.
     single_client: bool = False
 
 
@@ -33,7 +48,10 @@ def forward_context(
     seed: Tensor | None = None,
     single_client: bool = False,
 ) -> Iterator[None]:
-    """Sets the state of forward passes inside, and restores the caller's afterwards."""
+    """Context with a state of forward passes; the caller's is restored afterwards.
+
+    The arguments are those of the state, which begins with no random layer called.
+    """
     thread_state = vars(forward_state)  # a thread sees its own attributes
     saved_state = dict(thread_state)
     thread_state.update(

@@ -1,12 +1,14 @@
 """Layers whose weight is a sum of rank-1 factors, W = W_a diag(strength) W_b.
 
-They are those of Hao et al. 2020, Eqs. 2 to 4. A client uses a subset b of the factors:
-its model is the row whose strengths are multiplied by b. So the layer itself knows
+They are those of Hao et al. 2020, Eqs. 2 to 4. A client uses a subset of the factors:
+its model is the row whose strengths are multiplied by 0 or 1. So the layer itself knows
 nothing of clients.
 
 Symbols: O outputs and M inputs of the weight; F factors; I input features or channels;
-B samples.
+B samples; kh, kw height and width of a kernel.
 """
+
+from __future__ import annotations
 
 import copy
 import math
@@ -32,10 +34,20 @@ from pflcore.check import (
 Init = Literal["match", "ibpwf"]
 
 
-class _Factorized(nn.Module):
-    """The factors of a weight [O, M]: w_a [O, F], strength [F], w_b [F, M].
+def _is_module(value: object) -> bool:
+    """True for a module."""
+    return isinstance(value, nn.Module)
 
-    There may be a plain bias [O].
+
+# A check by annotation, whose text is that of other arguments.
+Module = Annotated[nn.Module, Expectation("a Module", _is_module)]
+
+
+class _Factorized(nn.Module):
+    """A layer with the factors of a weight [O, M].
+
+    The factors are w_a [O, F], strength [F] and w_b [F, M]. There may be a plain bias
+    [O].
     """
 
     def __init__(
@@ -59,13 +71,15 @@ class _Factorized(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws Glorot-uniform factors, and sets strengths and bias.
+        """Draws factors from Glorot's uniform distribution, and sets the rest.
+
+        The strengths depend on the option `init`; the bias is 0.
 
         - "ibpwf": strengths are drawn from N(0, 0.1^2), as in the authors' earlier
           code.
         - "match": strengths are 1, and the factors are scaled. A client uses factor k
-          with the prior's probability; the weight of its model then has Glorot's
-          variance 2 / (O + M).
+          with the prior's probability. With the scale, the weight of its model has
+          Glorot's variance 2 / (O + M).
         """
         nn.init.xavier_uniform_(self.w_a)
         nn.init.xavier_uniform_(self.w_b)
@@ -78,7 +92,11 @@ class _Factorized(nn.Module):
             nn.init.zeros_(self.bias)
 
     def _match_variance(self) -> None:
-        """Scales the factors to Glorot's variance of the weight."""
+        """Scales the factors so that the weight has Glorot's variance.
+
+        That is the variance for a client that uses factor k with the prior's
+        probability (alpha / (alpha + 1))^k.
+        """
         outputs, factors = self.w_a.shape
         inputs = self.w_b.shape[1]
         k = torch.arange(1, factors + 1, dtype=torch.float64)
@@ -102,10 +120,19 @@ class _Factorized(nn.Module):
 
 @checked
 class FactorizedLinear(_Factorized):
-    """`nn.Linear` with a factorized weight: y = ((x W_b^T) * strength) W_a^T + bias.
+    """`nn.Linear` with a factorized weight.
 
-    `alpha` is that of the prior, for the initial scale. By default it is the number of
-    factors.
+    y = ((x W_b^T) * strength) W_a^T + bias.
+
+    Args:
+        in_features: The number I of input features.
+        out_features: The number O of outputs.
+        factors: The number F of factors.
+        bias: True for a bias.
+        init: The initial values, see `reset_parameters`.
+        alpha: The alpha of the prior, for the initial scale; by default the number of
+            factors.
+        dtype: The dtype of the parameters; by default torch's.
 
     >>> FactorizedLinear(784, 200, 120)(torch.zeros(2, 784)).shape
     torch.Size([2, 200])
@@ -142,7 +169,14 @@ class FactorizedLinear(_Factorized):
 class FactorizedConv2d(_Factorized):
     """`nn.Conv2d` whose kernel, as a matrix [O, I kh kw], is factorized.
 
-    See appendix A of the paper. There are no groups, and padding is zeros.
+    See appendix A of the paper. There are no groups, and padding is zeros. The other
+    arguments are those of `nn.Conv2d`.
+
+    Args:
+        factors: The number F of factors.
+        init: The initial values, see `reset_parameters`.
+        alpha: The alpha of the prior, for the initial scale; by default the number of
+            factors.
     """
 
     def __init__(  # noqa: PLR0913 (as nn.Conv2d)
@@ -184,27 +218,26 @@ class FactorizedConv2d(_Factorized):
 
 @checked
 def factorize(
-    module: Annotated[
-        nn.Module, Expectation("a Module", lambda v: isinstance(v, nn.Module))
-    ],
+    module: Module,
     ranks: PositiveInt | Sequence[PositiveInt] = (),
     init: Init = "match",
     alpha: PositiveFloat | None = None,
     head: str | None = None,
 ) -> nn.Module:
-    """A copy of `module` with factors instead of linear layers and convolutions.
+    """A copy of a model whose linear layers and convolutions are factorized.
 
-    The head stays, and so do layers that are factorized already. The factors are
-    freshly drawn. Raises ValueError for a convolution with groups or with other padding
-    than zeros, and for tied weights.
+    The head stays, and so do layers that are factorized already. The factors are newly
+    drawn. Raises ValueError for a convolution with groups or with other padding than
+    zeros, and for tied weights.
 
     Args:
         module: The model.
         ranks: The number of factors of each layer in the order of `named_modules`, or
             one number for all layers. By default there are three factors for five
             outputs, the paper's proportion on MNIST.
-        init: See `reset_parameters` of the layers.
-        alpha: The prior's, for the initial scale; by default the number of factors.
+        init: The initial values, see `reset_parameters` of the layers.
+        alpha: The alpha of the prior, for the initial scale; by default the number of
+            factors.
         head: The name of the layer that stays; by default the last `nn.Linear`.
     """
     module = copy.deepcopy(module)
@@ -228,7 +261,10 @@ def factorize(
 
 
 def _layers_without_head(module: nn.Module, head: str | None) -> dict[str, Any]:
-    """The linear layers and convolutions by name, without those of the head."""
+    """The linear layers and convolutions by name, without those of the head.
+
+    `head` is the name of the head; None means the last linear layer.
+    """
     layers: dict[str, Any] = {}
     for name, layer in module.named_modules():
         if type(layer) in (nn.Linear, nn.Conv2d):
@@ -244,7 +280,7 @@ def _layers_without_head(module: nn.Module, head: str | None) -> dict[str, Any]:
 
 def _check_untied(module: nn.Module, name: str, layer: Any) -> None:
     """Raises ValueError where a layer shares its weight with another one."""
-    users = 0
+    users = 0  # layers that have the weight as a parameter
     for other in module.modules():
         users += sum(p is layer.weight for p in other._parameters.values())
     if users > 1:
@@ -255,7 +291,7 @@ def _check_untied(module: nn.Module, name: str, layer: Any) -> None:
 
 
 def _replace_layer(module: nn.Module, layer: nn.Module, new: nn.Module) -> None:
-    """Puts `new` wherever `layer` is: one layer may have several names."""
+    """Puts `new` into all places of `layer`, which may have several names."""
     named = list(module.named_modules(remove_duplicate=False))
     for name, other in named:
         if other is layer:
@@ -266,7 +302,7 @@ def _replace_layer(module: nn.Module, layer: nn.Module, new: nn.Module) -> None:
 def _factorized_layer(
     name: str, layer: Any, factors: int, init: Init, alpha: float | None
 ) -> nn.Module:
-    """A factorized layer of the shapes and options of `layer`."""
+    """A new factorized layer with the shapes and options of `layer`."""
     options: Any = (layer.bias is not None, init, alpha, layer.weight.dtype)
     if isinstance(layer, nn.Linear):
         sizes = (layer.in_features, layer.out_features, factors)

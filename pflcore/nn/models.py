@@ -1,9 +1,14 @@
-"""The papers' networks, by name.
+"""Networks of papers, by name.
 
 Every entry of `MODELS` is called with the shape of one input, the number of outputs and
-its own options, and returns an `nn.Module`. None of them knows anything of federated
+its own options, and returns an `nn.Module`. The networks know nothing of federated
 learning. `pflcore.Net` finds the head, the last linear layer, by itself.
+
+In all functions `shape` is the shape of one input, (features,) or (channels, height,
+width), and `classes` is the number of outputs.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
@@ -16,7 +21,7 @@ from pflcore.check import PositiveInt, checked, require
 from pflcore.nn import Dropout
 
 __all__ = ["model_for"]
-Shape = Sequence[PositiveInt]  # of one input: (features,) or (channels, height, width)
+Shape = Sequence[PositiveInt]  # of one input
 Activation = Literal["relu", "tanh", "sigmoid"]
 Pool = Literal["max", "avg"]
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
@@ -28,8 +33,11 @@ def linear(
 ) -> nn.Module:
     """One linear layer on the flattened input.
 
-    With its loss it is logistic regression, a linear SVM or least squares. `zero`
-    starts all weights at 0, as Motley does.
+    By the loss it is logistic regression, a linear SVM or least squares.
+
+    Args:
+        bias: True for a bias.
+        zero: If true, all weights start at 0, as in Motley.
     """
     model = mlp(shape, classes, hidden=(), bias=bias)
     if zero:
@@ -47,9 +55,14 @@ def mlp(
     activation: Activation = "relu",
     bias: bool = True,
 ) -> nn.Module:
-    """Hidden layers of these widths, and a linear layer.
+    """A multilayer perceptron: hidden layers, and a linear layer.
 
     On 28 x 28 inputs with 10 classes it has 159,010 parameters, 158,800 without bias.
+
+    Args:
+        hidden: The widths of the hidden layers.
+        activation: The function behind each hidden layer.
+        bias: True for a bias in each layer.
     """
     width = prod(shape)
     layers: list[nn.Module] = [nn.Flatten()]
@@ -76,8 +89,17 @@ def cnn(  # noqa: PLR0913 (the papers' variants)
 ) -> nn.Module:
     """Blocks of convolution, activation and 2 x 2 pooling, then linear layers.
 
-    `padding` is one number for all convolutions, one for each, or "same". The default
-    is the CNN of McMahan et al. 2017 without padding: 582,026 parameters on MNIST.
+    The default is the CNN of McMahan et al. 2017 without padding: 582,026 parameters on
+    MNIST.
+
+    Args:
+        channels: The output channels of the convolutions.
+        kernel: The height and width of all kernels.
+        hidden: The widths of the hidden linear layers.
+        padding: One number for all convolutions, one for each, or "same".
+        activation: The function behind each convolution and each hidden layer.
+        pool: The kind of pooling.
+        bias: True for a bias in each layer.
     """
     if padding == "same":
         padding = kernel // 2
@@ -101,7 +123,7 @@ def cnn(  # noqa: PLR0913 (the papers' variants)
 def _sides(shape: Shape, kernel: int, pads: Iterable[int]) -> list[int]:
     """Height and width behind convolutions with these paddings.
 
-    2 x 2 pooling follows each of them.
+    2 x 2 pooling follows each convolution. Raises ValueError where nothing is left.
     """
     sides = list(shape[1:])
     for pad in pads:
@@ -119,13 +141,20 @@ def lenet5(
     pool: Pool = "avg",
     bias: bool = True,
 ) -> nn.Module:
-    """LeNet-5 (LeCun et al. 1989/1998): 6 and 16 channels of 5 x 5, then 120, 84.
+    """LeNet-5 (LeCun et al. 1989/1998): 5 x 5 convolutions, then linear layers.
 
-    It has 61,706 parameters on MNIST (padded by 2) and 62,006 on CIFAR-10. With tanh
-    and average pooling it is the classic network. ReLU with maximum pooling is more
-    accurate for one client alone. With control variates (SCAFFOLD, WAFFLE) and concept
-    shift that variant diverges at the learning rate of the WAFFLE paper. The linear
-    part uses `activation` too.
+    The convolutions have 6 and 16 channels, the hidden layers 120 and 84 features. It
+    has 61,706 parameters on MNIST (padded by 2) and 62,006 on CIFAR-10. With tanh and
+    average pooling it is the classic network.
+
+    ReLU with maximum pooling is more accurate for a single client. With control
+    variates (SCAFFOLD, WAFFLE) and concept shift that variant diverges at the learning
+    rate of the WAFFLE paper.
+
+    Args:
+        activation: The function behind each convolution and each hidden layer.
+        pool: The kind of pooling.
+        bias: True for a bias in each layer.
     """
     first_padding = 2 if shape[-1] < 32 else 0
     return cnn(
@@ -143,7 +172,11 @@ def lenet5(
 def fmnist_cnn(shape: Shape, classes: int, *, bias: bool = False) -> nn.Module:
     """The network of WAFFLe (Hao et al. 2020) for Fashion-MNIST.
 
-    5 x 5 convolutions of 16 and 32, same padding: 28,880 parameters.
+    It has 5 x 5 convolutions of 16 and 32 channels with padding "same", and 28,880
+    parameters.
+
+    Args:
+        bias: True for a bias in each layer.
     """
     return cnn(shape, classes, channels=(16, 32), hidden=(), padding="same", bias=bias)
 
@@ -151,11 +184,16 @@ def fmnist_cnn(shape: Shape, classes: int, *, bias: bool = False) -> nn.Module:
 def cifar_cnn_small(
     shape: Shape, classes: int, *, padding: int | str = 0, bias: bool = False
 ) -> nn.Module:
-    """The network of WAFFLe (Hao et al. 2020) for CIFAR-10, as the text has it.
+    """The network of WAFFLe (Hao et al. 2020) for CIFAR-10, as in the paper's text.
 
-    3 x 3 convolutions of 16 and 16, then 80, 60: 54,216 parameters. Their table counts
-    LeNet-5 without bias instead (61,770): `lenet5` with `bias=False`,
-    `activation="relu"`, `pool="max"`.
+    It has 3 x 3 convolutions of 16 and 16 channels, hidden layers of 80 and 60
+    features, and 54,216 parameters. The paper's table counts the 61,770 parameters of
+    LeNet-5 without bias instead: `lenet5` with `bias=False`, `activation="relu"` and
+    `pool="max"`.
+
+    Args:
+        padding: One number for all convolutions, or "same".
+        bias: True for a bias in each layer.
     """
     return cnn(
         shape,
@@ -171,8 +209,12 @@ def cifar_cnn_small(
 def emnist_cnn_2048(shape: Shape, classes: int, *, padding: int | str = 0) -> nn.Module:
     """The network of FedDWA (Liu et al. 2023) for EMNIST.
 
-    5 x 5 convolutions of 32 and 64, then 2,048: 2,278,334 parameters with 62 classes.
-    `padding="same"` is the network of the LEAF benchmark (6,603,710 parameters).
+    It has 5 x 5 convolutions of 32 and 64 channels, a hidden layer of 2,048 features,
+    and 2,278,334 parameters with 62 classes. With `padding="same"` it is the network of
+    the LEAF benchmark (6,603,710 parameters).
+
+    Args:
+        padding: One number for all convolutions, or "same".
     """
     return cnn(shape, classes, hidden=(2048,), padding=padding)
 
@@ -180,7 +222,8 @@ def emnist_cnn_2048(shape: Shape, classes: int, *, padding: int | str = 0) -> nn
 def sattler_cnn(shape: Shape, classes: int) -> nn.Module:
     """The network of Clustered FL (Sattler et al. 2020) for EMNIST.
 
-    5 x 5 convolutions of 6 and 16, no hidden layer: 18,506 parameters with 62 classes.
+    It has 5 x 5 convolutions of 6 and 16 channels, no hidden layer, and 18,506
+    parameters with 62 classes.
     """
     return cnn(shape, classes, channels=(6, 16), hidden=())
 
@@ -188,9 +231,13 @@ def sattler_cnn(shape: Shape, classes: int) -> nn.Module:
 def cifar_cnn(shape: Shape, classes: int, *, dropout: float = 0.5) -> nn.Module:
     """The network of Mills et al. 2022 for CIFAR, with FedDWA's dropout.
 
-    3 x 3 convolutions of 32 and 64, each with ReLU, pooling and batch norm, then 512
-    with dropout and ReLU: 1,204,874 parameters with 10 classes, 1,251,044 with 100. The
-    dropout is that of Liu et al. 2023.
+    It has 3 x 3 convolutions of 32 and 64 channels, each with ReLU, pooling and batch
+    norm, then a hidden layer of 512 features with dropout and ReLU. It has 1,204,874
+    parameters with 10 classes and 1,251,044 with 100. The dropout is that of Liu et al.
+    2023.
+
+    Args:
+        dropout: The probability with which a feature is dropped.
     """
     sides = _sides(shape, kernel=3, pads=(0, 0))
     return nn.Sequential(
@@ -213,8 +260,8 @@ def cifar_cnn(shape: Shape, classes: int, *, dropout: float = 0.5) -> nn.Module:
 class _Residual(nn.Module):
     """A residual block: two 3 x 3 convolutions with batch norm.
 
-    Where the shape changes, the shortcut `around` is a 1 x 1 convolution (He et al.
-    2016, option B).
+    `around` is the shortcut. Where the shape changes, it is a 1 x 1 convolution (He et
+    al. 2016, option B).
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -224,8 +271,8 @@ class _Residual(nn.Module):
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
         self.around: nn.Module = nn.Identity()
-        # An unused convolution would still draw its weights, and change those that
-        # are drawn after it.
+        # The convolution is made only where it is used. Otherwise it would still draw
+        # its weights, and change those that are drawn after it.
         if inputs != outputs or stride != 1:
             conv = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
             self.around = nn.Sequential(conv, nn.BatchNorm2d(outputs))
@@ -236,11 +283,11 @@ class _Residual(nn.Module):
 
 
 def resnet8(shape: Shape, classes: int) -> nn.Module:
-    """FedDWA's released ResNet-8 (Liu et al. 2023) for Tiny-ImageNet.
+    """The ResNet-8 of FedDWA's released code (Liu et al. 2023) for Tiny-ImageNet.
 
-    A 3 x 3 convolution of 16 and 3 x 3 pooling of stride 2, then residual blocks of 16,
-    32 and 64; Kaiming initialisation. It has 90,392 parameters with 200 classes and
-    78,042 with 10.
+    It has a 3 x 3 convolution of 16 channels and 3 x 3 pooling of stride 2, then
+    residual blocks of 16, 32 and 64 channels, all with Kaiming initialisation. It has
+    90,392 parameters with 200 classes and 78,042 with 10.
     """
     conv = nn.Conv2d(shape[0], 16, 3, 1, 1, bias=False)
     stem = nn.Sequential(conv, nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
@@ -259,7 +306,7 @@ def resnet8(shape: Shape, classes: int) -> nn.Module:
 
 
 def _conv_block(inputs: int, outputs: int, kernel: int) -> nn.Module:
-    """A convolution that keeps the size, batch norm, ReLU."""
+    """A convolution that keeps the image's size, with batch norm and ReLU."""
     conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU())
 
@@ -289,10 +336,11 @@ class _Aggregated(nn.Module):
 def dla(shape: Shape, classes: int) -> nn.Module:
     """Deep layer aggregation (Yu et al. 2018) for 32 x 32 images, in its simple form.
 
-    Deeper roots do not join the inputs again. Convolutions of 16, 16 and 32, then
-    aggregated residual blocks of 64, 128, 256 and 512, of depths 1, 2, 2 and 1; the
-    last three halve the image. It has 15,142,970 parameters on CIFAR-10. WAFFLE
-    (Beaussart et al. 2021) uses "DLA" there and does not say which form.
+    In the simple form deeper roots do not join the inputs again. There are convolutions
+    of 16, 16 and 32 channels, then aggregated residual blocks of 64, 128, 256 and 512
+    channels and of depths 1, 2, 2 and 1. The last three halve the image. It has
+    15,142,970 parameters on CIFAR-10. WAFFLE (Beaussart et al. 2021) uses "DLA" there
+    and does not say which form.
     """
     return nn.Sequential(
         _conv_block(shape[0], 16, 3),
@@ -329,9 +377,16 @@ MODELS = {f.__name__: f for f in ALL_MODELS}
 def model_for(
     name: str, shape: Shape, classes: PositiveInt | None, **options: object
 ) -> nn.Module:
-    """A new model `MODELS[name]` for inputs of `shape`.
+    """A new model by name.
 
-    It has `classes` outputs; None is one output, for regression.
+    Raises ValueError where there is no model of this name, where it does not take these
+    options, or where the inputs do not fit.
+
+    Args:
+        name: One of the names of `MODELS`.
+        shape: The shape of one input, (features,) or (channels, height, width).
+        classes: The number of outputs; None for one output, as in a regression.
+        options: The options of the model.
     """
     require(name in MODELS, "model", f"one of {', '.join(MODELS)}", name, MODELS)
     if len(shape) != 3 and MODELS[name] not in VECTOR_MODELS:

@@ -1,4 +1,8 @@
-"""Weighted sums of updates, `base + lr * (weight @ updates)`, in one pass over them.
+"""Weighted sums of updates, `base + lr * (weight @ updates)`, in one pass.
+
+The updates are far larger than all else, and the kernels read them once, so that the
+sum takes about as long as reading them. Torch's operations would write the product, its
+multiple and the sum one after another, and with an index a copy of the rows.
 
 Symbols: N updates; M results; K rows that a result mixes; P columns.
 """
@@ -9,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pflcore.check import Words, reject
+
 from ._check import (
     check_floating,
     check_index,
@@ -17,9 +23,7 @@ from ._check import (
     check_number,
     check_same_device,
     check_writable,
-    describe,
     memory_span,
-    reject_argument,
     same_view,
     spans_overlap,
 )
@@ -43,22 +47,35 @@ def aggregate(
     out: Tensor | None = None,  # [M, P]
     precise: bool = False,
 ) -> Tensor:  # [M, P]
-    """`base + lr * (weight @ updates)`, in one pass over the updates.
-
-    With `index`, result m mixes the rows `index[m]` only. A row of weight 0 is not read
-    then, so NaN there does not spread. The result has the dtype of `base`, or that of
-    `updates` without a base.
+    """Weighted sums `base + lr * (weight @ updates)` of updates.
 
     Sums are float64 where an input row is float64 or `precise` is set, and float32
     otherwise. A CPU adds every 128 rows to a float64 sum, so its error does not grow
     with N. CUDA kernels and the reference sum all rows in float32: above some thousand
     clients, set `precise` there.
 
-    `out` is memory for the result: a tensor [M, P] with contiguous rows, which shares
-    none with `updates` or `weight`. It may be `base` itself.
-
     Without `out` the op is differentiable in `updates`, `weight` and `base`, but not in
     `lr`. Forward mode runs plain torch operations, which read a row of weight 0.
+
+    Raises TypeError for a wrong type or dtype, and ValueError for a wrong shape, device
+    or index, and for an `out` that cannot be written. On a GPU the values of an index
+    are not checked.
+
+    Args:
+        updates: Rows in float32, float64, float16 or bfloat16, with any row stride.
+        weight: Weights in any floating-point dtype.
+        index: The rows that result m mixes, `index[m]`. A row of weight 0 is not read
+            then, so NaN there does not spread.
+        base: The rows that the sums are added to, in any floating-point dtype; one row
+            for all results, or a row for each.
+        lr: The factor of the sums.
+        out: Memory for the result, with contiguous rows. It shares none with `updates`,
+            `weight` or `index`. It may be `base` itself.
+        precise: True for sums in float64.
+
+    Returns:
+        The result in the dtype of `base`, or of `updates` without a base. It is `out`
+        where that is given.
     """
     check_aggregate(updates, weight, index, base, lr, out)
     warn_of_references()
@@ -79,24 +96,26 @@ def check_aggregate(
     op = "aggregate"
     check_number(op, "lr", lr)
     check_matrix(op, "updates", updates, "[N, P]")
-    check_matrix(op, "weight", weight, "[M, N]" if index is None else "[M, K]")
+    shape_text = "[M, N]" if index is None else "[M, K]"
+    check_matrix(op, "weight", weight, shape_text)
     n, p = updates.shape
     m, k = weight.shape
     check_same_device(op, "updates", updates, "weight", weight)
     if index is not None:
         check_index(op, "updates", updates, "index", index)
         if index.shape != weight.shape:
-            expected = f"{list(weight.shape)} like weight"
-            reject_argument(op, "index", expected, describe(index))
+            reject(f"{op}(index)", f"{list(weight.shape)} like weight", index)
         check_index_range(op, "index", index, n)
     elif k != n:
         expected = f"[M, {n}], a column for each row of updates"
-        reject_argument(op, "weight", expected, describe(weight), "or give index")
+        reject(
+            f"{op}(weight)", expected, weight, remedy="pass index to mix some rows only"
+        )
     if base is not None:
         check_floating(op, "base", base)
         if base.shape not in ((p,), (m, p)) or base.device != updates.device:
             expected = f"[{p}] or [{m}, {p}] on {updates.device}"
-            reject_argument(op, "base", expected, describe(base))
+            reject(f"{op}(base)", expected, base)
     if out is not None:
         check_out(updates, weight, index, base, out)
 
@@ -104,8 +123,7 @@ def check_aggregate(
 def check_out(
     updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any
 ) -> None:
-    """Raises ValueError or TypeError for an `out` that the op cannot write."""
-    op = "aggregate"
+    """Raises ValueError for an `out` that the op cannot write."""
     shape = [weight.shape[0], updates.shape[1]]
     dtype = updates.dtype if base is None else base.dtype
     fits = (
@@ -116,34 +134,36 @@ def check_out(
     )
     if not fits:
         kind = f"{str(dtype).removeprefix('torch.')} on {updates.device}"
-        reject_argument(op, "out", f"{shape} {kind}", describe(out))
+        reject("aggregate(out)", f"a tensor {shape} of {kind}", out)
     if in_forward_ad():
         expected = "None in forward-mode differentiation"
-        reject_argument(op, "out", expected, "a tensor", "leave out away")
+        reject("aggregate(out)", expected, out, remedy="leave out away")
     if not out.numel():
         return
-    check_writable(op, "out", out)
+    check_writable("aggregate", "out", out)
     if torch.compiler.is_compiling():
         return
     if out.is_neg() or out.is_conj():
         expected = "memory that holds its numbers as they are"
-        reject_argument(op, "out", expected, "the negative of other numbers")
+        got = Words("a view of their negatives or conjugates")
+        reject("aggregate(out)", expected, got)
     tensors = (updates, weight, base, out)
     if torch.is_grad_enabled() and any(_requires_grad(t) for t in tensors):
         expected = "None where a gradient is wanted"
         remedy = "leave out away or use torch.no_grad()"
-        reject_argument(op, "out", expected, "inputs that require grad", remedy)
+        reject("aggregate(out)", expected, out, remedy=remedy)
     span = memory_span(out)
     for name, t in (("updates", updates), ("weight", weight), ("index", index)):
         if spans_overlap(span, memory_span(t)):
-            reject_argument(op, "out", "memory of its own", f"memory of {name}")
+            reject("aggregate(out)", "memory of its own", Words(f"memory of {name}"))
     overlaps_base = base is not None and spans_overlap(span, memory_span(base))
     if base is not None and overlaps_base and not same_view(out, base):
         expected = "memory of its own or base itself"
-        reject_argument(op, "out", expected, "a part of base's memory")
+        reject("aggregate(out)", expected, Words("a part of base's memory"))
 
 
 def _requires_grad(t: Tensor | None) -> bool:
+    """True for a tensor that requires grad."""
     return t is not None and t.requires_grad
 
 
@@ -165,10 +185,11 @@ def _formula(
     precise: bool,
     skip_zeros: bool = False,
 ) -> Tensor:  # [M, P]
-    """The result by plain torch operations, which differentiate themselves.
+    """The result by plain torch operations, which torch differentiates itself.
 
-    With `skip_zeros` and `index`, rows of weight 0 add nothing even if they are NaN.
-    Then the result has no derivative by such a weight.
+    Args:
+        skip_zeros: True where, with `index`, rows of weight 0 add nothing even if they
+            are NaN. Then the result has no derivative by a weight of 0.
     """
     dtype, wide = result_dtypes(updates, base, precise)
     w = (lr * weight.double()).to(wide)
@@ -206,24 +227,30 @@ def reference_out(*arguments: Any) -> None:
 
 
 def _fake(
-    updates: Tensor,
-    weight: Tensor,
+    updates: Tensor,  # [N, P]
+    weight: Tensor,  # [M, N], or [M, K]
     index: Tensor | None,
     base: Tensor | None,
     *_: Any,
-) -> Tensor:
+) -> Tensor:  # [M, P]
+    """The shape and dtype of the result."""
     dtype = updates.dtype if base is None else base.dtype
     return updates.new_empty(weight.shape[0], updates.shape[1], dtype=dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Saves the parts of the inputs that the backward pass needs."""
     updates, weight, index, base, ctx.lr, _ = inputs
     ctx.has_shared_base = base is not None and base.dim() == 1
     ctx.save_for_backward(updates, weight, index)
 
 
-def _weight_gradient(grad: Tensor, updates: Tensor, index: Tensor) -> Tensor:
-    """Gradient [M, K] float64 of weights by index.
+def _weight_gradient(
+    grad: Tensor,  # [M, P] float64
+    updates: Tensor,  # [N, P]
+    index: Tensor,  # [M, K]
+) -> Tensor:  # [M, K] float64
+    """Gradient of weights by index.
 
     It is NaN for an index out of range, which only a GPU does not reject.
     """
@@ -236,7 +263,11 @@ def _weight_gradient(grad: Tensor, updates: Tensor, index: Tensor) -> Tensor:
     return torch.where(is_row, torch.stack(columns, 1), math.nan)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any,
+    grad: Tensor,  # [M, P]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of all arguments; None for those that need none."""
     updates, weight, index = ctx.saved_tensors
     need_updates, need_weight, _, need_base = ctx.needs_input_grad[:4]
     grad64 = grad.double()  # [M, P]

@@ -1,14 +1,18 @@
-"""Local training, gradients and evaluation of models that are a chain of layers.
+"""Training, gradients and evaluation of models that are a chain of layers.
 
 One call computes many clients. A model is a *program*: a table of its layers, with
 their shapes and the columns of their weights in a flat row (see `encode_layer`). The
 kernels keep a client's row, activations and gradients in the caches of one core.
-Results depend neither on the threads nor on which other clients take part. Gradients
-have a reference in differentiable torch, which takes all clients at once; it is what
-runs on a GPU.
+Results depend neither on the threads nor on which other clients take part.
 
-Symbols: S or s clients; Q columns of a row; L layers; B samples of a client; C scores
-of a sample; w rows of weights; x, y samples and labels.
+- `chain_sgd_` trains and `chain_eval` evaluates. Both are kernels of the CPU alone.
+- `chain_grad` computes gradients. It has a reference in differentiable torch, which
+  takes all clients at once. That is what runs on a GPU.
+
+How a kind of layer is added, and what a chain cannot hold: csrc/README.md.
+
+Symbols: S or s clients; Q columns of a row; L layers; B samples of a client, n of a
+pool; C scores of a sample, or channels; w rows of weights; x, y samples and labels.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from torch import Tensor
 
 from ._library import define, kernels, mark_written
 
+# The order of the kinds, and that of the activations from 1 on, are those of the
+# kernels: ChainLayer::Kind in csrc/chain/chain.h, and Act in csrc/chain/tile.h.
 KINDS = ("linear", "conv", "pool", "act", "flatten", "dropout", "norm", "scale")
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.relu,
@@ -31,8 +37,11 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     F.gelu,
 )
 FIELDS_PER_LAYER = 8
-REFERENCE_CHUNK_SAMPLES = 256  # samples of a client that the references take at once
+REFERENCE_CHUNK_SAMPLES = 256  # samples of a client that the reference takes at once
 
+# The random numbers of dropout have no state: each is a hash of the client's seed, the
+# layer and the place. So a kernel, the reference and `pflcore.nn.Dropout` draw the same
+# ones, in any order.
 # 2^64 / golden ratio, as int64: successive counters become numbers far apart.
 _STEP = -7046029254386353131
 # The multipliers of SplitMix's 64-bit finaliser (Steele et al. 2014).
@@ -41,9 +50,10 @@ RANDOM_BITS = 24  # of a random integer
 
 
 def encode_layer(kind: str, *fields: float) -> list[float]:
-    """One line of a program: the number of its kind, then its fields, then zeros.
+    """One line [9] of a program: its kind's number and its fields.
 
-    A weight is given by its first column in the row; -1 is no bias.
+    Zeros fill the fields that a kind does not have. A weight is the number of its first
+    column in the row; -1 stands for no bias.
 
     - linear: outputs, weight [O, I], bias
     - conv: outputs, kernel height, width, stride, padding above, left, weight
@@ -54,16 +64,23 @@ def encode_layer(kind: str, *fields: float) -> list[float]:
     - dropout: the probability, above 0
     - norm: groups, features that share a weight, eps, weight, bias
     - scale: factors, one for each feature; a factor of 0 gives 0, also for NaN
+
+    Args:
+        kind: One of `KINDS`.
+        fields: The fields in this order, as the kernels read them by their numbers.
     """
     padding = [0.0] * (FIELDS_PER_LAYER - len(fields))
     return [float(KINDS.index(kind)), *fields, *padding]
 
 
-# references -------------------------------------------------------------------
+# the reference ----------------------------------------------------------------
 
 
 def logical_shift(z: Tensor, bits: int) -> Tensor:
-    """`z >> bits` with zeros in front, where torch repeats the sign bit."""
+    """The int64 numbers `z`, shifted right with zeros in front.
+
+    Torch's `>>` repeats the sign bit instead.
+    """
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -78,11 +95,16 @@ def splitmix_hash(z: Tensor) -> Tensor:
 
 
 def hashed_integers(
-    seed: Tensor, layer: int, shape: torch.Size | tuple[int, ...]
-) -> Tensor:
-    """Integers from 0 to 2^24 - 1, [..., *shape] for seeds [...].
+    seed: Tensor,  # [...] int64
+    layer: int,
+    shape: torch.Size | tuple[int, ...],
+) -> Tensor:  # [..., *shape] int64
+    """Random integers from 0 to 2^24 - 1.
 
     They depend on the seed, on `layer` and on each element's place alone.
+
+    Args:
+        layer: The number of a layer among those that draw random numbers.
     """
     places = torch.arange(math.prod(shape), device=seed.device) * _STEP
     # Python's numbers do not overflow, so the product is wrapped to int64 here.
@@ -93,14 +115,18 @@ def hashed_integers(
 
 
 def forward_program(  # noqa: C901 (a kind of layer each)
-    program: Tensor, w: Tensor, x: Tensor, seeds: Tensor | None
-) -> Tensor:
-    """Scores [s, B, C] of the models `w` [s, Q] on `x` [s, B, ...].
+    program: Tensor,  # [L, 9]
+    w: Tensor,  # [s, Q]
+    x: Tensor,  # [s, B, ...]
+    seeds: Tensor | None,  # [s]; None: evaluation mode
+) -> Tensor:  # [s, B, C]
+    """The scores of the models `w`, each on its own samples.
 
-    With `seeds` [s] the models are in training mode.
+    With `seeds` the models are in training mode. Values between layers are
+    [s, B, features] or [s, B, C, H, W].
     """
     s = len(w)
-    dropout_layers = 0
+    dropout_layers = 0  # layers that have drawn random numbers so far
 
     def part(first: int, *sizes: int) -> Tensor:  # [s, *sizes]
         """The weights of this shape whose columns begin at `first`."""
@@ -113,6 +139,7 @@ def forward_program(  # noqa: C901 (a kind of layer each)
                 y = torch.bmm(x, part(weight, outputs, x.shape[2]).mT)
                 x = y if bias < 0 else y + part(bias, 1, outputs)
             case "conv", [outputs, height, width, stride, above, left, weight, bias]:
+                # All clients in one convolution: each is a group of its channels.
                 filters = part(weight, outputs, x.shape[2], height, width).flatten(0, 1)
                 offsets = None if bias < 0 else part(bias, outputs).flatten()
                 images = x.transpose(0, 1).flatten(1, 2)
@@ -135,21 +162,26 @@ def forward_program(  # noqa: C901 (a kind of layer each)
                 y = x.reshape(*x.shape[:2], groups, -1)
                 y = F.layer_norm(y, y.shape[-1:], eps=field[2]).flatten(2)
                 if weight >= 0:
+                    # Neighbouring features share a weight: those of a channel.
                     count = y.shape[2] // share
                     scale = part(weight, count).repeat_interleave(share, 1)
                     offset = part(bias, count).repeat_interleave(share, 1)
                     y = y * scale[:, None] + offset[:, None]
                 x = y.view(x.shape)
-            case _, [factors, *_]:
+            case _, [factors, *_]:  # scale
                 lam = part(factors, 1, x.shape[2])
                 x = torch.where(lam != 0, x * lam, 0.0)
     return x.flatten(2)
 
 
-def apply_dropout(x: Tensor, p: float, numbers: Tensor) -> Tensor:
-    """`x` with zeros where a random number is below `p`; the rest is scaled up.
+def apply_dropout(
+    x: Tensor,  # [...]
+    p: float,
+    numbers: Tensor,  # [...] of `hashed_integers`
+) -> Tensor:  # [...]
+    """The values, with zeros where a random number is below `p`.
 
-    The numbers are the integers of `hashed_integers`, in units of 2^-24.
+    The others are divided by 1 - p. A random number is an integer in units of 2^-24.
     """
     if p >= 1:
         return x * 0
@@ -157,8 +189,12 @@ def apply_dropout(x: Tensor, p: float, numbers: Tensor) -> Tensor:
     return x * is_kept.to(x.dtype) / (1 - p)
 
 
-def sample_losses(loss_name: str, scores: Tensor, y: Tensor) -> Tensor:
-    """Each sample's loss [s, B] of scores [s, B, C] and labels or numbers [s, B]."""
+def sample_losses(
+    loss_name: str,
+    scores: Tensor,  # [s, B, C]
+    y: Tensor,  # [s, B] int64 labels, or numbers
+) -> Tensor:  # [s, B]
+    """The loss of each sample."""
     if loss_name == "cross_entropy":
         flat_scores = scores.flatten(0, 1)
         losses = F.cross_entropy(flat_scores, y.flatten(), reduction="none")
@@ -169,37 +205,52 @@ def sample_losses(loss_name: str, scores: Tensor, y: Tensor) -> Tensor:
         return (1 - sign * z).relu()
     if loss_name == "binary_cross_entropy":
         return F.binary_cross_entropy_with_logits(z, y.to(z.dtype), reduction="none")
-    factor = 1.0 if loss_name == "squared" else 0.5
+    factor = 1.0 if loss_name == "squared" else 0.5  # else it is "half_squared"
     return (z - y.to(z.dtype)).square() * factor
 
 
 def grad_reference(
     w: Tensor,  # [S, Q]
-    program: Tensor,  # [L, 9] float64, see `encode_layer`
+    program: Tensor,  # [L, 9] float64
     loss_name: str,
     c: int,
     h: int,
-    wide: int,  # of one sample
+    wide: int,
     x: Tensor,  # [n, ...]
     y: Tensor,  # [n] int64 labels, or numbers of w's dtype
-    relabel: Tensor | None,  # [S, classes] a label as each client knows it
+    relabel: Tensor | None,  # [S, classes]
     order: Tensor,  # [S, longest] places in the pool
-    size: Tensor,  # [S] how many of them each client takes
-    seeds: Tensor | None,  # [S] in training mode
+    size: Tensor,  # [S]
+    seeds: Tensor | None,  # [S]; None: evaluation mode
 ) -> tuple[Tensor, Tensor]:  # [S, Q], [S] float64
-    """Gradients of the clients' mean losses, and these losses."""
+    """Gradients of the clients' mean losses, and these losses.
+
+    It is the specification of `chain_grad`.
+
+    Args:
+        program: The layers, see `encode_layer`.
+        c: Channels of one sample.
+        h: Height of one sample.
+        wide: Width of one sample.
+        x: The pool of samples, from which all clients take theirs.
+        relabel: Each label of the pool as each client knows it; None for the same.
+        order: The places of each client's samples.
+        size: The number of places that each client takes.
+    """
     grad = torch.zeros_like(w)
     loss = torch.zeros(len(w), dtype=torch.float64, device=w.device)
     counts = size.to(w.device)[:, None]
     step = REFERENCE_CHUNK_SAMPLES
     if seeds is not None:
-        # The random numbers of dropout are those of the whole batch.
+        # Dropout's random numbers depend on a sample's place in the whole batch, so
+        # that the batch cannot be cut.
         step = max(1, order.shape[1])
     for first in range(0, order.shape[1], step):
         index = order[:, first : first + step]
         positions = torch.arange(first, first + index.shape[1], device=w.device)
         is_sample = positions < counts
         weight = (is_sample.double() / counts.clamp(min=1)).to(w)
+        # Behind a client's last sample its first one fills the place.
         index = torch.where(is_sample, index, order[:, :1])
         labels = y[index] if relabel is None else relabel.gather(1, y[index])
         samples = x[index].reshape(*index.shape, c, h, wide)
@@ -217,7 +268,7 @@ def grad_reference(
 
 # registration -----------------------------------------------------------------
 
-# The first arguments of every op after `w`, in the order of `grad_reference`.
+# The arguments that every op has after `w`, in the order of `grad_reference`.
 _HEAD = (
     "Tensor program, str loss, int c, int h, int w_, Tensor x, Tensor y, Tensor? "
     "relabel, Tensor order"
@@ -225,14 +276,17 @@ _HEAD = (
 
 
 def _fake_sgd(w: Tensor, *args: Any) -> Tensor:
+    """The shape and dtype of losses [S]."""
     return w.new_empty(len(w), dtype=torch.float64)
 
 
 def _fake_grad(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """The shapes and dtypes of gradients [S, Q] and losses [S]."""
     return w.new_empty(w.shape), _fake_sgd(w)
 
 
 def _fake_eval(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The shapes and dtypes of losses [n], right answers [n] and scores."""
     order = args[8]
     classes = args[-1]
     num_scores = len(order) if classes else 0
@@ -251,25 +305,32 @@ _chain_sgd_: Callable[..., Tensor] = define(
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether `chain_sgd_` and `chain_eval`, which are kernels alone, run there."""
+    """True where `chain_sgd_` and `chain_eval` run, which are kernels alone."""
     return device.type == "cpu" and kernels is not None
 
 
-# [S] float64, the sum of batches' mean losses
-def chain_sgd_(w: Tensor, *args: Any) -> Tensor:
-    """Takes all steps of local SGD on the rows `w` [S, Q], in place.
+def chain_sgd_(
+    w: Tensor,  # [S, Q], changed
+    *args: Any,
+) -> Tensor:  # [S] float64
+    """Takes all steps of local SGD on the rows `w`, in place.
 
-    The result are the sums [S] of the minibatches' losses. Autograd learns that `w` and
-    the sums of gradients were changed. After the first arguments of every op follow:
+    Autograd learns that `w` and the sums of gradients were changed.
 
-    - places of the samples in the pool [S, passes, longest]
-    - samples and steps of each client [S], on the CPU
-    - the size of a batch, and whether a short one is left out
-    - seeds of dropout [S, passes], to which the place within the pass is added; None
-      without dropout
-    - the terms of `sgd_step_`
-    - the largest norm of a minibatch's gradient, or infinity
-    - the tensor [S, Q] to which gradients are added, or None
+    Args:
+        args: The program, loss, c, h, width, x, y and relabel of `grad_reference`; then
+
+            - places of the samples in the pool [S, passes, longest]
+            - samples and steps of each client [S], on the CPU
+            - the size of a batch, and True where a short one is left out
+            - seeds of dropout [S, passes], to which the number of the step within the
+              pass is added; None without dropout
+            - the terms of `sgd_step_`, in the order of the op
+            - the largest norm of a minibatch's gradient, or infinity
+            - the tensor [S, Q] to which gradients are added, or None
+
+    Returns:
+        The sum of each client's mean losses of its minibatches.
     """
     loss = _chain_sgd_(w, *args)
     mark_written(w, args[-1])
@@ -281,10 +342,10 @@ chain_grad = define(
     grad_reference,
     _fake_grad,
 )
-# Losses [n] float64, right answers [n] and scores [n, classes] of the rows `w` [S, Q].
-# One row may be expanded to all clients. After the first arguments of every op follow:
-# the places of the samples in the pool [n], client after client; where each client's
-# begin [S + 1], on the CPU; the number of classes, or 0 where no scores are needed.
+# It returns losses [n] float64, right answers [n] and scores [n, classes] of the rows
+# `w` [S, Q]. One row may be expanded to all clients. Behind the arguments of every op
+# stand the places of the samples in the pool [n], client after client; the first of
+# each client's places [S + 1], on the CPU; the number of classes, or 0 for no scores.
 chain_eval: Callable[..., tuple[Tensor, Tensor, Tensor]] = define(
     f"chain_eval(Tensor w, {_HEAD}, Tensor begin, int classes) -> (Tensor, Tensor, "
     "Tensor)",

@@ -1,9 +1,19 @@
-"""What every op needs of torch, and of the compiled kernels where there are any.
+"""Definition of the ops in torch, and the library of compiled kernels.
 
-The default body of an op is its reference and the compiled library only adds kernels,
-so the dispatcher is the fallback. This is the only file that knows of that library,
-which serves every Python, and torch from 2.10 on (it asks for that version's stable
-ABI).
+An op has one name in torch and several bodies, of which torch's dispatcher takes the
+one that belongs to the device of the tensors:
+
+- The reference, in plain PyTorch, is the default body. It runs where no other is
+  registered. So without the compiled library every op still works, and no code here
+  asks which of them runs.
+- The compiled library `lib_pflcore.so` registers kernels for the CPU, and for CUDA
+  where they were built, when it is loaded.
+- The fake body computes shapes and dtypes only. `torch.compile` and tensors on the
+  device "meta" need it. The reference serves as the fake where it has no loop over a
+  size. A compiler would unroll a loop, and the code would hold for that size only.
+
+This is the only file that knows of the compiled library. One library serves every
+Python, and every torch from 2.10 on, because it asks for that version's stable ABI.
 """
 
 import ctypes
@@ -31,13 +41,16 @@ def define(
     """Defines the op `pflcore::NAME`, and returns the function that calls it.
 
     Args:
-        schema: The op's name, arguments and results, as torch writes them.
+        schema: The op's name, arguments and results, as torch writes them. "(a!)"
+            marks a tensor that the op writes into.
         reference: The default body; None where there are kernels alone.
-        fake: Gives the shape of the result, where the reference would take long.
+        fake: The body that computes shapes and dtypes only; by default the reference.
     """
     name = schema[: schema.index("(")]
     lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     if reference is not None:
+        # CompositeExplicitAutograd is torch's name for a body for every device whose
+        # gradient is registered apart.
         lib.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pflcore::{name}", fake or reference, lib=lib)
     op: Callable[..., R] = getattr(torch.ops.pflcore, name).default
@@ -48,7 +61,8 @@ def define(
 def run_on_cpu(op: Any) -> Any:
     """The body of an op for a device without float64.
 
-    It runs the op on copies in the CPU's memory; float64 results come back as float32.
+    That is Apple's "mps". The body runs the op on copies in the CPU's memory, and then
+    copies back what the op wrote. Results of float64 become float32.
     """
 
     def copy_to_cpu(t: Tensor) -> Tensor:
@@ -59,7 +73,7 @@ def run_on_cpu(op: Any) -> Any:
         warn_of_copies(str(device))
         copies = tree_map_only(Tensor, copy_to_cpu, args)
         out = op(*copies)
-        # `strict=False`: arguments with a default may be missing.
+        # Arguments with a default may be missing at the end, hence `strict=False`.
         for argument, t, copy in zip(op._schema.arguments, args, copies, strict=False):
             if argument.is_write and isinstance(t, Tensor):
                 t.copy_(copy)
@@ -73,23 +87,28 @@ def run_on_cpu(op: Any) -> Any:
 
 
 def float64_to_float32(t: Tensor) -> Tensor:
+    """The tensor as float32 where it is float64, else itself."""
     return t.float() if t.dtype == torch.float64 else t
 
 
 @cache
 def warn_of_copies(device: str) -> None:
+    """Warns, once for each device, that ops copy its tensors."""
     warnings.warn(
         f"pflcore's ops have no kernels for {device}, which has no float64: their "
         "tensors go to the CPU and back, which takes longer than the op where they "
         "are large, and float64 results come back as float32",
-        stacklevel=4,
+        stacklevel=4,  # above this function, the op's body and torch's call of it
     )
 
 
 def mark_written(*tensors: Tensor | None) -> None:
     """Tells autograd that an op wrote into these tensors.
 
-    A backward pass then refuses a tensor that was saved before.
+    Autograd keeps a version counter in each tensor, and compares it in a backward pass
+    with the version that was saved for the gradient. Torch's own ops count it up where
+    they write. A kernel does not; without this call a backward pass would silently take
+    the new numbers in place of those that were saved.
     """
     if torch.compiler.is_compiling():
         return
@@ -99,11 +118,12 @@ def mark_written(*tensors: Tensor | None) -> None:
 
 
 def in_forward_ad() -> bool:
-    """Whether forward-mode differentiation or `torch.func.grad` is on.
+    """True where forward-mode differentiation or `torch.func.grad` is on.
 
     Forward mode is `torch.func.jvp` or `forward_ad.dual_level`. The ops have backward
-    formulas only: they would silently drop tangents, and they do not have functorch's
-    form. Plain torch operations are right there.
+    formulas only. They would silently drop the tangents of forward mode, and their
+    formulas do not have the form that `torch.func.grad` needs. There the ops run plain
+    torch operations instead.
     """
     if forward_ad._current_level >= 0:
         return True
@@ -120,25 +140,39 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def fake_nothing(*args: Any) -> None:
-    """The fake of an op that returns nothing."""
+    """The fake body of an op that returns nothing."""
 
 
-# the compiled kernels ---------------------------------------------------------
+# the compiled library ---------------------------------------------------------
 
 REINSTALL_COMMAND = "pip install --force-reinstall --no-deps ."
 
 
 class Backend(NamedTuple):
-    """What runs the ops. `str()` of it is one line."""
+    """The kernels or references that run the ops.
 
-    kernels: bool  # compiled kernels are loaded
-    isa: str | None  # "plain", "avx2", "avx512" or "neon": the path of the CPU kernels
-    cuda: bool  # CUDA kernels were built
-    threads: int  # torch's intra-op threads
+    `str()` of it is one line.
+
+    Attributes:
+        kernels: True where the compiled kernels are loaded.
+        isa: The instruction set of the CPU kernels: "plain", "avx2", "avx512" or
+            "neon"; None without kernels.
+        cuda: True where CUDA kernels were built.
+        threads: The number of torch's intra-op threads.
+        torch: The version of torch.
+        why: The reason for kernels or references, in one sentence.
+        fix: The command that brings the kernels, where they could be built; else None.
+        architectures: The GPUs that the CUDA kernels were built for, such as
+            "sm_75, sm_90"; empty without CUDA kernels.
+    """
+
+    kernels: bool
+    isa: str | None
+    cuda: bool
+    threads: int
     torch: str
-    why: str  # one sentence: why this and not another
-    fix: str | None  # the command that mends it, where the kernels could be had
-    # the cards that the CUDA kernels were built for: "sm_75, sm_90"
+    why: str
+    fix: str | None
     architectures: str = ""
 
     def __str__(self) -> str:
@@ -154,13 +188,15 @@ LIBRARY = Path(__file__).parent.parent / "lib_pflcore.so"
 
 
 def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
+    """The compiled library or None, the reason, and the command for it."""
     if os.environ.get("PFLCORE_KERNELS", "1") == "0":
         return None, "PFLCORE_KERNELS=0 leaves the kernels unloaded", None
     version = [int(number) for number in re.findall(r"\d+", torch.__version__)[:2]]
     if not [2, 10] <= version < [3]:  # what torch promises of its stable ABI
         return None, "the kernels need torch >= 2.10 and < 3", None
     if not LIBRARY.exists():
-        failed = LIBRARY.with_suffix(".failed")  # left there by setup.py
+        # `setup.py` leaves this file where it could not build the library.
+        failed = LIBRARY.with_suffix(".failed")
         if failed.exists():
             return (
                 None,
@@ -174,8 +210,8 @@ def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
             REINSTALL_COMMAND,
         )
     try:
-        # looks up at once all that it needs of torch: what is missing is an error here,
-        # no crash later
+        # Loading looks up all functions of torch that the library calls. One that is
+        # missing is an error here, and not a crash later.
         torch.ops.load_library(LIBRARY)
         library = ctypes.CDLL(str(LIBRARY))
         for name in (
@@ -189,21 +225,23 @@ def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
     except (OSError, AttributeError) as error:
         return (
             None,
-            "the kernels do not load beside this torch "
+            "the kernels do not load with this torch "
             f"({' '.join(str(error.__cause__ or error).split())})",
             REINSTALL_COMMAND,
         )
 
 
 kernels, _why, _fix = _load()  # the library, or None
-# although kernels could be had: the first op call says so
-references_used = _fix is not None
+# True until the first op warns that references run although kernels could be built.
+warning_is_due = _fix is not None
 
 
 def cpu_isa(wanted: str | None = None) -> str | None:
     """The instruction set of the CPU kernels, or None for references.
 
-    `wanted` chooses it for tests, as far as the machine has it.
+    Args:
+        wanted: The instruction set that a test chooses. A machine that does not have it
+            takes the best one that it has.
     """
     if kernels is None:
         return None
@@ -213,7 +251,7 @@ def cpu_isa(wanted: str | None = None) -> str | None:
 
 
 def backend() -> Backend:
-    """What runs the ops and why: kernels or references, instruction set, CUDA."""
+    """The kernels or references that run the ops, and the reason."""
     architectures = ""
     if kernels is not None:
         architectures = str(kernels.pflcore_architectures(), "ascii")
@@ -230,13 +268,16 @@ def backend() -> Backend:
 
 
 def warn_of_references() -> None:
-    """Warns at the first op, where references run although kernels could be built."""
-    global references_used
-    if not references_used:
+    """Warns once, where references run although kernels could be built.
+
+    Every public op calls it.
+    """
+    global warning_is_due
+    if not warning_is_due:
         return
-    references_used = False
+    warning_is_due = False
     warnings.warn(
         f"pflcore runs its pure-PyTorch references: {_why}. To mend it, in pflcore's "
         f"folder: {REINSTALL_COMMAND}",
-        stacklevel=3,
+        stacklevel=3,  # above this function and the op
     )

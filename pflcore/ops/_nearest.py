@@ -1,8 +1,14 @@
-"""The k nearest rows of each row, without the distances that the triangle inequality
-spares.
+"""The k nearest rows of each row.
 
-Symbols: M guides, whose neighbours are searched; N rows; P columns of both; K
-neighbours of a guide; G groups of rows, each around a pivot.
+The search by groups spares distances by the triangle inequality. Each row belongs to
+the group of its nearest pivot, a row that stands for others. For a guide i, a row j and
+a pivot p, |d(i, p) - d(j, p)| <= d(i, j). So the distances of i and of a group's rows
+to p give a bound, and no row of the group is nearer to i. Where that bound is above the
+k nearest distances so far, the group holds no neighbour.
+
+Symbols: M guides, the rows whose neighbours are searched; N rows; P columns of both; K
+neighbours of a guide; G groups of rows, each around a pivot; m, n some of the guides
+and rows; d distances of guides to pivots.
 """
 
 from __future__ import annotations
@@ -13,10 +19,10 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from pflcore.check import NonNegativeInt, PositiveInt, checked
+from pflcore.check import NonNegativeInt, PositiveInt, Words, checked_op, reject
 
 from . import stream
-from ._check import check_same_kind, require_argument
+from ._check import check_same_kind
 from ._sqdist import pairwise_sqdist
 from ._weights import feddwa_weights
 from .stream import RowSource, check_rows, read_blocks, take_rows, tensor_of
@@ -24,20 +30,27 @@ from .stream import RowSource, check_rows, read_blocks, take_rows, tensor_of
 # Twice the relative error of a distance; that of its square is at most 1e-6.
 DISTANCE_MARGIN = 1e-6
 UNDERFLOW_MARGIN = 1e-150  # what float64 squares lose below their range
-MAX_PAIRS = 1 << 24  # distances that are held at a time
+MAX_PAIRS = 1 << 24  # distances that are in memory at a time
 SKETCH_COLUMNS = 256  # columns of the sketch that chooses pivots
-# On more elements torch asks other threads for help.
+# With more elements, torch divides an elementwise operation among threads.
 SERIAL_MAX_ELEMENTS = 1 << 15
 
 
 class Nearest(NamedTuple):
-    """The K nearest rows of each guide, nearest first; of equals the lower index."""
+    """The K nearest rows of each guide, nearest first.
 
-    sqdist: Tensor  # [M, K] float64 squared distances
-    index: Tensor  # type: ignore[assignment]  # [M, K] int64
+    Of rows that are equally far, the one of lower index comes first.
+
+    Attributes:
+        sqdist: Squared distances [M, K], float64.
+        index: Numbers of the rows [M, K], int64.
+    """
+
+    sqdist: Tensor
+    index: Tensor  # type: ignore[assignment]
 
 
-@checked
+@checked_op
 def nearest(
     guide: RowSource,  # [M, P]
     rows: RowSource,  # [N, P]
@@ -46,30 +59,36 @@ def nearest(
     *,
     pivots: NonNegativeInt | None = None,
 ) -> Nearest:
-    """The k nearest rows of each guide, by `(pairwise_sqdist, index)`.
+    """The k nearest rows of each guide, ranked by `pairwise_sqdist` and index.
 
-    The ranks are those of `feddwa_weights`: NaN is infinitely far, and k >= N gives all
-    rows. `guide` and `rows` are tensors, or rows that can be read again (see
-    `ops.stream`), which are computed on the CPU. No gradient flows through the result.
+    The ranks are those of `feddwa_weights`: NaN is infinitely far, and of equal
+    distances the lower index is nearer. No gradient flows through the result.
 
-    - "exact" computes all pairs.
-    - "groups" gives the same bits. It computes the exact distances to `pivots` rows
-      (None: the root of N). Since |d(i, p) - d(j, p)| <= d(i, j), only a few groups of
-      rows may hold a neighbour, with a margin for rounding, and it computes the
-      distances to those. This pays where rows are clustered. Where less than half of
-      the pairs can be spared it computes all of them, after some 7 / sqrt(N).
+    Raises ValueError or TypeError for a wrong argument.
 
-    On a GPU "groups" is "exact" too: there the choice of groups would make the host
-    wait in every turn, and listed pairs share no reads.
+    Args:
+        guide: A tensor in float32, float64, float16 or bfloat16, or rows that can be
+            read again (see `ops.stream`), which are computed on the CPU.
+        rows: The rows to search in, of the same kind, dtype, device and length.
+        k: The number of neighbours; from N on, all rows are returned.
+        method: "exact" computes the distances of all pairs. "groups" gives the same
+            bits, and spares the pairs that the triangle inequality rules out. That
+            pays where rows are clustered. Where less than half of the pairs can be
+            spared it computes all of them, and takes about 7 / sqrt(N) longer. On a
+            GPU "groups" computes all pairs too: there the choice of groups
+            would make the host wait in every turn, and listed pairs share no reads.
+        pivots: The number of groups; None for the root of N.
     """
     op = "nearest"
     no_guides = check_rows(op, "guide", guide)
     no_rows = check_rows(op, "rows", rows)
     check_same_kind(op, "guide", no_guides, "rows", no_rows)
     n, p = rows.shape
-    expected = f"P = {guide.shape[1]} columns like guide"
-    require_argument(guide.shape[1] == p, op, "rows", expected, f"{n} rows of {p}")
-    require_argument(n > 0, op, "rows", "at least one row", "none")
+    if guide.shape[1] != p:
+        expected = f"P = {guide.shape[1]} columns like guide"
+        reject("nearest(rows)", expected, Words(f"{n} rows of {p}"))
+    if n == 0:
+        reject("nearest(rows)", "at least one row", Words("none"))
     with torch.no_grad():
         search = _Search(guide, rows, min(k, n))
         if method == "exact" or search.device.type != "cpu":
@@ -82,10 +101,14 @@ def nearest(
 def _sketch(
     rows: RowSource,  # [N, P]
 ) -> Tensor:  # [N, SKETCH_COLUMNS]
-    """Short rows whose distances are about those of the rows, in one pass.
+    """Short rows whose distances are about those of the rows.
 
-    Each column gets a random sign, and strips of `SKETCH_COLUMNS` columns are added.
-    The result is float32, and float64 for float64 rows. A row that is not finite is 0.
+    Each column gets a random sign, and strips of `SKETCH_COLUMNS` columns are added, in
+    one pass over the rows. The result is float32, and float64 for float64 rows. A row
+    that is not finite becomes 0.
+
+    A sketch chooses pivots and nothing else. So it changes the time of a search, and
+    never its result.
     """
     empty = tensor_of(rows[:0])
     p = rows.shape[1]
@@ -105,12 +128,13 @@ def _sketch(
 def _choose_pivots(rows: RowSource, num_pivots: int) -> list[int]:
     """Numbers of rows that are far from one another, by their sketches.
 
-    Each pivot is the row farthest from those before it: so every cluster has one before
-    any cluster has two.
+    Each pivot is the row that is farthest from the pivots before it. So every cluster
+    has one pivot before any cluster has two.
     """
     sketch = _sketch(rows)
     pivots = [0]
-    gap = (sketch - sketch[0]).square().sum(1)  # [N] to the nearest pivot
+    # Squared distances to the nearest pivot, [N].
+    gap = (sketch - sketch[0]).square().sum(1)
     while len(pivots) < num_pivots and float(gap.max()) > 0:
         pivots.append(int(gap.argmax()))
         gap = torch.minimum(gap, (sketch - sketch[pivots[-1]]).square().sum(1))
@@ -118,13 +142,16 @@ def _choose_pivots(rows: RowSource, num_pivots: int) -> list[int]:
 
 
 def _groups(
-    guide: RowSource, rows: RowSource, num_pivots: int
+    guide: RowSource,  # [M, P]
+    rows: RowSource,  # [N, P]
+    num_pivots: int,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """The rows in groups around pivots, by exact distances.
 
-    - The members [n] of each group.
-    - The groups of each guide [M, G], that of its nearest pivot first.
-    - Bounds [M, G]: no squared distance of a guide to a row of the group is less.
+    Returns:
+        The members [n] of each group; the groups of each guide [M, G], that of its
+        nearest pivot first; bounds [M, G], which no squared distance of the guide to a
+        row of the group goes below.
     """
     numbers = _choose_pivots(rows, num_pivots)
     pivots = torch.cat([tensor_of(rows[number : number + 1]) for number in numbers])
@@ -144,7 +171,7 @@ def _distances(
     rows: RowSource,  # [N, P]
     pivots: Tensor,  # [G, P]
 ) -> Tensor:  # [N, G] float64
-    """Exact distances; those that are not finite are infinite."""
+    """Exact distances, with infinity for those that are not finite."""
     parts = [pairwise_sqdist(block, pivots) for _, block in read_blocks(rows)]
     if not parts:
         parts = [pivots.new_empty(0, len(pivots), dtype=torch.float64)]
@@ -156,11 +183,13 @@ def _lower_bounds(
     low: Tensor,  # [G, G] the least distance of a group's rows to a pivot
     high: Tensor,  # [G, G] the largest one
 ) -> Tensor:  # [M, G]
-    """Bounds: `pairwise_sqdist` of a guide and a group's row gives no less.
+    """Bounds, which the squared distances of a group's rows never go below.
 
-    The rounding of `pairwise_sqdist` counts, and that of the distances here. An
-    infinite distance gives no bound, nor does a group without rows (low > high); then
-    the bound is 0.
+    Of the two sides of the triangle inequality one is d(j, p) - d(i, p), at least
+    `low - d`. The other is d(i, p) - d(j, p), at least `d - high`. The margins cover
+    the rounding of `pairwise_sqdist` and of the distances here. An infinite distance
+    gives no bound, and neither does a group without rows, where low > high. Then the
+    bound is 0.
     """
     no_bound = -math.inf
     least = torch.where(low.isinf(), no_bound, low * (1 - DISTANCE_MARGIN))
@@ -177,12 +206,14 @@ def _lower_bounds(
 
 
 class _Search:
-    """The nearest rows so far: sqdist and index [M, K].
+    """A search with the nearest rows that it has found so far.
 
-    A neighbour that was not found yet is infinitely far, with index N.
+    They are `sqdist` and `index` [M, K]. A neighbour that was not found yet is
+    infinitely far, with index N.
     """
 
     def __init__(self, guide: RowSource, rows: RowSource, k: int) -> None:
+        """Begins a search for the k nearest `rows` of each `guide`."""
         self.guide = guide
         self.rows = rows
         self.k = k
@@ -194,29 +225,32 @@ class _Search:
         )
         self.index = torch.full((self.m, k), self.n, device=self.device)
 
-    def merge(self, guides: Tensor, sqdist: Tensor, index: Tensor) -> None:
-        """Merges distances [m, n] of guides [m] to rows `index` [n] or [m, n].
-
-        The index is in ascending order.
-        """
+    def merge(
+        self,
+        guides: Tensor,  # [m] int64
+        sqdist: Tensor,  # [m, n] float64
+        index: Tensor,  # [n] or [m, n] int64, in ascending order
+    ) -> None:
+        """Merges the distances of some guides to the rows `index`."""
         index = index.expand_as(sqdist)
         best = feddwa_weights(sqdist, self.k).index
         best_sqdist = sqdist.gather(1, best).nan_to_num(math.inf, math.inf)
         sqdist = torch.cat([self.sqdist[guides], best_sqdist], 1)
         index = torch.cat([self.index[guides], index.gather(1, best)], 1)
-        # `feddwa_weights` gives a tie to the lower place, so the places are sorted by
-        # row before.
+        # Of equal distances, `feddwa_weights` takes the one in the lower column. So the
+        # columns are sorted by the rows' numbers before.
         order = index.argsort(1)
         nearest = feddwa_weights(sqdist.gather(1, order), self.k).index
         order = order.gather(1, nearest)
         self.sqdist[guides] = sqdist.gather(1, order)
         self.index[guides] = index.gather(1, order)
 
-    def compare(self, guides: Tensor, rows: Tensor) -> None:
-        """Merges the exact distances of these guides and rows, tile by tile.
-
-        Both are numbers in ascending order.
-        """
+    def compare(
+        self,
+        guides: Tensor,  # [m] int64, in ascending order
+        rows: Tensor,  # [n] int64, in ascending order
+    ) -> None:
+        """Merges the exact distances of these guides and rows, tile by tile."""
         if len(guides) == 0 or len(rows) == 0:
             return
         for tile_guides in self.chunks(self.guide, guides):
@@ -226,8 +260,11 @@ class _Search:
                 self.merge(tile_guides, pairwise_sqdist(x, y), tile_rows)
 
     @staticmethod
-    def chunks(rows: RowSource, index: Tensor) -> tuple[Tensor, ...]:
-        """The numbers of rows, as many at a time as memory may hold."""
+    def chunks(
+        rows: RowSource,  # [N, P]
+        index: Tensor,  # [n] int64
+    ) -> tuple[Tensor, ...]:
+        """The numbers `index` in parts whose rows fit memory."""
         # All rows of a tensor are a view, which takes no memory.
         is_view = isinstance(rows, Tensor) and len(index) == len(rows)
         limit = len(index) if is_view else stream.rows_per_block(rows)
@@ -264,8 +301,8 @@ class _Search:
         is_done = self._compare_nearest_groups(members, size, order)
         is_spared = is_done | (bound > self.sqdist[:, -1:])
         if 2 * int((is_spared * size).sum()) < self.m * self.n:
-            # There are no clusters to speak of. All pairs at once are quicker than most
-            # of them in parts.
+            # There are no clusters. All pairs at once are quicker than most of them in
+            # parts.
             self.sqdist.fill_(math.inf)
             self.index.fill_(self.n)
             return self.exact()
@@ -275,11 +312,15 @@ class _Search:
         return Nearest(self.sqdist, self.index)
 
     def _compare_nearest_groups(
-        self, members: list[Tensor], size: Tensor, order: Tensor
-    ) -> Tensor:  # [M, G]
+        self,
+        members: list[Tensor],  # [n] of each group
+        size: Tensor,  # [G] rows of a group
+        order: Tensor,  # [M, G] groups of a guide, the nearest first
+    ) -> Tensor:  # [M, G] bool
         """Compares each guide with its nearest groups, until it has k neighbours.
 
-        Returns the mask of the groups that it was compared with.
+        Returns:
+            True where a guide was compared with a group.
         """
         is_done = torch.zeros_like(order, dtype=torch.bool)
         for turn in range(len(size)):

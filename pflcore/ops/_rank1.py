@@ -1,9 +1,15 @@
-"""A linear layer made of rank-1 factors, forward and backward, under vmap too.
+"""A linear layer of rank-1 factors, forward and backward, also under vmap.
+
+The dense weight of the layer would be `sum_f lam_f w_a[:, f] w_b[f, :]`. A factor whose
+strength is 0 is off: it counts for nothing, even where its vectors hold NaN. A tensor
+either has an axis of clients in front, or is shared by all clients.
+
+On a CPU the kernels skip the factors that are off. On a GPU plain products are quicker,
+so there the op is two products of torch.
 
 Symbols: N clients; B samples of a batch; I inputs and O outputs of the layer; F
-factors; x the input, w_a and w_b the factors' vectors, lam their strengths. A factor
-whose strength is 0 is off: it counts for nothing, whatever its vectors hold. A tensor
-either has an axis of clients in front, or is shared by all clients.
+factors; C columns of either; x the input; w_a, w_b the factors' vectors; lam their
+strengths. A hidden value [B, F] is `x w_b^T`.
 """
 
 from collections.abc import Sequence
@@ -13,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._check import check_floating, check_same_kind, describe, reject_argument
+from pflcore.check import Words, reject
+
+from ._check import check_floating, check_same_kind
 from ._library import define, in_forward_ad, lib, save_inputs, warn_of_references
 
 OP = "rank1_linear"
-NARROW = (torch.float16, torch.bfloat16)  # computed in float32
+NARROW = (torch.float16, torch.bfloat16)  # dtypes that are computed in float32
 CLIENT_DIMS = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without a clients' axis
 
 
@@ -27,21 +35,34 @@ def rank1_linear(  # noqa: PLR0911 (a path each)
     lam: Tensor,  # [F] or [..., F]
     w_b: Tensor,  # [F, I] or [..., F, I]
 ) -> Tensor:  # [..., B, O]
-    """Linear layer `((x w_b^T) * lam) w_a^T` of F rank-1 factors.
+    """The linear layer `((x w_b^T) * lam) w_a^T` of F rank-1 factors.
 
-    It is that of WAFFLe (Hao et al.). Its dense weight is never built. Factors with
-    `lam == 0` are skipped.
+    It is the layer of WAFFLe (Hao et al. 2020, Eqs. 2 to 4). Its dense weight is never
+    built. Factors with `lam == 0` are skipped.
 
     Leading axes, those of clients, broadcast. An input without them is shared, and its
     gradient is summed over the clients.
 
-    All inputs have one dtype; 16-bit ones are computed in float32. Under `autocast` all
-    are cast to its dtype, as for `F.linear`. The op is differentiable in all four
-    inputs and works under `vmap`. Forward mode runs plain torch operations, which read
-    every factor.
+    The op is differentiable in all four inputs and works under `vmap`. Forward mode
+    runs plain torch operations, which read every factor.
+
+    Raises TypeError for a wrong type or dtype, and ValueError for a wrong shape or
+    device.
+
+    Args:
+        x: Samples in float32, float64, float16 or bfloat16, or one sample [I]. All
+            inputs have one dtype; 16-bit ones are computed in float32. Under `autocast`
+            all are cast to its dtype, as for `F.linear`.
+        w_a: The vectors of the factors on the side of the outputs.
+        lam: The strengths of the factors.
+        w_b: The vectors of the factors on the side of the inputs.
     """
     if _casts_inputs(x):
-        x, w_a, lam, w_b = [_cast_input(t, x.device.type) for t in (x, w_a, lam, w_b)]
+        device_type = x.device.type
+        x = _cast_input(x, device_type)
+        w_a = _cast_input(w_a, device_type)
+        lam = _cast_input(lam, device_type)
+        w_b = _cast_input(w_b, device_type)
     lead = check_rank1(x, w_a, lam, w_b)
     warn_of_references()
     if x.dim() == 1:
@@ -55,21 +76,22 @@ def rank1_linear(  # noqa: PLR0911 (a path each)
         y = _differentiable(x.flatten(0, -2), w_a, lam, w_b)
         return y.reshape(*x.shape[:-1], y.shape[-1])
     pairs = zip((x, w_a, lam, w_b), CLIENT_DIMS, strict=True)
-    y = _differentiable(*[_flatten_clients(t, dims, lead) for t, dims in pairs])
+    inputs = [_flatten_clients(t, dims, lead) for t, dims in pairs]
+    y = _differentiable(*inputs)
     return y.reshape(*lead, *y.shape[1:])
 
 
 def _casts_inputs(x: Any) -> bool:
-    """Whether `autocast` is on where x is."""
+    """True where `autocast` is on for the device of x."""
     return (
-        torch._C._is_any_autocast_enabled()  # first, since it takes the least time
+        torch._C._is_any_autocast_enabled()  # the quickest test
         and isinstance(x, Tensor)
         and torch.is_autocast_enabled(x.device.type)
     )
 
 
 def _cast_input(t: Any, device_type: str) -> Any:
-    """`t` in the dtype of `autocast`, if it is of a dtype that `autocast` casts."""
+    """The input in the dtype of `autocast`, if `autocast` casts its dtype."""
     if isinstance(t, Tensor) and t.dtype in (torch.float32, *NARROW):
         return t.to(torch.get_autocast_dtype(device_type))
     return t
@@ -78,8 +100,7 @@ def _cast_input(t: Any, device_type: str) -> Any:
 def _plain_rank1(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
     """The layer by plain torch operations, which support forward mode."""
     dtype = x.dtype
-    if dtype in NARROW:
-        x, w_a, lam, w_b = [t.float() for t in (x, w_a, lam, w_b)]
+    x, w_a, lam, w_b = _widen_inputs(x, w_a, lam, w_b)
     hidden = x @ w_b.mT * lam[..., None, :]
     return (hidden @ w_a.mT).to(dtype)
 
@@ -87,9 +108,12 @@ def _plain_rank1(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
 def _has_one_clients_axis(
     x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor, lead: tuple[int, ...]
 ) -> bool:
-    """Whether the op takes the inputs as they are.
+    """True where the op takes the inputs as they are.
 
     There is at most one leading axis, and no input broadcasts along it.
+
+    Args:
+        lead: The leading axes of all inputs after broadcasting.
     """
     if len(lead) > 1:
         return False
@@ -100,9 +124,12 @@ def _has_one_clients_axis(
 
 
 def _flatten_clients(t: Tensor, dims: int, lead: tuple[int, ...]) -> Tensor:
-    """`t` with one axis of clients in place of the axes `lead`.
+    """The tensor with one axis of clients in place of `lead`.
 
-    `dims` are its dimensions without clients; a shared tensor stays as it is.
+    A shared tensor stays as it is.
+
+    Args:
+        dims: The number of dimensions without clients.
     """
     if t.dim() == dims:
         return t
@@ -111,7 +138,7 @@ def _flatten_clients(t: Tensor, dims: int, lead: tuple[int, ...]) -> Tensor:
 
 
 def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
-    """Leading axes of the inputs after broadcasting.
+    """The leading axes of the inputs after broadcasting.
 
     Raises ValueError or TypeError for arguments that the op does not accept.
     """
@@ -123,30 +150,25 @@ def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
     ):
         check_floating(OP, name, t)
         if t.dim() < min_dims:
-            reject_argument(OP, name, shape, describe(t))
+            reject(f"{OP}({name})", shape, t)
         if t is not x:
             check_same_kind(OP, "x", x, name, t)
     inputs = x.shape[-1]
     factors = w_b.shape[-2]
     if w_b.shape[-1] != inputs:
-        reject_argument(OP, "w_b", f"[F, {inputs}] for the inputs of x", describe(w_b))
+        reject(f"{OP}(w_b)", f"[F, {inputs}] for the inputs of x", w_b)
     if w_a.shape[-1] != factors:
-        expected = f"[O, {factors}] for the factors of w_b"
-        reject_argument(OP, "w_a", expected, describe(w_a))
+        reject(f"{OP}(w_a)", f"[O, {factors}] for the factors of w_b", w_a)
     if lam.shape[-1] != factors:
-        expected = f"[..., {factors}] for the factors of w_b"
-        reject_argument(OP, "lam", expected, describe(lam))
+        reject(f"{OP}(lam)", f"[..., {factors}] for the factors of w_b", lam)
     leads = (x.shape[:-2], w_a.shape[:-2], lam.shape[:-1], w_b.shape[:-2])
     if not any(leads):
         return ()
     try:
         return tuple(torch.broadcast_shapes(*leads))
     except RuntimeError:
-        actual = ", ".join(str(list(lead)) for lead in leads)
-        raise ValueError(
-            f"{OP}: the leading axes of x, w_a, lam and w_b must broadcast, got "
-            f"{actual}."
-        ) from None
+        got = Words(", ".join(str(list(lead)) for lead in leads))
+    reject(f"{OP}(x, w_a, lam, w_b)", "leading axes that broadcast", got)
 
 
 def reference(
@@ -155,10 +177,7 @@ def reference(
     lam: Tensor,  # [F] or [N, F]
     w_b: Tensor,  # [F, I] or [N, F, I]
 ) -> Tensor:  # [B, O] or [N, B, O]
-    """The layer `((x w_b^T) * lam) w_a^T`: the specification of the op.
-
-    Its weight would be `sum_f lam_f w_a[:, f] w_b[f, :]`.
-    """
+    """The layer `((x w_b^T) * lam) w_a^T`: the specification of the op."""
     scale = lam[..., None, :]
     is_on = scale != 0
     # `where` lets NaN and infinity of a factor that is off count for nothing.
@@ -177,9 +196,13 @@ def backward_reference(
     need_lam: bool,
     need_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients in the inputs' shapes; an empty tensor where one is not needed."""
+    """The gradients in the inputs' shapes.
+
+    An empty tensor stands for a gradient that is not needed: an op of torch cannot
+    return None.
+    """
     hidden = x @ w_b.mT  # [.., B, F]
-    hidden_grad = grad @ w_a  # [.., B, F]; lam is not in it yet
+    hidden_grad = grad @ w_a  # [.., B, F], without the factor lam
     scale = partial(_scale_differentiably, lam=lam)
     grad_x = grad_a = grad_lam = grad_b = grad.new_empty(0)
     if need_x:
@@ -205,7 +228,7 @@ def _scale_differentiably(t: Tensor, lam: Tensor) -> Tensor:
 
 
 def _sum_shared(grad: Tensor, t: Tensor) -> Tensor:
-    """A gradient in the shape of `t`: clients that share `t` add up."""
+    """The gradient of `t`, summed over the clients that share it."""
     return grad.sum_to_size(t.shape).contiguous()
 
 
@@ -221,8 +244,8 @@ _op_backward = define(
 # on a GPU ---------------------------------------------------------------------
 
 # There, torch's batched products are several times faster than kernels that list the
-# factors that are on. These kernels serve where torch would round the numbers of a
-# product to fewer bits.
+# factors that are on. These kernels, the ops "rank1_listed", serve where torch would
+# round the numbers of a product to fewer bits.
 _listed_op = define(
     "rank1_listed(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference
 )
@@ -235,7 +258,7 @@ _listed_backward_op = define(
 
 
 def rounds_factors(dtype: torch.dtype) -> bool:
-    """Whether torch's products on a GPU round numbers of this dtype, as TF32 does."""
+    """True where torch's products on a GPU round numbers, as TF32 does."""
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
     return dtype != torch.float64 and precision not in ("none", "ieee")
 
@@ -246,9 +269,10 @@ def rank1_by_products(
     lam: Tensor,  # [F] or [N, F]
     w_b: Tensor,  # [F, I] or [N, F, I]
 ) -> Tensor:  # [B, O] or [N, B, O]
-    """The layer as two products, for which the host never waits for the GPU.
+    """The layer as two products of torch.
 
-    A factor that is on and not finite makes the outputs that it reaches NaN, for every
+    The host never waits for the GPU, as it would to list the factors that are on. A
+    factor that is on and not finite makes the outputs that it reaches NaN, for every
     sample.
     """
     dtype = x.dtype
@@ -269,7 +293,7 @@ def rank1_by_products_backward(
     need_lam: bool,
     need_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients as products; an empty tensor where one is not needed."""
+    """The gradients by products, as `backward_reference` returns them."""
     dtype = x.dtype
     x, w_a, lam, w_b = _widen_inputs(x, w_a, lam, w_b)
     grad = grad.to(x.dtype)
@@ -295,20 +319,26 @@ def rank1_by_products_backward(
 
 
 def _widen_inputs(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """The inputs in the dtype that they are computed in: float32 for 16-bit ones."""
+    """The inputs in the dtype of the computation: float32 for 16-bit ones."""
     if inputs[0].dtype in NARROW:
         return tuple(t.float() for t in inputs)
     return inputs
 
 
 def _client_einsum(
-    formula: str,  # without the clients' axis
+    formula: str,
     a: Tensor,
     b: Tensor,
-    client_dims: tuple[int, int],  # dimensions of a and b without it
-    sum_clients: bool = False,  # over the clients
+    client_dims: tuple[int, int],
+    sum_clients: bool = False,
 ) -> Tensor:
-    """`einsum` with a clients' axis "n" wherever a tensor has one."""
+    """`einsum` with an axis "n" of clients wherever a tensor has one.
+
+    Args:
+        formula: The formula without the clients' axis.
+        client_dims: The numbers of dimensions of `a` and `b` without that axis.
+        sum_clients: True for the sum over the clients.
+    """
     operands, result = formula.split("->")
     first, second = operands.split(",")
     first_has_clients = a.dim() > client_dims[0]
@@ -323,7 +353,7 @@ def _client_einsum(
 
 
 def _scale_by_factors(t: Tensor, lam: Tensor) -> Tensor:
-    """`t * lam` along the last axis [.., B, F], and 0 where a factor is off."""
+    """The product `t * lam` [.., B, F], 0 where a factor is off."""
     scale = lam[..., None, :]
     return torch.where(scale != 0, t * scale, 0.0)
 
@@ -332,9 +362,9 @@ def _masked_product(
     w: Tensor,  # [F, C] or [N, F, C]
     lam: Tensor,  # [F] or [N, F]
     t: Tensor,  # [B, F] or [N, B, F]; 0 where a factor is off
-    sum_clients: bool = False,  # over the clients
+    sum_clients: bool = False,  # True for the sum over the clients
 ) -> Tensor:  # [B, C] or [N, B, C]
-    """`t @ w`, where a factor that is off counts for nothing, even if not finite."""
+    """The product `t @ w`, in which factors that are off count for nothing."""
     if w.dim() == 3 or lam.dim() == 1:
         masked = torch.where(lam[..., None] != 0, w, 0.0)
         return _client_einsum("bf,fc->bc", t, masked, (2, 2), sum_clients)
@@ -350,7 +380,10 @@ def _masked_product(
 
 
 def rank1_on_gpu(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
-    """The op where tensors are on a GPU; `autocast` has cast the inputs already."""
+    """The op's body for tensors on a GPU.
+
+    `autocast` is off in it, because the inputs were cast before.
+    """
     if rounds_factors(x.dtype):
         return _listed_op(x, w_a, lam, w_b)
     with torch.autocast(x.device.type, enabled=False):
@@ -373,14 +406,17 @@ lib.impl(f"{OP}_backward", rank1_on_gpu_backward, "CUDA")
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of the inputs; None for those that need none."""
     x, w_a, lam, w_b = ctx.saved_tensors
     needs = ctx.needs_input_grad
     # Where a second derivative follows, the formula runs in differentiable torch.
     is_differentiated_again = torch.is_grad_enabled()
     backward = backward_reference if is_differentiated_again else _op_backward
     grads = backward(grad, x, w_a, lam, w_b, *needs)
-    pairs = zip(grads, needs, strict=True)
-    return tuple(g if is_needed else None for g, is_needed in pairs)
+    results: list[Tensor | None] = []
+    for input_grad, is_needed in zip(grads, needs, strict=True):
+        results.append(input_grad if is_needed else None)
+    return tuple(results)
 
 
 torch.library.register_autograd(
@@ -391,11 +427,12 @@ torch.library.register_autograd(
 class _Rank1(torch.autograd.Function):
     """The op with a lighter autograd than the registered one.
 
-    That one takes as long as the arithmetic of a small layer.
+    The registered one takes as long as the arithmetic of a small layer.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        """The layer; its inputs are saved for `backward`."""
         ctx.save_for_backward(*inputs)
         return _op(*inputs)
 
@@ -403,7 +440,7 @@ class _Rank1(torch.autograd.Function):
 
 
 def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
-    """The op; its gradient by `_Rank1` where nothing stands in the way."""
+    """The op, by `_Rank1` where a gradient is wanted."""
     requires_grad = (
         w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad
     )
@@ -425,20 +462,25 @@ def _fold_slices(
     args: Sequence[Tensor],
     client_dims: Sequence[int],  # dimensions of each argument without clients and vmap
 ) -> tuple[list[Tensor], list[bool]]:
-    """The arguments of one call of the op for all slices of a vmap.
+    """The arguments of one call of the op, for all slices.
 
     An op has one axis of clients. The vmapped axis takes that place where no argument
     has clients. Otherwise it is folded into the clients' axis: [slices * clients, ...].
-    Also returned: which arguments have clients.
+
+    Returns:
+        The arguments, and for each argument True where it has clients.
     """
     has_clients = []
     moved = []
     for t, in_dim, dims in zip(args, in_dims, client_dims, strict=True):
         is_vmapped = in_dim is not None
         has_clients.append(t.dim() - is_vmapped > dims)
-        moved.append(t if in_dim is None else t.movedim(in_dim, 0))
+        if in_dim is not None:
+            t = t.movedim(in_dim, 0)
+        moved.append(t)
     if not any(has_clients):
         return moved, has_clients
+    # All arguments with clients have the same number of them.
     first = has_clients.index(True)
     clients_axis = 0 if in_dims[first] is None else 1
     lead = (slices, moved[first].shape[clients_axis])
@@ -453,6 +495,7 @@ def _fold_slices(
 def _vmap(
     info: Any, in_dims: tuple[int | None, ...], *args: Tensor
 ) -> tuple[Tensor, int]:
+    """The result for all slices, and its vmapped axis."""
     slices = info.batch_size
     inputs, has_clients = _fold_slices(slices, in_dims, args, CLIENT_DIMS)
     y = _op(*inputs)
@@ -464,6 +507,7 @@ def _vmap(
 def _backward_vmap(
     info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """The gradients for all slices, and their vmapped axes."""
     slices = info.batch_size
     tensors = args[:5]  # grad, x, w_a, lam, w_b
     needs = args[5:]
@@ -472,8 +516,11 @@ def _backward_vmap(
     repeated = []
     repeated_dims = []
     for t, in_dim in zip(tensors, in_dims[:5], strict=True):
-        repeated.append(t.expand(slices, *t.shape) if in_dim is None else t)
-        repeated_dims.append(0 if in_dim is None else in_dim)
+        if in_dim is None:
+            t = t.expand(slices, *t.shape)
+            in_dim = 0
+        repeated.append(t)
+        repeated_dims.append(in_dim)
     client_dims = (2, *CLIENT_DIMS)
     inputs, has_clients = _fold_slices(slices, repeated_dims, repeated, client_dims)
     grads = []

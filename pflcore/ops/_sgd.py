@@ -1,6 +1,10 @@
 """One SGD step on flat rows, in place and in one pass.
 
-Symbols: S clients; Q columns of a row; w, grad rows of weights and of gradients.
+A step by torch takes a pass over memory for each of its terms. The kernel reads each
+number once, and writes the weights and the buffer once.
+
+Symbols: S clients; Q columns of a row; w rows of weights; d the step's direction; mu
+the factor of the pull to the anchor.
 """
 
 from collections.abc import Sequence
@@ -9,15 +13,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from pflcore.check import Words, reject
+
 from ._check import (
     check_matrix,
     check_number,
     check_same_device,
     check_same_kind,
     check_writable,
-    describe,
     memory_span,
-    reject_argument,
     same_view,
     spans_overlap,
 )
@@ -42,16 +46,36 @@ def sgd_step_(
     buffer: Tensor | None = None,  # [S, Q], changed
     weight_decay: float = 0.0,
 ) -> None:
-    """One SGD step on flat rows, in place and in one pass.
+    """Takes one SGD step on flat rows, in place.
 
     - `d = grad + shift + mu * (w - anchor) + weight_decay * w`
     - `buffer = momentum * buffer + d`
     - `w -= lr * mask * buffer`, or `w -= lr * mask * d` without momentum
 
-    Rows are float32 or float64 and contiguous, with any row stride. The op is not
-    differentiable. The buffer shares no memory with the other tensors. `w` may be
-    `grad`, `shift`, `mask` or `anchor` itself, which then counts as it was before the
-    step, but not a part of one.
+    The terms serve FedProx (`mu`, `anchor`), SCAFFOLD (`shift`) and models of which
+    only a part is trained (`mask`). Leave out the terms that you do not need.
+
+    The op is not differentiable, and autograd must not record the step: call it under
+    `torch.no_grad()` where `w` or `grad` requires grad.
+
+    Raises TypeError for a wrong type or dtype, and ValueError for a wrong shape or
+    device, and for memory that the step cannot write.
+
+    Args:
+        w: Weights in float32 or float64, which the step changes. Rows are contiguous,
+            with any row stride.
+        grad: Gradients. As `shift`, `mask` and `anchor` it has w's dtype, and its
+            memory may be that of `w`, but not that of a part of it. It then counts as
+            it was before the step.
+        lr: The step size.
+        shift: Rows that are added to the gradients.
+        mask: Factors of the step; one row for all clients, or a row for each.
+        mu: The factor of the proximal term, or a factor for each client.
+        anchor: The rows that the proximal term pulls to; required with `mu`.
+        momentum: The factor of the buffer.
+        buffer: The momentum of each weight, which the step changes; required with
+            `momentum`. It shares no memory with the other tensors.
+        weight_decay: The factor of the weights in the direction.
     """
     check_sgd(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay)
     warn_of_references()
@@ -60,10 +84,11 @@ def sgd_step_(
         mu_rows = mu
         mu = 0.0
     _op(w, grad, lr, shift, mask, mu, mu_rows, anchor, momentum, buffer, weight_decay)
-    mark_written(w, buffer if momentum else None)
+    written_buffer = buffer if momentum else None
+    mark_written(w, written_buffer)
 
 
-def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
+def check_sgd(  # noqa: C901 (a test before each call: calls take time)
     w: Any,
     grad: Any,
     lr: Any,
@@ -82,7 +107,7 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
     check_number(op, "weight_decay", weight_decay)
     check_matrix(op, "w", w, "[S, Q]")
     if w.dtype not in (torch.float32, torch.float64):
-        reject_argument(op, "w", "float32 or float64", describe(w), kind=TypeError)
+        reject(f"{op}(w)", "float32 or float64", w, error=TypeError)
     _check_rows(op, w, "grad", grad)
     if shift is not None:
         _check_rows(op, w, "shift", shift)
@@ -97,44 +122,50 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
         check_writable(op, "buffer", buffer)
     elif momentum:
         expected = f"{list(w.shape)} where momentum is {momentum}"
-        reject_argument(op, "buffer", expected, "None", "use torch.zeros_like(w)")
+        reject(f"{op}(buffer)", expected, None, remedy="use torch.zeros_like(w)")
     if isinstance(mu, Tensor):
         if mu.shape != w.shape[:1]:
-            reject_argument(op, "mu", f"a number or [{w.shape[0]}]", describe(mu))
+            reject(f"{op}(mu)", f"a number or [{w.shape[0]}]", mu)
         check_same_device(op, "w", w, "mu", mu)
     else:
         check_number(op, "mu", mu)
     if anchor is None and (isinstance(mu, Tensor) or mu != 0):
-        reject_argument(op, "anchor", f"{list(w.shape)} where mu is given", "None")
+        reject(f"{op}(anchor)", f"{list(w.shape)} where mu is given", None)
     if in_forward_ad():
-        expected = "free of forward-mode differentiation"
-        remedy = "write the step in plain torch"
-        reject_argument(op, "w", expected, "a step inside of it", remedy)
+        expected = "a step outside of forward-mode differentiation"
+        got = Words("a step inside of it")
+        reject(f"{op}(w)", expected, got, remedy="write the step in plain torch")
     if not torch.compiler.is_compiling():
         _check_memory(op, w, buffer, (grad, shift, mask, anchor, mu))
 
 
 def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
-    """Checks that `t` has w's shape, dtype and device; a mask may be one row."""
+    """Raises an error unless `t` has w's shape, dtype and device.
+
+    A mask may be one row.
+    """
     if not isinstance(t, Tensor) or t.layout is not torch.strided:
-        expected = "a tensor of rows, dense"
-        reject_argument(op, name, expected, describe(t), kind=TypeError)
+        reject(f"{op}({name})", "a dense tensor of rows", t, error=TypeError)
     if t.shape != w.shape and not (name == "mask" and t.shape == w.shape[1:]):
-        reject_argument(op, name, f"{list(w.shape)} like w", describe(t))
+        reject(f"{op}({name})", f"{list(w.shape)} like w", t)
     check_same_kind(op, "w", w, name, t)
 
 
 def _check_memory(
     op: str, w: Tensor, buffer: Tensor | None, others: Sequence[Any]
 ) -> None:
-    """Checks that the op may write into `w` and `buffer`.
+    """Raises ValueError unless the op may write into `w` and `buffer`.
 
-    Autograd does not record them. The buffer shares no memory with the other tensors,
-    and w none with a part of one. `others` are grad, shift, mask, anchor and mu.
+    Autograd must not record them. The buffer shares no memory with the other tensors,
+    and `w` shares none with a part of another.
+
+    Args:
+        others: The arguments grad, shift, mask, anchor and mu.
     """
     if torch.is_grad_enabled() and (w.requires_grad or others[0].requires_grad):
-        actual = "a tensor that requires grad"
-        reject_argument(op, "w", "free of autograd", actual, "use torch.no_grad()")
+        got = Words("w or grad that requires grad")
+        remedy = "use torch.no_grad()"
+        reject(f"{op}(w)", "a step that autograd does not record", got, remedy=remedy)
     w_span = memory_span(w)
     buffer_span = memory_span(buffer)
     for name, t in zip(("grad", "shift", "mask", "anchor", "mu"), others, strict=True):
@@ -143,8 +174,8 @@ def _check_memory(
         span = memory_span(t)
         if spans_overlap(w_span, span) and not same_view(w, t):
             expected = "memory of its own or w itself"
-            actual = "a part of w's memory"
-            reject_argument(op, name, expected, actual, f"use {name}.clone()")
+            got = Words("a part of w's memory")
+            reject(f"{op}({name})", expected, got, remedy=f"use {name}.clone()")
         if spans_overlap(buffer_span, span):
             _reject_buffer(op, name)
     if spans_overlap(buffer_span, w_span):
@@ -152,21 +183,20 @@ def _check_memory(
 
 
 def _reject_buffer(op: str, name: str) -> NoReturn:
-    """Raises ValueError: the buffer shares memory with the argument `name`."""
-    actual = f"memory of {name}"
-    remedy = "use buffer.clone()"
-    reject_argument(op, "buffer", "memory of its own", actual, remedy)
+    """Raises ValueError: the buffer shares memory with another argument."""
+    got = Words(f"memory of {name}")
+    reject(f"{op}(buffer)", "memory of its own", got, remedy="use buffer.clone()")
 
 
 def corrected(
-    w: Tensor,
-    grad: Tensor,
-    shift: Tensor | None,
+    w: Tensor,  # [S, Q]
+    grad: Tensor,  # [S, Q]
+    shift: Tensor | None,  # [S, Q]
     mu: float | Tensor,
-    mu_rows: Tensor | None,
-    anchor: Tensor | None,
-) -> Tensor:
-    """`grad + shift + mu * (w - anchor)` [S, Q].
+    mu_rows: Tensor | None,  # [S], replaces mu
+    anchor: Tensor | None,  # [S, Q]
+) -> Tensor:  # [S, Q]
+    """The gradient with its correction, `grad + shift + mu * (w - anchor)`.
 
     It is `grad` itself where there is nothing to add.
     """
@@ -177,10 +207,13 @@ def corrected(
     return d + factor * (w - anchor)
 
 
-def clipped(grad: Tensor, norm: float) -> Tensor:
-    """The rows of `grad` [S, Q], scaled down where they are longer than `norm`.
+def clipped(
+    grad: Tensor,  # [S, Q]
+    norm: float,
+) -> Tensor:  # [S, Q]
+    """The rows of `grad`, scaled down where they are longer than `norm`.
 
-    The formula is that of `torch.nn.utils.clip_grad_norm_`.
+    The formula is that of `torch.nn.utils.clip_grad_norm_`, with its 1e-6.
     """
     length: Tensor = torch.linalg.vector_norm(grad, dim=1, keepdim=True)
     return grad * (norm / (length + 1e-6)).clamp(max=1)
@@ -199,8 +232,7 @@ def reference(
     buffer: Tensor | None,  # [S, Q], changed
     weight_decay: float,
 ) -> None:
-    """One SGD step on flat rows with a correction, a proximal term, momentum, weight
-    decay and a mask."""
+    """Takes one SGD step in place: the specification of the op."""
     d = corrected(w, grad, shift, mu, mu_rows, anchor)
     if weight_decay:
         d = d + weight_decay * w

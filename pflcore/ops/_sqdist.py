@@ -1,7 +1,10 @@
 """Squared distances between rows: subtract, then square, then sum in float64.
 
-Symbols: M rows of `a`, N rows of `b`, P columns of both, L pairs listed for each row
-of `a`.
+The usual way is `|a|^2 + |b|^2 - 2 a b` by a matrix product. Its large terms cancel
+where two models differ by little, and no digit is left. Here nothing cancels.
+
+Symbols: M rows of `a`; N rows of `b`; P columns of both; L pairs that are listed for
+each row of `a`; n, p the rows and columns of a block.
 """
 
 import math
@@ -12,15 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._check import (
-    check_index,
-    check_matrix,
-    check_same_kind,
-    describe,
-    is_readable,
-    reject_argument,
-    require_argument,
-)
+from pflcore.check import reject
+
+from ._check import check_index, check_matrix, check_same_kind, is_readable
 from ._library import define, in_forward_ad, lib, save_inputs, warn_of_references
 from ._sums import scatter_add
 
@@ -35,20 +32,16 @@ def pairwise_sqdist(
 ) -> Tensor:  # [M, N] float64, or [M, L] with index
     """Squared Euclidean distances `sum((a_i - b_j)^2)` between the rows of `a` and `b`.
 
-    Rows are float32, float64, float16 or bfloat16, with any row stride. Rows are
-    subtracted before they are squared, so the relative error is at most 1e-6 against
-    float64 on the same inputs: for models that differ by little, for constant rows, for
-    P up to 1e8, and for scales from 1e-30 to 1e30 (float64 rows: where the squares fit
-    float64).
+    Rows are subtracted before they are squared. So the relative error is at most 1e-6
+    against float64 on the same inputs. That holds for models that differ by little, for
+    constant rows, and for P up to 1e8. It holds for scales from 1e-30 to 1e30, and for
+    float64 rows wherever the squares fit float64.
 
     Without `b` the result is symmetric and its diagonal is exactly 0. A row with NaN
-    makes its own distances NaN, and no others. The result depends neither on the number
-    of threads nor on the order of the rows, to the last bit.
+    makes its own distances NaN, and no others.
 
-    With `index`, entry (m, l) is the distance between a_m and b_index[m, l] alone. A
-    negative index is padding, which is infinitely far.
-
-    Which bits a pair has:
+    The result depends neither on the number of threads nor on the order of the rows, to
+    the last bit. The bits of a pair:
     - On a CPU, and in the reference, they depend on its two rows alone. A part of a
       matrix and a listed pair have the bits of the whole matrix.
     - On a GPU they also depend on M and N.
@@ -56,17 +49,29 @@ def pairwise_sqdist(
       for matrices of more than 20 float32 rows. There a pair's last bits depend on the
       other rows too, and a listed pair is within 1e-6 of its place in the matrix.
 
-    An index of N or more raises ValueError on a CPU, and gives NaN on a GPU.
-
-    The op is differentiable in `a` and `b`; forward mode runs plain torch operations in
+    The op is differentiable in `a` and `b`. Forward mode runs plain torch operations in
     float64. A pair that takes no part in a loss adds nothing to a gradient, even where
     a row is NaN. The gradient of the root `.sqrt()` is NaN where a distance is 0, as
     torch's is: mask the zeros before the root, or take the gradient of the squares.
+
+    Raises TypeError for a wrong type or dtype, and ValueError for a wrong shape, device
+    or index. On a GPU an index of N or more is not seen, and gives NaN.
+
+    Args:
+        a: Rows in float32, float64, float16 or bfloat16, with any row stride.
+        b: Rows of the same dtype and length; None for those of `a`.
+        index: The rows of `b` that each row of `a` is compared with, and no others. A
+            negative number is padding, which is infinitely far.
+
+    Returns:
+        The distances of all pairs [M, N]; with `index` entry (m, l) is the distance
+        between a_m and b_index[m, l].
     """
     check_sqdist(a, b, index)
     warn_of_references()
     if in_forward_ad() and len(a):
-        return _plain_sqdist(a, a if b is None else b, index)
+        other = a if b is None else b
+        return _plain_sqdist(a, other, index)
     return _op(a, b, index)
 
 
@@ -77,23 +82,24 @@ def check_sqdist(a: Any, b: Any, index: Any) -> None:
         check_matrix(OP, "b", b, "[N, P]")
         check_same_kind(OP, "a", a, "b", b)
         if b.shape[1] != a.shape[1]:
-            reject_argument(OP, "b", f"P = {a.shape[1]} columns like a", describe(b))
+            reject(f"{OP}(b)", f"P = {a.shape[1]} columns like a", b)
     if index is not None:
-        _check_pairs(a, a if b is None else b, index)
+        other = a if b is None else b
+        _check_pairs(a, other, index)
 
 
 def _check_pairs(a: Tensor, b: Tensor, index: Any) -> None:
+    """Raises ValueError or TypeError unless `index` lists rows of `b`."""
     check_index(OP, "a", a, "index", index)
-    fits = index.dim() == 2 and len(index) == len(a)
-    expected = f"[{len(a)}, L], a list for each row of a"
-    require_argument(fits, OP, "index", expected, describe(index))
+    if index.dim() != 2 or len(index) != len(a):
+        reject(f"{OP}(index)", f"[{len(a)}, L], a list for each row of a", index)
     if not is_readable(index) or index.numel() == 0:
         return
     largest = int(index.max())
     if largest >= len(b):
-        expected = f"below {len(b)}, the number of rows"
+        expected = f"numbers below {len(b)}, the number of rows"
         remedy = "use a negative number for padding"
-        reject_argument(OP, "index", expected, str(largest), remedy)
+        reject(f"{OP}(index)", expected, largest, remedy=remedy)
 
 
 def _plain_sqdist(
@@ -101,7 +107,10 @@ def _plain_sqdist(
     b: Tensor,  # [N, P]
     index: Tensor | None,  # [M, L]
 ) -> Tensor:  # [M, N] float64, or [M, L]
-    """Distances by plain torch operations, which support forward mode."""
+    """Distances by plain torch operations, which support forward mode.
+
+    One row of `a` is taken at a time, so that memory holds only N differences.
+    """
     b = b.double()
     distances = []
     for i, row in enumerate(a.double()):
@@ -119,13 +128,17 @@ def reference(
     b: Tensor | None = None,  # [N, P]
     index: Tensor | None = None,  # [M, L]
 ) -> Tensor:  # [M, N] float64, or [M, L]
-    """Squared distances of rows, all in float64: the specification of the op."""
+    """Squared distances of rows in float64: the specification of the op."""
     if index is None:
         return _all_pairs(a, b)
     return _listed_pairs(a, b, index)
 
 
-def _all_pairs(a: Tensor, b: Tensor | None) -> Tensor:
+def _all_pairs(
+    a: Tensor,  # [M, P]
+    b: Tensor | None,  # [N, P]
+) -> Tensor:  # [M, N] float64
+    """Squared distances of all pairs."""
     symmetric = b is None
     other = a if b is None else b
     out = torch.zeros(len(a), len(other), dtype=torch.float64, device=a.device)
@@ -137,7 +150,12 @@ def _all_pairs(a: Tensor, b: Tensor | None) -> Tensor:
     return out + out.T if symmetric else out
 
 
-def _listed_pairs(a: Tensor, b: Tensor | None, index: Tensor) -> Tensor:
+def _listed_pairs(
+    a: Tensor,  # [M, P]
+    b: Tensor | None,  # [N, P]
+    index: Tensor,  # [M, L]
+) -> Tensor:  # [M, L] float64
+    """Squared distances of the pairs that `index` lists."""
     other = a if b is None else b
     index = index.contiguous()  # `torch.where` would copy its strides into the result
     valid = index.clamp(min=0)
@@ -155,7 +173,7 @@ def _listed_pairs(a: Tensor, b: Tensor | None, index: Tensor) -> Tensor:
 
 
 def _column_blocks(num_columns: int) -> Iterator[slice]:
-    """Slices of `FOLD_COLUMNS` columns, in order."""
+    """Slices of `FOLD_COLUMNS` columns, from the first to the last."""
     for start in range(0, num_columns, FOLD_COLUMNS):
         yield slice(start, start + FOLD_COLUMNS)
 
@@ -181,7 +199,11 @@ def _sum_of_squares(
 # the gradient -----------------------------------------------------------------
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _backward(
+    ctx: Any,
+    grad: Tensor,  # [M, N], or [M, L] with index
+) -> tuple[Tensor | None, Tensor | None, None]:  # [M, P], [N, P]
+    """The gradients of `a`, `b` and `index`."""
     a, b, index = ctx.saved_tensors
     other = a if b is None else b
     is_out_of_range = None  # rows of a, [M, 1]
@@ -205,9 +227,10 @@ def _lists_a_missing_row(
     index: Tensor,  # [M, L]
     n: int,
 ) -> Tensor:  # [M, 1] bool
-    """True for a row of `a` with a gradient at an index of `n` or more.
+    """True for rows of `a` with a gradient at a missing row.
 
-    On a GPU its distance there is NaN, and so its gradient is NaN.
+    A row is missing where the index is `n` or more, which a GPU does not reject. The
+    distance there is NaN, and so is the gradient.
     """
     return ((index >= n) & (grad != 0)).any(1, keepdim=True)
 
@@ -219,7 +242,7 @@ def _to_matrix(
 ) -> Tensor:  # [M, N]
     """Gradients of listed pairs as a matrix.
 
-    Padding, and an index of `n` or more, adds nothing.
+    Padding and an index of `n` or more add nothing.
     """
     matrix = grad.new_zeros(len(grad), n)
     if matrix.numel() == 0:
@@ -236,10 +259,12 @@ def _input_gradient(
 ) -> Tensor:  # [M, P]
     """Gradient `2 sum_j grad_ij (a_i - b_j)` with respect to `a`.
 
-    For models that are close its two terms nearly cancel, so they are float64. A matrix
-    product would spread a row with NaN or infinity to all others, as 0 * NaN is NaN. So
-    such rows count as 0 in the product, and the gradient is NaN only where a pair with
-    a gradient contains one.
+    It is computed as two terms, `a_i sum_j grad_ij` and `sum_j grad_ij b_j`. For models
+    that are close they nearly cancel, so they are float64.
+
+    The second term is a matrix product, which would spread a row with NaN or infinity
+    to all others, as 0 * NaN is NaN. So these rows count as 0 in the product, and the
+    gradient is NaN only where a pair with a gradient contains one.
     """
     finite_a = a.isfinite().all(1)
     finite_b = b.isfinite().all(1)
@@ -254,7 +279,12 @@ def _input_gradient(
 # registration -----------------------------------------------------------------
 
 
-def _fake(a: Tensor, b: Tensor | None, index: Tensor | None = None) -> Tensor:
+def _fake(
+    a: Tensor,  # [M, P]
+    b: Tensor | None,  # [N, P]
+    index: Tensor | None = None,  # [M, L]
+) -> Tensor:  # [M, N] float64, or [M, L]
+    """The shape and dtype of the result."""
     other = a if b is None else b
     columns = other.shape[0] if index is None else index.shape[1]
     return a.new_empty(a.shape[0], columns, dtype=torch.float64)

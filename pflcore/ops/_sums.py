@@ -1,10 +1,12 @@
 """Sums by index, and running sums, whose bits a GPU repeats.
 
 On a GPU, torch's `index_add`, `scatter_add` and `cumsum` add in the order in which
-threads happen to come, while `index_put` sorts by index first. On a CPU all of them add
-one after another.
+threads happen to come. Two runs may then differ in their last bits. `index_put` sorts
+by index first, and so has one order. On a CPU all of them add one after another.
 
-Symbols: S or M, N sizes of the result; n or L values to add; s, F rows and columns.
+Symbols: S the size of a vector, n the values that are added to it; M, N rows and
+columns of a matrix, L values that are added to each row; s, F rows and columns of
+running sums.
 """
 
 import torch
@@ -27,18 +29,22 @@ def scatter_add(
     index: Tensor,  # [M, L] int64
     values: Tensor,  # [M, L]
 ) -> Tensor:  # [M, N]
-    """`base` with each value added to its row, at its index."""
+    """`base` with each value added to its row, in the column `index`."""
     if base.device.type != "cuda":
         return base.scatter_add(1, index, values)
     rows = torch.arange(len(base), device=base.device)[:, None]
     return base.index_put((rows, index), values, accumulate=True)
 
 
-def running_sums(values: Tensor) -> Tensor:  # [s, F]
-    """The sum of each row up to each column."""
+def running_sums(
+    values: Tensor,  # [s, F]
+) -> Tensor:  # [s, F]
+    """The sum of each row up to and with each column."""
     if values.device.type != "cuda":
         return values.cumsum(1)
-    width = 1  # columns that each sum spans so far, at most
+    # Each turn doubles the number of columns that a sum spans: the sum over `width`
+    # columns is added to that over the `width` columns before.
+    width = 1
     while width < values.shape[1]:
         wider_sums = values[:, width:] + values[:, :-width]
         values = torch.cat([values[:, :width], wider_sums], 1)

@@ -1,9 +1,10 @@
-# ruff: noqa: F401 (the others are for our own comparisons)
+# ruff: noqa: F401 (names outside of __all__ are for the tests)
 """The specification of the ops: one function of plain PyTorch for each.
 
 Each function stands in its op's file and is the op's default body. So it runs wherever
-no kernel is registered, and the tests compare the kernels with it. Its arguments were
-checked before. Here all of them have their ops' names, for comparisons.
+no kernel is registered, and the tests compare the kernels with it. It does not check
+its arguments, and takes all of them by position. Here each function has its op's name:
+compare `reference.pairwise_sqdist(a, None)` with `pairwise_sqdist(a)`.
 """
 
 from ._aggregate import reference as aggregate

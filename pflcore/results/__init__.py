@@ -1,4 +1,4 @@
-"""What runs leave: records, tables, pictures."""
+"""Results of runs: records, tables and pictures."""
 
 from pflcore.results.record import Run, read
 

@@ -1,4 +1,6 @@
-"""A run's records as rows, a CSV file, a pandas frame or TensorBoard events."""
+"""A run's record as rows, CSV, a pandas frame or TensorBoard events."""
+
+from __future__ import annotations
 
 import csv
 import math
@@ -12,7 +14,7 @@ from pflcore.results._files import safe_write
 
 Per = Literal["round", "client"]
 Line = Mapping[str, Any]
-# Fields of a record that a row per round has unchanged.
+# Fields of a record that the row of a round has unchanged.
 ROUND_FIELDS = ("seconds", "void", "bytes_down", "bytes_up", "train_loss")
 
 
@@ -20,11 +22,11 @@ ROUND_FIELDS = ("seconds", "void", "bytes_down", "bytes_up", "train_loss")
 def rows(
     header: Line, rounds: Sequence[Line], per: Per = "round"
 ) -> list[dict[str, Any]]:
-    """One row per round, or one row per evaluated round and client.
+    """A row for each round, or for each round's evaluated clients.
 
-    A row per round has the means over clients, of which each counts once. A missing
-    value is NaN, as in a round without evaluation or for a client without samples.
-    Raises ValueError where `per` is neither "round" nor "client".
+    The row of a round has means over clients, in which each client counts once. A
+    missing value is NaN, as in a round without evaluation or for a client without
+    samples. Raises ValueError where `per` is neither "round" nor "client".
     """
     run = {"algorithm": header.get("algorithm"), "seed": header.get("seed")}
     metrics: dict[str, None] = {}  # in the order in which the records have them
@@ -40,7 +42,7 @@ def rows(
 
 
 def _round_row(record: Line, metrics: Sequence[str]) -> dict[str, Any]:
-    """A round's number, counts and other fields, and the mean of each metric."""
+    """A round's number, counts, other fields and means of metrics."""
     row = {
         "round": record["round"],
         "clients": len(record["cohort"]),
@@ -55,7 +57,7 @@ def _round_row(record: Line, metrics: Sequence[str]) -> dict[str, Any]:
 
 
 def _client_rows(record: Line) -> list[dict[str, Any]]:
-    """For each evaluated client of a round, whether it took part, and its values."""
+    """A row for each evaluated client of a round."""
     rows = []
     for index, client in enumerate(evaluated_clients(record)):
         row = {
@@ -72,29 +74,30 @@ def _client_rows(record: Line) -> list[dict[str, Any]]:
 
 
 def evaluated_values(record: Line) -> dict[str, Sequence[float]]:
-    """The values of each client in a round's evaluation, by metric."""
+    """The clients' values [N] in a round's evaluation, by metric."""
     evaluation = record["eval"] or {}
     return {k: v for k, v in evaluation.items() if k not in ("size", "clients")}
 
 
 def evaluated_clients(record: Line) -> Sequence[int]:
-    """The ids of the clients that were evaluated in a round."""
+    """The ids of the evaluated clients of a round."""
     evaluation = record["eval"] or {}
     count = len(next(iter(evaluation.values()), ()))
     return evaluation.get("clients") or range(count)
 
 
 def frame(header: Line, rounds: Sequence[Line], per: Per = "round") -> Any:
-    """`rows` as a `pandas.DataFrame`; raises ImportError without pandas."""
+    """A `pandas.DataFrame` of `rows`; raises ImportError without pandas."""
     return import_optional("pandas").DataFrame(rows(header, rounds, per))
 
 
 def to_csv(
     header: Line, rounds: Sequence[Line], path: str | Path, per: Per = "round"
 ) -> None:
-    """Writes `rows` as a CSV file with a line of names, where NaN is an empty field.
+    """Writes `rows` as a CSV file with a line of names.
 
-    Raises ValueError where the file cannot be written.
+    NaN is written as an empty field. Raises ValueError where the file cannot be
+    written.
     """
     table = rows(header, rounds, per)
     names = list(table[0]) if table else ["round"]
@@ -107,7 +110,7 @@ def to_csv(
             writer.writeheader()
             for row in table:
                 for name, value in row.items():
-                    if value != value:  # NaN alone differs from itself
+                    if value != value:  # only NaN differs from itself
                         row[name] = ""
                 writer.writerow(row)
     except OSError as e:
@@ -120,8 +123,10 @@ def to_csv(
 def scalars(record: Line, clients: bool = False) -> dict[str, float]:
     """A round's numbers by name: "train/...", "traffic/..." and "eval/...".
 
-    Those of the evaluation are means over clients. With `clients` each client's number
-    is there, too, as "eval/METRIC/client ID". Numbers that are missing are left out.
+    The numbers of the evaluation are means over clients. Missing numbers are left out.
+
+    Args:
+        clients: True adds each client's number as "eval/METRIC/client ID".
     """
     numbers = {
         "train/seconds": record["seconds"],
@@ -143,7 +148,7 @@ def scalars(record: Line, clients: bool = False) -> dict[str, float]:
 
 
 def summary_writer(folder: str | Path) -> Any:
-    """torch's writer of TensorBoard events.
+    """The writer of TensorBoard events of torch.
 
     Raises ImportError where the package tensorboard is missing.
     """

@@ -1,6 +1,6 @@
-"""Writes files so that each is either whole or not there at all.
+"""Files that are either whole or absent, also after a crash.
 
-A file is written beside its place, and renamed into it once it is whole.
+A file is written under another name in its folder, and renamed once it is whole.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to, whose file takes the place of `path`.
+    """A context with a new path, whose file replaces `path`.
 
-    It does so when the block ends and the file is on the disk. Where the block fails,
-    the file is removed.
+    The new file is on the disk before it replaces the other one. Where the block fails,
+    the new file is removed.
     """
-    # Under a name that nobody can guess, nobody can have put a link.
+    # A random name keeps other users from making a link of this name before.
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
         yield part
@@ -34,6 +34,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def _sync_to_disk(path: Path) -> None:
+    """Waits until a file or a folder is on the disk."""
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR
     handle = os.open(path, flags)
     try:
@@ -44,10 +45,10 @@ def _sync_to_disk(path: Path) -> None:
 
 @contextlib.contextmanager
 def safe_write(path: str | Path) -> Iterator[Path]:
-    """`atomic_write` for a path that a user named.
+    """The context of `atomic_write`, for a path that a user named.
 
-    A link, a pipe or a device is written as it stands, because a rename would put an
-    ordinary file into its place.
+    A link, a pipe or a device is written directly, because a rename would replace it by
+    an ordinary file.
     """
     path = Path(path)
     is_ordinary = not path.is_symlink() and (path.is_file() or not path.exists())
@@ -59,24 +60,24 @@ def safe_write(path: str | Path) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a whole text file, in UTF-8."""
+    """Writes a text file in UTF-8, by `safe_write`."""
     with safe_write(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def remove_part_files(path: Path) -> None:
-    """Removes the unfinished files that a killed process left beside `path`.
+    """Removes the unfinished files of `path` that a killed process left.
 
-    No other process may write `path` now.
+    No other process may write `path` at the same time.
     """
     for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
         leftover.unlink(missing_ok=True)
 
 
 def move_aside(paths: Sequence[Path]) -> list[Path]:
-    """Renames files and folders to PATH.1 each, or PATH.2 and so on; the new paths.
+    """Renames each PATH to PATH.1, PATH.2 and so on; the new paths.
 
-    All of them get the same number, the first that is free for each.
+    All of them get the same number, the first one that is free for all.
     """
     for number in count(1):
         new_paths = [path.with_name(f"{path.name}.{number}") for path in paths]

@@ -1,9 +1,12 @@
-"""Pictures of runs, and the functions that draw every picture.
+"""Pictures of runs, and the functions that draw pictures of all kinds.
 
-matplotlib is imported when the first picture is drawn. Its pyplot is not used, so a
-caller's own figures are left alone. In shapes, N is the number of clients, M of models
-and T of rounds.
+matplotlib is imported when the first picture is drawn. pyplot is not used, so a
+caller's own figures do not change.
+
+Symbols: N clients; M models; T rounds.
 """
+
+from __future__ import annotations
 
 import math
 import textwrap
@@ -18,10 +21,11 @@ from torch import Tensor
 from pflcore import metrics
 from pflcore.check import import_optional
 from pflcore.results._files import atomic_write
-from pflcore.results.record import Run, Runs, label_runs, min_num_clients
+from pflcore.results._labels import label_runs
+from pflcore.results.record import Run, Runs, min_num_clients
 from pflcore.results.table import split_name
 
-# Okabe and Ito's colours, which the colour-blind can tell apart, too.
+# The colours of Okabe and Ito, which colour-blind people can distinguish, too.
 LINE_COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -33,7 +37,7 @@ LINE_COLOURS = (
     "#8C6D31",
 )
 PICTURE_NAMES = ("weights", "curves", "clients")  # names of the files that `draw` makes
-# More names than these, or longer ones, would hide the lines of a picture.
+# With more or longer names a legend inside a panel would hide the lines.
 MAX_NAMES = 8
 LONG_NAME_LETTERS = 32
 LEGEND_BELOW_OPTIONS = {"loc": "outside lower left", "fontsize": 8, "frameon": False}
@@ -43,10 +47,13 @@ MAX_WEIGHT_CLIENTS = 1000  # clients in a picture of mixing weights
 def figure_of(
     width: float, height: float, panels: int = 1, rows: int = 1
 ) -> tuple[Any, list[Any]]:
-    """A figure of this size in inches, and the axes of its panels, row by row.
+    """A figure, and the axes of its panels, row by row.
 
     Args:
+        width: The width in inches.
+        height: The height in inches.
         panels: The number of panels in a row.
+        rows: The number of rows.
     """
     figures = import_optional("matplotlib.figure")
     figure = figures.Figure(figsize=(width, height), layout="constrained")
@@ -61,7 +68,7 @@ def figure_of(
 
 
 def save(figure: Any, path: str | Path) -> Path:
-    """Saves the picture as PNG, and beside it as SVG; the path of the PNG."""
+    """Saves a figure as PNG and SVG; returns the PNG's path."""
     path = Path(path)
     for file in (path, path.with_suffix(".svg")):
         with atomic_write(file) as part:
@@ -70,7 +77,7 @@ def save(figure: Any, path: str | Path) -> Path:
 
 
 def tidy(axis: Any, title: str, x: str, y: str) -> None:
-    """Gives a panel its title, its labels and a light grid without a frame."""
+    """Gives a panel its title, its labels and a light grid."""
     axis.set_title(title, fontsize=10)
     axis.set(xlabel=x, ylabel=y)
     axis.spines[["top", "right"]].set_visible(False)
@@ -82,10 +89,11 @@ def lines(
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     **options: Any,
 ) -> None:
-    """Draws lines (x, y), each with its name in the legend.
+    """Draws lines, each with its name in the legend.
 
     Args:
-        options: Those of matplotlib's `plot`, for all lines.
+        series: The points (x, y) of each line, by its name.
+        options: Options of matplotlib's `plot`, for all lines.
     """
     for name, (x, y) in series.items():
         marker = "o" if len(x) == 1 else None  # a single point makes no line
@@ -95,7 +103,7 @@ def lines(
 
 
 def _scale(run: Run) -> tuple[float, str]:
-    """The factor of the values on the axes, and the name of their quantity."""
+    """The factor of a run's values in pictures, and their name."""
     if run.main_metric == "accuracy":
         return 100.0, f"{split_name(run)} accuracy, %"
     return 1.0, f"{split_name(run)} loss"
@@ -104,8 +112,9 @@ def _scale(run: Run) -> tuple[float, str]:
 def curves(runs: Runs, path: str | Path) -> Path:
     """Draws the accuracy or loss by round, with one line per algorithm.
 
-    One panel shows the mean over clients, and one each the clients that runs have as
-    their target. The band around a line is ± the standard deviation over seeds.
+    The first panel shows the mean over clients. Each client that is the target of a run
+    has a panel of its own. The band around a line is ± the standard deviation over
+    seeds.
     """
     groups = label_runs(runs)
     scale, unit = _scale(runs[0])
@@ -119,7 +128,7 @@ def curves(runs: Runs, path: str | Path) -> Path:
     for axis, client in zip(axes, panels, strict=True):
         series = {}
         for name, members in groups.items():
-            # The scale of the first run is that of all, and so is its metric.
+            # All lines have the metric and the scale of the first run.
             rounds, mean, std = _seed_curve(members, client, runs[0].main_metric, scale)
             series[name] = rounds, mean.tolist()
             with np.errstate(invalid="ignore"):  # an infinite loss has no band
@@ -141,9 +150,9 @@ def curves(runs: Runs, path: str | Path) -> Path:
 def _seed_curve(
     runs: Runs, client: int | None, metric: str, scale: float
 ) -> tuple[list[int], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Rounds of the evaluations, with the mean and the deviation over seeds in each.
+    """The evaluated rounds, with means and deviations over seeds.
 
-    A round counts the runs that were evaluated in it.
+    The mean of a round is over the runs that were evaluated in it.
     """
     values: dict[int, list[float]] = {}
     for run in runs:
@@ -157,11 +166,19 @@ def _seed_curve(
 
 
 class HeatMap(NamedTuple):
-    """One heat map of a picture."""
+    """One heat map of a picture.
+
+    Attributes:
+        title: The title above the map.
+        values: The values [M, N], a row for each line of the map.
+        columns: The numbers [N] at the x axis.
+        x: The label of the x axis.
+        y: The label of the y axis.
+    """
 
     title: str
     values: Tensor  # [M, N]
-    columns: Sequence[int]  # the numbers at the x axis, [N]
+    columns: Sequence[int]
     x: str = "gives (client)"
     y: str = "receives (model)"
 
@@ -169,7 +186,10 @@ class HeatMap(NamedTuple):
 def heat_maps(
     panels: Sequence[HeatMap], path: str | Path, wide: int = 100
 ) -> Path | None:
-    """Draws heat maps, at most `wide` of them in a row; None where there is none."""
+    """Draws heat maps, at most `wide` of them in a row.
+
+    Returns the path of the PNG, or None where there are no panels.
+    """
     if not panels:
         return None
     wide = min(wide, len(panels))
@@ -189,9 +209,9 @@ def heat_maps(
 
 
 def weights_by_round(run: Run) -> tuple[list[int], Tensor]:
-    """Rounds, and the weights of the run's only model in each, `[T, N]`.
+    """The rounds of a run with one model, and weights `[T, N]`.
 
-    Rounds with another number of clients than the last one are left out.
+    Rounds with another number of clients than the last round are left out.
     """
     rounds, rows = run.weights()
     kept_rounds = []
@@ -204,15 +224,15 @@ def weights_by_round(run: Run) -> tuple[list[int], Tensor]:
 
 
 def weights(runs: Runs, path: str | Path) -> Path | None:
-    """Draws mixing weights, with a heat map for each algorithm that reports them.
+    """Draws a heat map of mixing weights for each algorithm.
 
-    For one model the map has clients and rounds as its axes (WAFFLE, Fig. 3). For
-    several it shows how much of which client is in which model in the last round.
+    For one model the axes of the map are clients and rounds (WAFFLE, Fig. 3). For
+    several models the map shows each client's weight in each model in the last round.
     """
     panels = []
     for name, members in label_runs(runs).items():
         run = members[0]
-        # Only the last round is read: a matrix for each may not fit into memory.
+        # Only the last round is read, because matrices of all may not fit into memory.
         last_rounds, matrices = run.weights(run.rounds_with_weights()[-1:])
         for round, weight in zip(last_rounds, matrices, strict=True):
             if weight.ndim == 2:
@@ -226,9 +246,9 @@ def weights(runs: Runs, path: str | Path) -> Path | None:
 
 
 def clients(runs: Runs, path: str | Path) -> Path:
-    """Draws the clients' values at the last evaluation, with one box per algorithm.
+    """Draws the clients' last values, with one box per algorithm.
 
-    A box holds the clients of all seeds together, without values that are not finite.
+    A box has the clients of all seeds together, without values that are not finite.
     """
     groups = label_runs(runs)
     scale, unit = _scale(runs[0])
@@ -254,7 +274,10 @@ def clients(runs: Runs, path: str | Path) -> Path:
 
 
 def _count_clients(run: Run) -> int:
-    """The number of clients, by the header or, where that is lost, by the weights."""
+    """The number of clients of a run.
+
+    Where the header is lost, it is the smallest number that fits the mixing weights.
+    """
     n = run.header.get("n")
     if n is not None:
         return int(n)
@@ -264,8 +287,8 @@ def _count_clients(run: Run) -> int:
 def draw(runs: Runs, folder: str | Path) -> list[Path]:
     """Draws every picture that the runs have values for, into `folder`.
 
-    Mixing weights are drawn for at most 1,000 clients. Returns the paths of the PNG
-    files.
+    Returns the paths of the PNG files. Mixing weights are drawn for runs of at most
+    1,000 clients.
     """
     folder = Path(folder)
     small = []

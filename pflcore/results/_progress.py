@@ -1,6 +1,6 @@
-"""A progress bar with the time left for the whole experiment.
+"""A progress bar with the remaining time of the whole experiment.
 
-Where stderr is no terminal, there are only lines of text.
+Where stderr is no terminal, only lines of text are printed.
 """
 
 from __future__ import annotations
@@ -13,23 +13,30 @@ from typing import Any
 from pflcore import metrics
 from pflcore.check import import_optional
 
-# Every interrupt of a command sets it. Where a library swallowed the exception, the end
-# of the round raises it again.
+# Every interrupt of a command sets this event. Where a library swallows the exception,
+# the end of the round raises it again.
 INTERRUPTED = threading.Event()
 
 
 class Progress:
-    """A bar that counts the rounds of all runs of a command."""
+    """A bar that counts the rounds of all runs of a command.
+
+    Args:
+        total: The number of rounds.
+        quiet: True shows no bar.
+    """
 
     def __init__(self, total: int, quiet: bool = False) -> None:
-        """Shows a bar for `total` rounds, or none if it is to be quiet."""
+        """Shows the bar."""
         bar = import_optional("tqdm").tqdm
-        hidden = True if quiet else None  # None hides it where there is no terminal
+        # To tqdm, None means to hide the bar where there is no terminal.
+        hidden = True if quiet else None
         self._bar = bar(total=total, unit="round", disable=hidden, dynamic_ncols=True)
-        self.name = self._bar.set_description_str  # writes the run's name before it
+        # A function that writes a run's name before the bar.
+        self.name = self._bar.set_description_str
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Counts a round, and shows the accuracy of its record if it was evaluated."""
+        """Counts a round, and shows the accuracy in its line, if any."""
         if INTERRUPTED.is_set():
             raise KeyboardInterrupt
         if "accuracy" in (line.get("eval") or {}):
@@ -38,7 +45,7 @@ class Progress:
         self._bar.update()
 
     def skip(self, rounds: int) -> None:
-        """Takes rounds that will not be played from the total."""
+        """Subtracts rounds that will not be played from the total."""
         self._bar.total -= rounds
         self._bar.refresh()
 
@@ -53,5 +60,5 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Ends the bar, below which everything is printed from now on."""
+        """Ends the bar. Later output stands below it."""
         self._bar.close()

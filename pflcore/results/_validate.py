@@ -1,7 +1,4 @@
-"""Checks of a record's lines, after which no reader of a run has to check them again.
-
-N is the number of clients of a run.
-"""
+"""Checks of a record's lines, so that readers need no others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +6,7 @@ from typing import Any
 from pflcore.check import require
 
 Facts = Mapping[str, Any]
-MAX_WHOLE_NUMBER = 2**53  # up to here every whole number is a float, too
+MAX_WHOLE_NUMBER = 2**53  # a float represents every whole number up to this one
 MAX_CLIENTS = 10**8
 DICT_FIELDS = (
     "facts",
@@ -23,11 +20,14 @@ ID_FIELDS = ("cohort", "dropped", "clipped")
 
 
 class EarlierFormatError(ValueError):
-    """The line is of an earlier format."""
+    """A line is in an earlier format."""
 
 
 def check_line(line: Any) -> None:
-    """Raises ValueError where a `RecordWriter` writes no such line."""
+    """Raises ValueError for a line that no `RecordWriter` writes.
+
+    Raises EarlierFormatError for a line whose long lists are in another file.
+    """
     require(isinstance(line, dict), "line", "a JSON object", line)
     if _has_side_file(line):
         raise EarlierFormatError
@@ -40,11 +40,11 @@ def check_line(line: Any) -> None:
 
 
 def check_line_fits_run(line: Facts, header: Facts, evaluation: Facts | None) -> None:
-    """Raises ValueError where a line does not fit the other lines of its run.
+    """Raises ValueError where a line does not fit its run.
 
     Args:
-        header: The run's header.
-        evaluation: The first evaluation of the run; None where there is none yet.
+        header: The header of the run.
+        evaluation: The first evaluation of the run; None before there is one.
     """
     n = header.get("n")
     if n is not None:
@@ -65,6 +65,7 @@ def check_line_fits_run(line: Facts, header: Facts, evaluation: Facts | None) ->
 
 
 def _check_header(header: Any) -> None:
+    """Raises ValueError for a header that no run has."""
     require(isinstance(header, dict), "header", "a JSON object", header)
     n = header.get("n")
     fits = n is None or (_is_whole_number(n) and 1 <= n <= MAX_CLIENTS)
@@ -98,6 +99,7 @@ def _check_header(header: Any) -> None:
 
 
 def _check_round(line: Facts) -> None:
+    """Raises ValueError for a round's line that no run has."""
     require(_is_whole_number(line["round"]), "round", "a whole number", line["round"])
     for name in ID_FIELDS:
         ids = line.get(name)
@@ -116,6 +118,7 @@ def _check_round(line: Facts) -> None:
 
 
 def _check_evaluation(values: Any) -> None:
+    """Raises ValueError for an evaluation that no round has."""
     fits = values is None or isinstance(values, dict)
     require(fits, "eval", "an object of lists", values)
     if not values:
@@ -132,9 +135,9 @@ def _check_evaluation(values: Any) -> None:
 
 
 def _check_report(report: Any) -> None:
-    """Checks the parts of a report that are drawn as mixing weights.
+    """Raises ValueError where a report's mixing weights cannot be drawn.
 
-    All others may be what the algorithm likes.
+    The other parts of a report may have any values.
     """
     require(report is None or isinstance(report, dict), "report", "an object", report)
     lists = {k: v for k, v in (report or {}).items() if isinstance(v, list)}
@@ -154,7 +157,7 @@ def _check_report(report: Any) -> None:
 
 
 def _ids_by_field(line: Facts) -> list[tuple[str, Sequence[int]]]:
-    """All ids of clients in a round's line, with the names of their fields."""
+    """Pairs of a field's name and its clients' ids in a line."""
     report = line.get("report") or {}
     values = line.get("eval") or {}
     fields = [(name, line.get(name) or []) for name in ID_FIELDS]
@@ -166,19 +169,21 @@ def _ids_by_field(line: Facts) -> list[tuple[str, Sequence[int]]]:
 
 
 def _is_whole_number(value: Any) -> bool:
+    """True for a whole number from 0 to `MAX_WHOLE_NUMBER`."""
     return type(value) is int and 0 <= value <= MAX_WHOLE_NUMBER
 
 
 def _are_ids(values: Any) -> bool:
+    """True for a list of ids of clients."""
     if not isinstance(values, list) or {*map(type, values)} - {int}:
         return False
     return not values or (min(values) >= 0 and max(values) <= MAX_WHOLE_NUMBER)
 
 
 def _are_numbers(values: Any) -> bool:
-    """Whether the value is a list of numbers that a float can hold.
+    """True for a list of numbers that a float can represent.
 
-    None is allowed, as a number that is not finite.
+    None is allowed, because it stands for a number that is not finite.
     """
     if not isinstance(values, list) or {*map(type, values)} - {int, float, type(None)}:
         return False
@@ -186,7 +191,7 @@ def _are_numbers(values: Any) -> bool:
 
 
 def _numeric_shape(values: Any) -> tuple[int, ...] | None:
-    """The shape of a list or matrix of numbers; None for anything else."""
+    """The shape of a list or matrix of numbers, or None."""
     if _are_numbers(values):
         return (len(values),)
     if not isinstance(values, list) or not all(map(_are_numbers, values)):
@@ -196,7 +201,7 @@ def _numeric_shape(values: Any) -> tuple[int, ...] | None:
 
 
 def _flatten_entries(values: Any) -> list[Any]:
-    """The entries of a list or matrix."""
+    """The entries of a list or matrix; [] for any other value."""
     if not isinstance(values, list):
         return []
     entries = []
@@ -209,6 +214,7 @@ def _flatten_entries(values: Any) -> list[Any]:
 
 
 def _evaluation_length(values: Facts) -> int:
+    """The number of clients in an evaluation."""
     return len(next(v for v in values.values() if v is not None))
 
 
@@ -218,11 +224,11 @@ def _evaluation_layout(values: Facts) -> dict[str, int | None]:
 
 
 def _has_side_file(value: Any) -> bool:
-    """Whether a long list stands in a file beside the record, as it once did.
+    """True where a line has a long list in another file.
 
-    In its place the line has {"array": [file, offset]}.
+    In place of the list, such a line has {"array": [file, offset]}.
     """
-    # A list is not searched, because only whole lists were moved.
+    # The entries of a list are not searched, because only whole lists were moved.
     if not isinstance(value, dict):
         return False
     place = value.get("array")

@@ -1,11 +1,11 @@
-"""Records of runs: JSON lines that are written as a run goes on, and read back.
+"""Records of runs: JSON lines, written during a run.
 
 A record file holds one or more runs. A run is a header line `{"header": {...}}`, one
 line per round, and, if the run ended early, `{"stopped": "one sentence"}`. A number
-that is not finite is stored as null, because JSON has no NaN, and is read back as NaN
-where it is one value per client. Files can be concatenated.
+that is not finite is stored as null, because JSON has no NaN. Where it is the value of
+a client, it is read back as NaN. Record files can be concatenated.
 
-In shapes, N is the number of clients, E of evaluations and M of models.
+Symbols: N clients; E evaluations; M models.
 """
 
 from __future__ import annotations
@@ -36,37 +36,22 @@ __all__ = ["Run", "read"]
 Facts = Mapping[str, Any]
 Line = dict[str, Any]
 OnRound = Callable[[int, Line], None]
-OPTION_GROUPS = ("model_options", "training", "options")
-# An update that is this many times longer than the cohort's median is an outlier.
-# Honest clients with many times the data of the others stay below it.
+# An update is an outlier if its norm is more than this many times the cohort's median.
+# Honest clients stay below it, also those with many times the data of the others.
 OUTLIER_RATIO = 20.0
-# The largest matrix of mixing weights that is made where no header counts the clients.
+# The most numbers of a matrix of mixing weights where no header has the number of
+# clients.
 MAX_MATRIX_NUMBERS = 10**8
-# Fields that say which part of the data the run saw.
+# Fields of a header that tell which samples the run used.
 DATA_FIELDS = ("data_seed", "train_samples", "test_samples", "val")
-TABLE_FIELDS = ("data", "partition", "model", "n")
-# Fields that are the same for all rows of a table, or else are shown in their labels.
-COMPARED_FIELDS = (
-    *TABLE_FIELDS,
-    "clients",
-    "eval_clients",
-    "rounds",
-    "participation",
-    "batch_norm",
-    "loss",
-    "clip",
-    "adversary",
-    "eval_split",
-    "stream",
-    *DATA_FIELDS,
-)
 
 
 def to_json(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
-    """`value` in the form that JSON can hold.
+    """A copy of `value` that JSON can represent.
 
     Dataclasses become dicts, tensors and tuples become lists, and numbers that are not
-    finite become None. Any other value becomes its name.
+    finite become None. Functions and classes become their names, and any other value
+    becomes its text.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -87,23 +72,23 @@ def to_json(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
 class RecordWriter:
     """Writes one record file, line by line.
 
-    Each line goes to the file at once, so an interrupted process leaves at most its
-    last line cut off. The rest of a line that a full disk cut off is written before the
-    next one.
+    Each line is written at once, so an interrupted process leaves at most its last line
+    incomplete. The rest of a line that a full disk cut off is written before the next
+    line.
+
+    Args:
+        path: The file. Its folder is made where it does not exist.
+        overwrite: True allows a file with lines, and replaces them.
+        goes_on: True allows a file with lines, and adds the new lines behind them.
+
+    Raises ValueError for a file with lines where neither is allowed, and where the file
+    cannot be written.
     """
 
     def __init__(
         self, path: str | Path, overwrite: bool = False, goes_on: bool = False
     ) -> None:
-        """Opens the file at `path`, and makes its folder.
-
-        Args:
-            overwrite: Whether lines that the file holds may be lost.
-            goes_on: Whether the new lines are added behind those that the file holds.
-
-        Raises ValueError where the file holds something and neither is allowed, and
-        where the file cannot be written.
-        """
+        """Opens the file for the class's arguments."""
         self.path = Path(path)
         may_have_lines = overwrite or goes_on
         has_lines = self.path.is_file() and self.path.stat().st_size > 0
@@ -114,7 +99,8 @@ class RecordWriter:
             )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "ab" if goes_on else "wb")  # noqa: SIM115
+            mode = "ab" if goes_on else "wb"
+            self._file = open(self.path, mode)  # noqa: SIM115
         except OSError as e:
             raise ValueError(
                 f"path: expected a file that can be written, got {self.path} "
@@ -133,15 +119,17 @@ class RecordWriter:
         play: Callable[[OnRound], Any],
         on_round: OnRound | None = None,
     ) -> Any:
-        """Plays a run and writes its header, each round, and why it ended early.
+        """Plays a run, writes its lines, and returns the result of `play`.
 
-        An error of `play` is written too, and then raised again.
+        The lines are the header, the rounds and the reason for an early end. An error
+        of `play` is written as the reason, and then raised again.
 
         Args:
+            header: The header of the run.
             play: Plays the run and calls its argument after each round, as
-                `Simulation.run` does. What it returns is returned.
-            on_round: Is called with each line before the line is written, and may add
-                to it.
+                `Simulation.run` does.
+            on_round: Is called with the number and the line of each round before the
+                line is written, and may add to the line.
         """
 
         def write_round(round: int, line: Line) -> None:
@@ -157,7 +145,7 @@ class RecordWriter:
         except BaseException as e:
             reason = next(iter(str(e).strip().splitlines()), "")
             stopped = f"{type(e).__name__}: {reason}"
-            # Where the disk is full, the error that is raised says so.
+            # Where the disk is full, the caller sees the error that is raised below.
             with contextlib.suppress(OSError):
                 self.write({"stopped": stopped, "unfinished": True})
             raise
@@ -167,8 +155,8 @@ class RecordWriter:
         return history
 
     def close(self) -> None:
-        """Closes the file, which holds every line that `write` could write."""
-        with contextlib.suppress(OSError):  # `write` has raised it before
+        """Closes the file."""
+        with contextlib.suppress(OSError):  # `write` has raised the same error before
             self._file.close()
 
     def __enter__(self) -> RecordWriter:
@@ -180,16 +168,25 @@ class RecordWriter:
 
 @dataclass
 class Run:
-    """One run as it was recorded."""
+    """One run of a record.
+
+    Attributes:
+        header: The facts about the whole run: algorithm, options, data, seed; {} where
+            the header line is lost.
+        rounds: The line of each round, in order.
+        stopped: The reason for an early end, one sentence; None for a run that played
+            all its rounds.
+        unfinished: True where Ctrl-C, a lack of memory or an error stopped the run.
+            False where the run was complete or the algorithm stopped it.
+    """
 
     header: Line = field(default_factory=dict)
     rounds: list[Line] = field(default_factory=list)
     stopped: str | None = None
-    # The run was stopped by Ctrl-C, a lack of memory or an error, not by its method.
     unfinished: bool = False
 
     def lines(self) -> Iterator[Line]:
-        """The run's lines, as `RecordWriter` writes them."""
+        """Yields the lines of the run that `RecordWriter` writes."""
         yield {"header": self.header}
         yield from self.rounds
         if self.stopped is not None:
@@ -197,10 +194,10 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether the run is over, and its record lacks nothing.
+        """True where the run is over, and its record lacks no line.
 
-        Such a record has a header and either all rounds that were planned, or all
-        rounds up to the one after which the method stopped the run.
+        Such a record has a header. It has all planned rounds, or all rounds up to the
+        one after which the algorithm stopped the run.
         """
         numbers = [record["round"] for record in self.rounds]
         lacks_no_round = numbers == [*range(1, len(numbers) + 1)]
@@ -210,7 +207,7 @@ class Run:
 
     @property
     def algorithm(self) -> str:
-        """The algorithm's name; "?" where no line has it."""
+        """The name of the algorithm; "?" where no line has it."""
         for line in (self.header, *self.rounds):
             if "algorithm" in line:
                 return str(line["algorithm"])
@@ -218,15 +215,15 @@ class Run:
 
     @property
     def target(self) -> int | None:
-        """The single client that the run personalizes for; None without one."""
+        """The only client with a personalized model; None for all clients."""
         target = self.header.get("target")
         return target if isinstance(target, int) else None
 
     @property
     def held_out(self) -> str:
-        """Note on the training samples that the method kept for its own validation.
+        """A note on training samples that the algorithm held out.
 
-        It is empty for a method that trains on all samples, as most do.
+        It is "" for an algorithm that trains on all samples, as most do.
         """
         share = (self.header.get("facts") or {}).get("held out for validation")
         return f"{share:.0%} of its training samples held out" if share else ""
@@ -243,7 +240,7 @@ class Run:
 
     @property
     def main_metric(self) -> str:
-        """The name "accuracy", or "loss" where no client has an accuracy."""
+        """The metric "accuracy", or "loss" where no client has an accuracy."""
         if not self.evaluations:
             return "accuracy"
         for record in self.evaluations:
@@ -254,14 +251,17 @@ class Run:
 
     @property
     def extra_metrics(self) -> list[str]:
-        """The names of the metrics that were chosen beside accuracy and loss."""
+        """The names of the chosen metrics other than accuracy and loss."""
         return sorted({*self.last_evaluation} - {"size", "clients", "loss", "accuracy"})
 
     def values(self, measure: str | None = None) -> tuple[list[int], Tensor]:
-        """Rounds of the evaluations, and the clients' values in them, `[E, N]` float64.
+        """The evaluated rounds, and the clients' values in them `[E, N]` float64.
 
-        A client without samples has NaN. A loss that was not finite, which is null in
-        the file, is infinite here, so that no mean leaves it out.
+        A client without samples has NaN. A loss that was not finite is null in the file
+        and infinite here, so that no mean leaves it out.
+
+        Args:
+            measure: The name of a metric; by default `main_metric`.
         """
         measure = measure or self.main_metric
         rounds = [record["round"] for record in self.evaluations]
@@ -273,10 +273,12 @@ class Run:
     def curve(
         self, client: int | None = None, measure: str | None = None
     ) -> tuple[list[int], list[float]]:
-        """Rounds of the evaluations, and the value of each: a mean or one client's.
+        """The evaluated rounds, and one client's value or the mean.
 
-        Without `client` the value is the mean over clients. A client that was not
-        evaluated has NaN.
+        Args:
+            client: The id of the client; None gives the mean over clients. A client
+                that was not evaluated has NaN.
+            measure: The name of a metric; by default `main_metric`.
         """
         rounds, values = self.values(measure)
         if client is None:
@@ -287,15 +289,16 @@ class Run:
         return rounds, [row[index].item() for row in values]
 
     def _client_index(self, client: int) -> int | None:
-        """The position of a client in the lists of an evaluation, if it is there."""
-        # A record names the clients that were evaluated where they are not all.
+        """The position of a client in an evaluation's lists, or None."""
+        # A record has the ids of the evaluated clients only where some clients are not
+        # evaluated.
         ids = self.evaluations[0]["eval"].get("clients") if self.evaluations else None
         if ids is None:
             return client
         return ids.index(client) if client in ids else None
 
     def last_values(self, measure: str | None = None) -> Tensor:
-        """Each client's value at the last evaluation, `[N]`."""
+        """The clients' values at the last evaluation `[N]`, see `values`."""
         values = self.values(measure)[1]
         return values[-1] if len(values) else values.reshape(0)
 
@@ -305,10 +308,10 @@ class Run:
         return int(self.rounds[-1]["round"]) if self.rounds else 0
 
     def outliers(self) -> dict[int, tuple[float, int]]:
-        """Clients whose update was many times longer than the cohort's median.
+        """The clients with an update many times longer than the cohort's median.
 
-        For each client it gives the largest ratio to the median, and in how many rounds
-        the ratio was above `OUTLIER_RATIO`.
+        The value of a client has the largest ratio to the median, and the number of
+        rounds with a ratio above `OUTLIER_RATIO`.
         """
         outliers: dict[int, tuple[float, int]] = {}
         for record in self.rounds:
@@ -321,23 +324,25 @@ class Run:
         return outliers
 
     def cumulative_bytes(self) -> list[int]:
-        """Bytes sent down and up by all clients up to and including each round."""
+        """The bytes that were sent up to the end of each round."""
         by_round = []
         for record in self.rounds:
             by_round.append(record.get("bytes_down", 0) + record.get("bytes_up", 0))
         return list(accumulate(by_round))
 
     def rounds_with_weights(self) -> list[int]:
-        """Rounds that report mixing weights."""
+        """The numbers of the rounds that report mixing weights."""
         return [record["round"] for record in self.rounds if _has_weights(record)]
 
     def weights(
         self, rounds: Sequence[int] | None = None
     ) -> tuple[list[int], list[Tensor]]:
-        """Rounds that report mixing weights, and these weights.
+        """The rounds that report mixing weights, and these weights.
 
-        The weights are `[N]` for a single model and `[M, N]` for several. With `rounds`
-        only those rounds are looked at.
+        The weights are `[N]` for a single model and `[M, N]` for several models.
+
+        Args:
+            rounds: The rounds to look at; by default all.
         """
         n = self.header.get("n")
         reporting = []
@@ -350,11 +355,17 @@ class Run:
         return reporting, weights
 
 
-def dense_weights(report: Facts, n: int | None) -> Tensor:
-    """The mixing weights of a report over all `n` clients, `[N]` or `[M, N]`.
+Runs = Sequence[Run]
 
-    A sparse report has the `weight` of some clients, whose ids are in `index`. The
-    others have weight 0.
+
+def dense_weights(report: Facts, n: int | None) -> Tensor:
+    """The mixing weights of a report, `[N]` or `[M, N]`.
+
+    A sparse report has the weights of some clients as `weight`, and the clients' ids as
+    `index`. The other clients have weight 0.
+
+    Args:
+        n: The number of clients; None where the header is lost.
     """
     if not _has_sparse_weights(report):
         return _tensor(report["weights"])
@@ -363,7 +374,7 @@ def dense_weights(report: Facts, n: int | None) -> Tensor:
     # Without "rows" there is a row of weights for each client.
     rows = _tensor(report.get("rows", range(len(weight)))).long()
     if n is None:
-        # The header is lost, and an id in a damaged line must not ask for all memory.
+        # An id in a damaged line must not make a matrix that fills the memory.
         n = min_num_clients(report)
         fits = n ** min(2, index.ndim) <= MAX_MATRIX_NUMBERS
         words = f"numbers whose matrix has up to {MAX_MATRIX_NUMBERS:,} entries"
@@ -375,7 +386,7 @@ def dense_weights(report: Facts, n: int | None) -> Tensor:
 
 
 def min_num_clients(report: Facts) -> int:
-    """The number of clients that a report's weights need at least."""
+    """The smallest number of clients that fits a report's mixing weights."""
     if not _has_sparse_weights(report):
         return 0
     last_row = torch.tensor([len(report["weight"]) - 1.0])
@@ -385,6 +396,7 @@ def min_num_clients(report: Facts) -> int:
 
 
 def _has_weights(line: Facts) -> bool:
+    """True where a round reports mixing weights."""
     report = line.get("report") or {}
     key = "weight" if _has_sparse_weights(report) else "weights"
     weights = report.get(key)
@@ -392,14 +404,15 @@ def _has_weights(line: Facts) -> bool:
 
 
 def _has_sparse_weights(report: Facts) -> bool:
+    """True where a report has the weights of some clients only."""
     return all(isinstance(report.get(k), list | Tensor) for k in ("index", "weight"))
 
 
 def _client_values(evaluation: Facts, measure: str) -> Tensor:
-    """One value per client, [N] float64.
+    """The value of each client in an evaluation, [N] float64.
 
-    NaN is a client without a value. An error, such as a loss, is infinite for a client
-    that has samples but no finite value, because its model diverged.
+    A client without a value has NaN. A loss or another error is infinite for a client
+    with samples but without a finite value, because its model diverged.
     """
     size = evaluation.get("size") or []
     values = evaluation.get(measure)
@@ -415,16 +428,16 @@ def _client_values(evaluation: Facts, measure: str) -> Tensor:
 
 
 def _tensor(value: Any) -> Tensor:
-    """A line's numbers as float64, where None becomes NaN."""
+    """A line's numbers as a float64 tensor, where None becomes NaN."""
     return torch.as_tensor(np.asarray(value, dtype=np.float64))
 
 
 @checked
 def group_runs(lines: Iterable[Facts]) -> list[Run]:
-    """The runs that these lines are of; lines may hold tensors.
+    """The runs of these lines, which may contain tensors.
 
-    Each header starts a run. So does a round that does not follow the round before it:
-    it is of another run, whose header is lost.
+    Each header starts a run. A round that does not follow the round before it starts a
+    run, too, the header of which is lost.
     """
     runs: list[Run] = []
     for line in map(to_json, lines):
@@ -433,7 +446,7 @@ def group_runs(lines: Iterable[Facts]) -> list[Run]:
 
 
 def _run_of_line(runs: Sequence[Run], line: Facts) -> Run:
-    """The run that a line belongs to: the last one, or a new one."""
+    """The run of a line: the last run, or a new one."""
     if "header" in line:
         return Run(line["header"])
     if runs and _follows(line, runs[-1]):
@@ -442,7 +455,7 @@ def _run_of_line(runs: Sequence[Run], line: Facts) -> Run:
 
 
 def _add_line(runs: list[Run], line: Line, run: Run) -> None:
-    """Adds a line to its run, and a new run to the others."""
+    """Adds a line to its run, and a new run to `runs`."""
     if not {"header", "round", "stopped"} & {*line}:
         return
     if not runs or run is not runs[-1]:
@@ -455,7 +468,7 @@ def _add_line(runs: list[Run], line: Line, run: Run) -> None:
 
 
 def _follows(line: Facts, run: Run) -> bool:
-    """Whether a line can be the next one of a run."""
+    """True where a line can be the next line of a run."""
     if "round" not in line or not run.rounds:
         return True
     last = run.rounds[-1]
@@ -465,11 +478,11 @@ def _follows(line: Facts, run: Run) -> bool:
 
 @checked
 def read(path: str | Path) -> list[Run]:
-    """The runs in a record file, or in all `*.jsonl` files below a folder.
+    """The runs in a record file, or in a folder's `*.jsonl` files.
 
-    A damaged line is left out with a warning. The last line of a file may be damaged
-    without one, because a run may be writing it. A file below a folder that cannot be
-    read is left out with a warning, too.
+    A damaged line is left out with a warning. The last line of a file is left out
+    without a warning if it is incomplete, because a run may be writing it. A file in a
+    folder that cannot be read is left out with a warning.
 
     Raises ValueError where there is no record at `path`, or it cannot be read.
     """
@@ -499,15 +512,15 @@ def read(path: str | Path) -> list[Run]:
 
 
 def _parse_runs(texts: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """The runs of a file's lines, and remarks on the lines that are left out."""
+    """The runs of a file's lines, and remarks on damaged lines."""
     runs: list[Run] = []
-    flaws: dict[int, str] = {}  # what is wrong, by the number of the line
-    earlier: list[int] = []  # numbers of lines of an earlier format
+    flaws: dict[int, str] = {}  # a sentence for each damaged line, by its number
+    earlier: list[int] = []  # the numbers of lines in an earlier format
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text or "{}")
         except (ValueError, RecursionError):
-            if number < len(texts):  # the last line may be half written
+            if number < len(texts):  # the last line may be incomplete
                 flaws[number] = "expected JSON."
             continue
         try:
@@ -529,8 +542,8 @@ def _remarks(flaws: Mapping[int, str], earlier: Sequence[int]) -> list[str]:
     """Sentences on the lines that are left out.
 
     Args:
-        flaws: What is wrong with a damaged line, by the line's number.
-        earlier: The numbers of lines of an earlier format.
+        flaws: A sentence for each damaged line, by the line's number.
+        earlier: The numbers of lines in an earlier format.
     """
     remarks = []
     if flaws:
@@ -554,76 +567,3 @@ def _join_numbers(numbers: Iterable[int]) -> str:
     if len(words) > 5:
         words = [*words[:5], "..."]
     return ", ".join(words)
-
-
-Runs = Sequence[Run]
-
-
-def label_runs(runs: Runs) -> dict[str, list[Run]]:
-    """Runs in groups that differ in nothing but the seed, by the group's label.
-
-    A label is the algorithm's name, followed by the options in which the group differs
-    from others of the same algorithm, and by what a table's rows should share.
-    """
-    by_options: dict[str, list[Run]] = {}
-    for run in runs:
-        key = json.dumps([run.algorithm, run_options(run)], sort_keys=True)
-        by_options.setdefault(key, []).append(run)
-    groups = list(by_options.values())
-    options = [run_options(members[0]) for members in groups]
-    by_label: dict[str, list[Run]] = {}
-    for members, own_options in zip(groups, options, strict=True):
-        algorithm = members[0].algorithm
-        namesakes = []
-        for others, other_options in zip(groups, options, strict=True):
-            if others[0].algorithm == algorithm:
-                namesakes.append(other_options)
-        words = _distinctive_options(own_options, options, namesakes)
-        label = f"{algorithm} ({', '.join(words)})" if words else algorithm
-        by_label.setdefault(label, []).extend(members)
-    return by_label
-
-
-def _distinctive_options(
-    options: Line, all_options: Sequence[Line], namesakes: Sequence[Line]
-) -> list[str]:
-    """Options of a group that another group has not, or has otherwise, as "name=value".
-
-    Args:
-        options: The options of the group.
-        all_options: The options of all groups, with which fields that a table's rows
-            should share are compared.
-        namesakes: The options of the groups of the same algorithm, with which its own
-            options are compared.
-    """
-    distinctive = []
-    for name, value in options.items():
-        is_shared = name in COMPARED_FIELDS or name.startswith("partition.")
-        peers = all_options if is_shared else namesakes
-        if any(name not in peer or peer[name] != value for peer in peers):
-            distinctive.append(f"{name}={value}")
-    return distinctive
-
-
-def find_runs(groups: Mapping[str, list[Run]], name: str) -> list[Run] | None:
-    """The group with this label, or the first group of the algorithm of this name."""
-    if name in groups:
-        return groups[name]
-    return next((runs for runs in groups.values() if runs[0].algorithm == name), None)
-
-
-def run_options(run: Run) -> Line:
-    """All that was chosen for a run except its seed, its algorithm's options last."""
-    header = run.header
-    shared_names = [*COMPARED_FIELDS, "parameters"]
-    groups = [{name: header[name] for name in shared_names if name in header}]
-    partition = header.get("partition_options") or {}
-    # The prefix is there because an algorithm may have an option "alpha", too.
-    groups.append({f"partition.{name}": value for name, value in partition.items()})
-    groups += [header.get(group) or {} for group in OPTION_GROUPS]
-    options = {}
-    for group in groups:
-        for name, value in group.items():
-            if name != "clip" or value is not None:  # no clip is not worth a word
-                options[name] = value
-    return options

@@ -1,8 +1,10 @@
 """Markdown tables that compare runs.
 
-A group is the runs of one algorithm with one set of options, which differ in the seed
-alone. A table has one row per group and one column per number.
+A group has the runs of one algorithm with one set of options, which differ in the seed
+alone. A table has a row for each group and a column for each number.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,31 +15,26 @@ from torch import Tensor
 from pflcore import metrics
 from pflcore.check import PositiveInt, checked, require
 from pflcore.metrics import human_bytes
-from pflcore.results.record import (
-    DATA_FIELDS,
-    TABLE_FIELDS,
-    Run,
-    Runs,
-    find_runs,
-    label_runs,
-)
+from pflcore.results._labels import TABLE_FIELDS, find_runs, label_runs
+from pflcore.results.record import DATA_FIELDS, Run, Runs
 
 __all__ = ["table"]
-Groups = Mapping[str, list[Run]]  # by the label of `label_runs`
-SHOWN_OUTLIERS = 3  # clients that a footnote names
+Groups = Mapping[str, list[Run]]  # the runs of each group, by its label
+SHOWN_OUTLIERS = 3  # the most clients that a footnote names
 
 
 @checked
 def table(runs: Runs, last: PositiveInt = 10, baseline: str | None = None) -> str:
-    """Markdown with one table per experiment and one row per algorithm.
+    """The runs as Markdown: a table per experiment, a row per algorithm.
 
-    Accuracies are in percent. Several seeds are shown as mean ± standard deviation over
-    the seeds.
+    Accuracies are in percent. The cell of several seeds has the mean ± standard
+    deviation over the seeds.
 
     Args:
+        runs: The runs, as from `pflcore.results.read`.
         last: The number of rounds in the column "mean of last".
         baseline: The name of an algorithm among the runs. It adds a column with the
-            percentage of clients that do worse than under that algorithm.
+            percentage of clients that do worse than with that algorithm.
 
     Raises ValueError where no run has the baseline's name.
     """
@@ -56,7 +53,7 @@ def table(runs: Runs, last: PositiveInt = 10, baseline: str | None = None) -> st
 
 
 def experiment_title(run: Run) -> str:
-    """Title that the runs of one table share: data, partition, model and clients."""
+    """The title of a run's table: data, partition, model and clients."""
     header = run.header
     words = []
     if header.get("data"):
@@ -70,12 +67,13 @@ def experiment_title(run: Run) -> str:
 
 
 def split_name(run: Run) -> str:
-    """The split that a run was evaluated on, as a word."""
+    """The word for the split that a run was evaluated on."""
     names = {"test": "test", "val": "validation"}
     return names.get(run.header.get("eval_split", "test"), "training")
 
 
 def _table(title: str, runs: Runs, last: int, baseline: str | None) -> str:
+    """The table of one experiment, with its heading and footnotes."""
     metric = next((run.main_metric for run in runs if run.evaluations), "accuracy")
     groups = label_runs(runs)
     distinct_groups = {
@@ -99,7 +97,7 @@ def _table(title: str, runs: Runs, last: int, baseline: str | None) -> str:
 
 
 def _seeds_note(groups: Groups) -> str:
-    """Note on the number of seeds, which is empty for a single seed."""
+    """A note on the number of seeds; "" for a single seed."""
     seeds = max(map(len, groups.values()))
     if seeds == 1:
         return ""
@@ -111,7 +109,7 @@ def _seeds_note(groups: Groups) -> str:
 
 
 def _one_run_per_seed(runs: Runs) -> list[Run]:
-    """The first finished run of each seed, or its first run if none is finished."""
+    """The first finished run of each seed, or else its first run."""
     by_seed: dict[Any, Run] = {}
     for run in sorted(runs, key=lambda run: run.unfinished):
         seed = run.header.get("seed", id(run))  # every run without a seed counts
@@ -119,16 +117,13 @@ def _one_run_per_seed(runs: Runs) -> list[Run]:
     return list(by_seed.values())
 
 
-# rows -------------------------------------------------------------------------
-
-
 def _rows(
     runs: Runs, groups: Groups, metric: str, last: int, baseline: str | None
 ) -> list[list[str]]:
-    """The heading and one row per algorithm."""
+    """The heading of a table, and its rows, one per algorithm."""
     targets = sorted({run.target for run in runs if run.target is not None})
     clients = [None, *targets]  # None stands for the mean over clients
-    # A mean of more rounds than the longest run has would be of no run.
+    # No run has a mean of more rounds than the longest run has.
     last = max(1, min(last, max(run.rounds_played for run in runs)))
     columns = list(_run_numbers(runs[0], clients, metric, last))
     extra_metrics = sorted(set().union(*(run.extra_metrics for run in runs)) - {metric})
@@ -148,7 +143,10 @@ def _rows(
 def _run_numbers(
     run: Run, clients: Sequence[int | None], metric: str, last: int
 ) -> dict[str, float]:
-    """A run's numbers by column; client None is the mean over clients."""
+    """The numbers of a run by column.
+
+    A client None in `clients` is the mean over clients.
+    """
     higher_is_better = metrics.is_higher_better(metric)
     numbers = {}
     for client in clients:
@@ -167,16 +165,16 @@ def _run_numbers(
 
 
 def last_mean_heading(rounds: int) -> str:
-    """Heading of the column with the mean over the last rounds."""
+    """The heading of the column with the mean over the last rounds."""
     return f"mean of last {rounds}"
 
 
 def _main_cells(
     runs: Runs, clients: Sequence[int | None], metric: str, last: int
 ) -> list[str]:
-    """The cells that show `_run_numbers`, one per column."""
+    """The cells with the numbers of `_run_numbers`, one per column."""
     numbers = [_run_numbers(run, clients, metric, last) for run in runs]
-    # A run with fewer rounds has a mean too, but of fewer rounds than the heading says.
+    # The mean of a shorter run is of fewer rounds than the heading tells.
     is_short = any(run.rounds_played < last for run in runs)
     cells = []
     for column in numbers[0]:
@@ -188,12 +186,14 @@ def _main_cells(
 
 
 def _main_cell(values: Sequence[float], metric: str) -> str:
+    """The cell of an accuracy, in percent, or of another metric."""
     if metric == "accuracy":
         return _cell([100 * value for value in values], digits=2)
     return _cell(values, digits=5)
 
 
 def _extra_cell(runs: Runs, metric: str) -> str:
+    """The cell of a metric's mean at the last evaluation."""
     values = []
     for run in runs:
         if metric in run.extra_metrics:
@@ -202,6 +202,7 @@ def _extra_cell(runs: Runs, metric: str) -> str:
 
 
 def _hurt_cell(runs: Runs, baseline_runs: Runs, metric: str) -> str:
+    """The cell of the percentage of clients below the baseline."""
     by_seed: dict[Any, Run] = {}
     for run in baseline_runs:
         by_seed.setdefault(run.header.get("seed"), run)
@@ -213,20 +214,20 @@ def _hurt_cell(runs: Runs, baseline_runs: Runs, metric: str) -> str:
 
 
 def _percent_hurt(run: Run, baseline: Run | None, metric: str) -> float:
-    """Percentage of clients that do worse than in the baseline run.
+    """The percentage of clients that do worse than in the baseline run.
 
     NaN where no baseline run has the same seed, and where the two runs differ in their
-    data or in the clients that were evaluated.
+    data or their evaluated clients.
     """
     if baseline is None or not run.last_evaluation or not baseline.last_evaluation:
         return math.nan
     for key in (*TABLE_FIELDS, *DATA_FIELDS, "partition_options", "eval_split"):
         if run.header.get(key) != baseline.header.get(key):
             return math.nan
-    ours = run.last_evaluation
-    theirs = baseline.last_evaluation
-    same_clients = ours.get("clients") == theirs.get("clients")
-    if not same_clients or len(ours[metric]) != len(theirs[metric]):
+    last = run.last_evaluation
+    baseline_last = baseline.last_evaluation
+    same_clients = last.get("clients") == baseline_last.get("clients")
+    if not same_clients or len(last[metric]) != len(baseline_last[metric]):
         return math.nan
     return metrics.hurt(
         run.last_values(metric),
@@ -236,6 +237,7 @@ def _percent_hurt(run: Run, baseline: Run | None, metric: str) -> float:
 
 
 def _bytes_cell(runs: Runs) -> str:
+    """The cell of the bytes sent, the mean over seeds."""
     totals = []
     for run in runs:
         by_round = run.cumulative_bytes() or [0]
@@ -244,16 +246,17 @@ def _bytes_cell(runs: Runs) -> str:
 
 
 def _notes_cell(runs: Runs) -> str:
+    """The cell of the notes on a group's runs, without repetitions."""
     notes = [", ".join(_notes(run)) for run in runs]
     unique = dict.fromkeys(filter(None, notes))
     return "; ".join(unique)
 
 
 def _cell(values: Sequence[float], digits: int) -> str:
-    """One number per seed as text: the number, or mean ± standard deviation.
+    """The cell of numbers by seed: mean ± standard deviation.
 
-    The deviation is the population's, over the seeds. The cell is "-" where no seed has
-    a value, and where one is infinite.
+    The deviation over the seeds is that of a population. The cell is "-" where no seed
+    has a value, and where a value is infinite.
     """
     if not metrics.count(values) or any(map(math.isinf, values)):
         return "-"
@@ -263,11 +266,8 @@ def _cell(values: Sequence[float], digits: int) -> str:
     return text
 
 
-# notes and footnotes ----------------------------------------------------------
-
-
 def _notes(run: Run) -> Iterator[str]:
-    """Remarks for the last column of a run's row."""
+    """Yields the notes for the last column of a run's row."""
     planned = run.header.get("rounds")
     if isinstance(planned, int) and run.rounds_played < planned:
         yield f"{run.rounds_played} of {planned} rounds"
@@ -290,8 +290,8 @@ def _notes(run: Run) -> Iterator[str]:
 
 
 def _missing_values(run: Run) -> Iterator[str]:
-    """Counts of clients that lack a finite loss or a metric."""
-    missing: dict[str, Tensor] = {}  # a mask of clients [N] for each lack
+    """Yields the numbers of clients without finite loss or a metric."""
+    missing: dict[str, Tensor] = {}  # the mask [N] of the clients, by their lack
     if "loss" in run.last_evaluation:
         missing["no finite loss"] = run.last_values("loss").isinf()
     for name in run.extra_metrics:
@@ -305,11 +305,12 @@ def _missing_values(run: Run) -> Iterator[str]:
 
 
 def _plural(count: int, noun: str) -> str:
+    """The count and the noun, in the plural above 1."""
     return f"{count} {noun}{'s' if count > 1 else ''}"
 
 
 def describe_incidents(run: Run) -> list[str]:
-    """Counts of void rounds and of dropped clients, in words."""
+    """The numbers of void rounds and of dropped clients, in words."""
     void = sum(bool(record.get("void")) for record in run.rounds)
     dropped = sum(len(record.get("dropped") or []) for record in run.rounds)
     incidents = []
@@ -321,9 +322,9 @@ def describe_incidents(run: Run) -> list[str]:
 
 
 def describe_outliers(run: Run) -> str:
-    """Clients whose updates were far longer than others, longest first.
+    """The text on clients with far longer updates, longest first.
 
-    The text is empty where there is no such client.
+    It is "" where there is no outlier.
     """
     outliers = sorted(run.outliers().items(), key=lambda item: -item[1][0])
     descriptions = []
@@ -339,7 +340,7 @@ def describe_outliers(run: Run) -> str:
 
 
 def _footnotes(groups: Groups, distinct_groups: Groups) -> Iterator[str]:
-    """Lines below the table."""
+    """Yields the lines below the table."""
     yield from _target_footnotes(groups)
     for algorithm, runs in distinct_groups.items():
         seeds = [run.header.get("seed") for run in groups[algorithm]]
@@ -348,7 +349,7 @@ def _footnotes(groups: Groups, distinct_groups: Groups) -> Iterator[str]:
 
 
 def _target_footnotes(groups: Groups) -> Iterator[str]:
-    """Lines that say which algorithms made models for one client, or for each."""
+    """Yields the algorithms that made models for one client or each."""
     one_target = []
     each_target = []
     for label, runs in groups.items():
@@ -364,11 +365,12 @@ def _target_footnotes(groups: Groups) -> Iterator[str]:
 
 
 def _run_footnotes(algorithm: str, run: Run, seeds: list[Any]) -> Iterator[str]:
-    """Footnotes of one run.
+    """Yields the footnotes on one run.
 
     Args:
-        seeds: The seeds of all runs of its algorithm, among which a seed that is there
-            twice means that a run was recorded twice.
+        algorithm: The label of the run's group.
+        seeds: The seeds of all runs in the group. A seed that occurs twice means that a
+            run was recorded twice.
     """
     seed = run.header.get("seed")
     name = f"\n{algorithm}, seed {run.header.get('seed', '?')}"
@@ -382,11 +384,8 @@ def _run_footnotes(algorithm: str, run: Run, seeds: list[Any]) -> Iterator[str]:
         yield f"{name}, stopped: {run.stopped}"
 
 
-# Markdown ---------------------------------------------------------------------
-
-
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a padded Markdown table, which can be read in a terminal too.
+    """The lines of a Markdown table, padded for terminals.
 
     The first and the last column are aligned left, the others right.
     """
@@ -397,10 +396,12 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
     for row in rows:
         cells = []
         for cell, width, left in zip(row, widths, is_left, strict=True):
-            cells.append(cell.ljust(width) if left else cell.rjust(width))
+            padded = cell.ljust(width) if left else cell.rjust(width)
+            cells.append(padded)
         lines.append(f"| {' | '.join(cells)} |")
     rule = []
     for width, left in zip(widths, is_left, strict=True):
         dashes = "-" * (width + 1)
-        rule.append(f":{dashes}" if left else f"{dashes}:")
+        mark = f":{dashes}" if left else f"{dashes}:"
+        rule.append(mark)
     return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]

@@ -4,6 +4,8 @@ Symbols: N clients of the federation; S of the cohort; B of them attack, H are h
 P numbers of an update; C classes.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,6 +20,7 @@ from pflcore.simulation._uploads import CohortResult, update_origins
 from pflcore.train._random import generator_of
 
 Attack = Literal["label_flip", "sign_flip", "scale", "noise", "little", "inner_product"]
+# The strength of each attack where a user gives none.
 DEFAULT_STRENGTH = {
     "sign_flip": 1.0,
     "scale": 100.0,
@@ -31,28 +34,38 @@ DEFAULT_STRENGTH = {
 class Adversary:
     """Clients that attack in every round in which they take part.
 
-    s is the `strength`, d [P] a client's honest update, m and v [P] the mean and the
-    standard deviation of the honest clients' updates, coordinate by coordinate.
+    Letters: s is the `strength` and d [P] a client's honest update. m and v [P] are the
+    mean and the standard deviation of the honest clients' updates, coordinate by
+    coordinate.
 
     - "label_flip": the clients train honestly, on labels C - 1 - y.
     - "sign_flip": they send -s d (default: s = 1).
-    - "scale": they send s d (100).
-    - "noise": d + s r z, z standard normal and r the root mean square of d (10).
-    - "little": m - s v, "a little is enough" (Baruch et al. 2019, Algorithm 3; 1.5).
-    - "inner_product": -s m, inner product manipulation (Xie et al. 2020, section 4;
-      10).
+    - "scale": they send s d (default: s = 100).
+    - "noise": they send d + s r z, where z is standard normal and r the root mean
+      square of d (default: s = 10).
+    - "little": they send m - s v, "a little is enough" (Baruch et al. 2019, Algorithm
+      3; default: s = 1.5).
+    - "inner_product": they send -s m, inner product manipulation (Xie et al. 2020,
+      section 4; default: s = 10).
 
-    The last two attackers know all honest updates of the round, and send the same.
+    Clients with the last two attacks know all honest updates of the round, and all of
+    them send the same.
 
     An update is the upload "delta", or an uploaded model minus the one that the server
-    has of the client. A control variate that is uploaded beside it is treated alike, by
-    itself. What else an algorithm uploads (losses, choices of a cluster) stays honest.
-    Raises ValueError for an unknown attack, client or strength.
+    has of the client. A control variate that is uploaded with it is treated the same
+    way, apart from it. Other uploads (losses, choices of a cluster) stay honest. Raises
+    ValueError for an unknown attack, client or strength.
+
+    Args:
+        attack: The name of the attack.
+        clients: The ids of the clients that attack.
+        strength: The factor s of the attack; None for its default. "label_flip" has
+            none.
     """
 
     attack: Attack
     clients: Ids
-    strength: PositiveFloat | None = None  # see above
+    strength: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,9 +76,10 @@ class Adversary:
         object.__setattr__(self, "strength", strength)
 
     def honest_clients(self, n: int) -> Tensor:
-        """The ids [H] of the other clients of n, ascending.
+        """The ids [H] of the honest clients of n, ascending.
 
-        Raises ValueError where an attacking client does not exist, or no other does.
+        Raises ValueError where an attacking client does not exist, or where no client
+        is honest.
         """
         bad = ids_of("adversary", self.clients, n)
         ids = torch.arange(n)
@@ -74,9 +88,10 @@ class Adversary:
         return honest
 
     def poison_data(self, data: Federation) -> Federation:
-        """The data that the clients train on.
+        """The federation that the clients train on.
 
         With "label_flip" the attacking clients have other labels, in every split.
+        Raises ValueError where the targets are numbers, which cannot be flipped.
         """
         if self.attack != "label_flip":
             return data
@@ -94,7 +109,13 @@ class Adversary:
     def attack_uploads(
         self, result: CohortResult, traits: Traits, server: Tensors
     ) -> CohortResult:
-        """The results of a cohort with the uploads that reach the server."""
+        """The results of a cohort with the uploads that reach the server.
+
+        Args:
+            result: The results of honest work.
+            traits: The traits of the algorithm, which name the uploaded models.
+            server: The server's state, which has the models that updates start from.
+        """
         cohort = result.cohort
         generator = generator_of(cohort.seed, cohort.round, "transport")
         bad = torch.isin(cohort.ids, torch.tensor(self.clients))
@@ -116,11 +137,14 @@ class Adversary:
 
     def _attacked_rows(
         self,
-        bad_updates: Tensor,  # [B, P]: honest work of the attacking clients
+        bad_updates: Tensor,  # [B, P] honest work of the attacking clients
         honest_updates: Tensor,  # [H, P]
         generator: torch.Generator,
     ) -> Tensor:
-        """The updates [B, P] that the attacking clients send; letters as above."""
+        """The updates [B, P] that the attacking clients send.
+
+        The letters are those of the class.
+        """
         s = self.strength or 0.0
         m = honest_updates.mean(0)
         if self.attack == "little":

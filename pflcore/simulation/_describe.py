@@ -1,16 +1,22 @@
-"""Descriptions of a run: for its record, its checkpoint and its printed lines."""
+"""Descriptions of a run: for its record, its checkpoint and its printed lines.
+
+`RunDescription` is the description of a whole run. The functions describe a round, an
+engine, a federation and a model.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms import name_of
-from pflcore.algorithms._adaptation import SplitModel
+from pflcore.algorithms._split import SplitModel
 from pflcore.check import summarize
 from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged
@@ -21,18 +27,18 @@ from pflcore.simulation._setup import RunOptions, peak_bytes, row_bytes
 from pflcore.simulation._state import RunConfig, State
 from pflcore.simulation._uploads import RoundOutcome
 from pflcore.train import Net
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import allows_tf32
 from pflcore.train._losses import loss_name
 from pflcore.train._random import STREAM_VERSION
 
 Record = dict[str, Any]
-# A digest takes rows in even distances of a tensor that has more bytes.
+# Of a tensor with more bytes, a digest takes rows in even distances.
 DIGEST_MAX_BYTES = 2**28
 # A report keeps a tensor of more numbers as a tensor, not as a list.
 REPORT_TENSOR_MIN_NUMBERS = 1000
-# Keys of a header that are no part of a run's identity: they tell where the run is
-# computed, or its identity has them in more detail.
+# Keys of a header that are not copied into a run's identity. They describe where the
+# run is computed, or the identity has them in more detail or under "made_with".
 NOT_IDENTITY = (
     "storage",
     "backend",
@@ -47,15 +53,14 @@ NOT_IDENTITY = (
     "tf32",
 )
 VERSIONS = {"pflcore": __version__, "torch": torch.__version__}
-NO_OUTLIER = [0.0, 0, 0]  # as `largest_update` returns it without updates
-# Keys of records that have the name of an attribute, of a run and of an outcome.
+# Keys of records that are also names of an attribute: of the options, of an outcome.
 RUN_FIELDS = ("training", "clients", "rounds", "participation", "seed")
 OUTCOME_FIELDS = ("dropped", "void", "bytes_down", "bytes_up", "train_loss", "clipped")
 
 
 @dataclass(frozen=True)
-class Run:
-    """The description of a run, which stays the same while its rounds are played.
+class RunDescription:
+    """The description of a run, which stays the same during its rounds.
 
     Attributes:
         options: The options of the simulation.
@@ -130,7 +135,10 @@ class Run:
         return {**to_json(record), "size": context.data.size("train").tolist()}
 
     def _evaluated_clients(self) -> Tensor | int | None:
-        """The clients to evaluate: None or a number as in the options, else ids."""
+        """The clients to evaluate, for the header.
+
+        None or a number is kept as in the options; else it is the ids.
+        """
         clients = self.options.evaluation.clients
         if clients is None or isinstance(clients, int):
             return clients
@@ -157,7 +165,7 @@ class Run:
         return record
 
     def _made_with(self) -> Record:
-        """The part of the identity that may differ between two parts of a run."""
+        """The part of the identity that may change within a run."""
         context = self.context
         made_with = {
             "versions": VERSIONS,
@@ -190,7 +198,7 @@ def _without_made_with(identity: Record) -> Record:
 
 
 def _data_name(data: Federation) -> str:
-    """The name of a federation, with a digest where it is only "data"."""
+    """The name of a federation; the default name "data" with a digest."""
     if data.name != "data":
         return data.name
     return f"data {short_digest([data.x, data.y])}"
@@ -203,7 +211,10 @@ def _model_name(net: Net) -> str:
 
 
 def _loss_name_with_digest(loss_fn: Any) -> str:
-    """The name of a loss, with a digest of its options where it is a module."""
+    """The name of a loss, with a digest for a module.
+
+    The digest tells modules with different options apart.
+    """
     name = loss_name(loss_fn)
     if isinstance(loss_fn, nn.Module):
         name += f" {short_digest(vars(loss_fn))}"
@@ -219,7 +230,7 @@ def _private_parameters(alg: SplitModel, net: Net) -> list[str]:
 def describe_engine(context: TrainContext) -> Record:
     """The engine that trains the model, with the reason for it.
 
-    On a GPU it also tells whether local steps are captured as CUDA graphs.
+    On a GPU it also says whether local steps are captured as CUDA graphs.
     """
     engine = context.engine
     path = {"engine": engine.name, "form": engine.form, "why": engine.reason}
@@ -228,7 +239,7 @@ def describe_engine(context: TrainContext) -> Record:
     return path
 
 
-def round_record(run: Run, state: State, outcome: RoundOutcome) -> Record:
+def round_record(run: RunDescription, state: State, outcome: RoundOutcome) -> Record:
     """A round's record, without the algorithm's report and without evaluation."""
     norms = outcome.relative_update_norm
     if norms is not None:
@@ -247,8 +258,11 @@ def round_record(run: Run, state: State, outcome: RoundOutcome) -> Record:
     }
 
 
-def round_report(run: Run, state: State, outcome: RoundOutcome) -> Record:
-    """The algorithm's report of a round: small tensors as lists, others as copies."""
+def round_report(run: RunDescription, state: State, outcome: RoundOutcome) -> Record:
+    """The algorithm's report of a round.
+
+    Small tensors are lists in it, and large ones are copies on the CPU.
+    """
     if outcome.void or outcome.cohort is None:  # the round changed nothing
         return {}
     alg = run.config.algorithm
@@ -262,21 +276,38 @@ def round_report(run: Run, state: State, outcome: RoundOutcome) -> Record:
     return record
 
 
-def largest_update(record: Record) -> list[Any]:
-    """The longest update of a round: its ratio to the median, its client, the round."""
-    norms = record["relative_update_norm"] or []
-    updates = [
-        [norm, client, record["round"]]
-        for client, norm in zip(record["cohort"], norms, strict=False)
-        if norm is not None
-    ]
-    return max(updates, default=NO_OUTLIER)
+class LongestUpdate(NamedTuple):
+    """The longest update of some rounds.
+
+    Attributes:
+        ratio: Its norm over the median norm of its round.
+        client: The id of its client.
+        round: The number of its round.
+    """
+
+    ratio: float
+    client: int
+    round: int
+
+
+def longest_update(records: Iterable[Record]) -> LongestUpdate | None:
+    """The longest update in the records of rounds; None without updates."""
+    longest = None
+    for record in records:
+        norms = record["relative_update_norm"] or []
+        for client, norm in zip(record["cohort"], norms, strict=False):
+            if norm is None:
+                continue
+            update = LongestUpdate(norm, client, record["round"])
+            if longest is None or update > longest:
+                longest = update
+    return longest
 
 
 def explain_void(
-    run: Run, state: State, records: Sequence[Record], outcome: RoundOutcome
+    run: RunDescription, state: State, records: Sequence[Record], outcome: RoundOutcome
 ) -> str:
-    """One sentence that tells why a run ends after void rounds.
+    """One sentence with the reason why a run ends after void rounds.
 
     It names the longest update so far, where that is an outlier.
 
@@ -296,18 +327,21 @@ def explain_void(
         names = ", ".join(outcome.non_finite_state)
         reason = f"the server's {names} would not be finite"
     remedy = f"lower the learning rate ({run.context.training.lr})"
-    ratio, client, round = max(map(largest_update, records), default=NO_OUTLIER)
-    if ratio > OUTLIER_RATIO:
+    longest = longest_update(records)
+    if longest is not None and longest.ratio > OUTLIER_RATIO:
         remedy = (
-            f"client {client}'s update was {ratio:.3g} times the median in round "
-            f"{round}: look at its data or set clip"
+            f"client {longest.client}'s update was {longest.ratio:.3g} times the "
+            f"median in round {longest.round}: look at its data or set clip"
         )
     return f"The run diverged: {rounds} void, because {reason}; {remedy}."
 
 
 def memory_line(config: RunConfig, peak: int) -> str:
-    """The place of client rows, their bytes, and the run's peak memory, in words."""
-    client_bytes, server_bytes = row_bytes(config)[:2]
+    """One line about a run's memory, for people.
+
+    It has the place of client rows, their bytes, and the peak memory.
+    """
+    client_bytes, server_bytes, _ = row_bytes(config)
     place = "in memory"
     if config.folder:
         place = f"in a file in {config.folder}, blocks only for clients that take part"
@@ -383,13 +417,15 @@ def short_digest(value: Any) -> str:
 
 
 def content_digest(value: Any) -> str:
-    """A digest of tensors, and of whatever else has a repr, in dicts and lists.
+    """A digest of tensors and other values, in dicts and lists.
 
+    A value that is no tensor counts by its repr.
     Of a tensor of more than `DIGEST_MAX_BYTES` it takes rows in even distances.
     """
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:
+        """Adds a value to the digest, together with its form."""
         if isinstance(value, Tensor):
             digest.update(f"{value.dtype}{list(value.shape)}".encode())
             digest.update(_digest_bytes(value))
@@ -423,10 +459,12 @@ def _digest_bytes(tensor: Tensor) -> memoryview:
 def first_difference(
     there: Any, here: Any, name: str = "", places: tuple[str, str] = ("there", "here")
 ) -> str | None:
-    """The first difference of two descriptions in words; None where they are equal.
+    """The first difference of two descriptions in words, if there is one.
 
     Args:
-        name: The name of what is described.
+        there: The description of another run.
+        here: The description of this run.
+        name: The key under which both stand.
         places: The words for where each description comes from.
     """
     if isinstance(there, dict) and isinstance(here, dict):

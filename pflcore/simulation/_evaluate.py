@@ -1,4 +1,10 @@
-"""Evaluation: the personalized models of a state on the data of their clients."""
+"""Evaluation: the personalized models of a state on the data of their clients.
+
+Symbols: N clients of the federation; S of them are evaluated; b numbers of batch norm's
+running statistics.
+"""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Mapping
@@ -14,9 +20,9 @@ from pflcore.metrics import Metric, measured_by
 from pflcore.simulation._state import RunConfig, State, client_rows
 from pflcore.simulation.executor import CohortWork
 from pflcore.train import Clients
-from pflcore.train._clients import assign_blocks, split_by_block
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
 from pflcore.train._losses import without_masked
+from pflcore.train._schedule import assign_blocks, split_by_block
 from pflcore.train._workers import single_threaded
 
 EVAL_CHUNK_BYTES = 1 << 26  # bytes of rows in files that are read at once
@@ -33,11 +39,17 @@ def evaluate(
 ) -> Tensors:
     """Evaluates every client's personalized model on its own data.
 
-    Returns "loss" [N], "size" [N], for classes "accuracy" [N], and each of `metrics`
-    [N]. A client without samples of `split`, or not among `clients` (ids; default:
-    all), is not evaluated: NaN, and size 0. A loss that is not finite is infinite,
-    never NaN, so that a mean shows it. There is an accuracy where the loss scores
-    classes.
+    Returns "loss" [N], "size" [N], and each of `metrics` [N]. Where the loss scores
+    classes there is also "accuracy" [N]. A client without samples of `split`, or not
+    among `clients`, is not evaluated: its values are NaN, and its size is 0. A loss
+    that is not finite is infinite, never NaN, so that a mean shows it.
+
+    Args:
+        config: The options of the run.
+        state: The state whose models are evaluated.
+        split: The split on which the models are evaluated.
+        clients: The ids of the clients that are evaluated; None for all.
+        metrics: More metrics, by name: functions of one client's (scores, labels).
     """
     n = config.context.data.n
     ids = torch.arange(n) if clients is None else clients
@@ -55,13 +67,21 @@ def evaluate(
 def evaluate_clients(
     config: RunConfig, state: State, split: str, ids: Tensor, metrics: Metrics
 ) -> Tensors:
-    """The values [S] of `evaluate` for the clients of `ids` that have samples.
+    """The values [S] of `evaluate` for those clients with samples.
 
-    Their ids are in "clients".
+    The ids of these clients are in "clients". Raises ValueError where no client has
+    samples.
+
+    Args:
+        config: The options of the run.
+        state: The state whose models are evaluated.
+        split: The split on which the models are evaluated.
+        ids: The ids of the clients to evaluate, if they have samples.
+        metrics: More metrics, by name.
     """
     size = config.context.data.size(split)
     ids = ids[size[ids] > 0]
-    require(len(ids), "split", "a split of which somebody has samples", split)
+    require(len(ids), "split", "a split of which a client has samples", split)
     block_numbers = assign_blocks(config.context, ids, size[ids])
 
     def compute(positions: Tensor) -> Tensors:
@@ -102,10 +122,15 @@ def _evaluate_part(
 def evaluation_parts(
     config: RunConfig, state: State, block_numbers: Tensor
 ) -> list[Tensor]:
-    """Places of clients that are evaluated together, as whole blocks.
+    """The positions of clients that are evaluated together, chunk by chunk.
 
-    `block_numbers` [S] has each client's block. There is one chunk with all clients,
-    unless their rows are in files: then each chunk has as many as fit into memory.
+    There is one chunk with all clients, unless their rows are in files. Then each chunk
+    has as many clients as fit into memory, in whole blocks.
+
+    Args:
+        config: The options of the run.
+        state: The state whose models are evaluated.
+        block_numbers: The number [S] of each client's block.
     """
     places = torch.arange(len(block_numbers))
     if config.folder is None:
@@ -134,8 +159,10 @@ def _evaluate_chunk(
     """The values [S] of the clients `ids`, computed together."""
     alg = config.algorithm
     model, clients = personalized_models(config, state, ids, block_numbers)
-    # The fast way makes no scores; None where it does not fit the model.
-    result = None if has_custom_predict(alg) else clients.evaluate(model, split)
+    result = None
+    if not has_custom_predict(alg):
+        # The fast way makes no scores. It returns None where it does not fit the model.
+        result = clients.evaluate(model, split)
     scores: list[tuple[Tensor, Tensor]] = []
     if metrics or result is None:
         scores = clients.scores(model, split, alg.predict)
@@ -163,7 +190,11 @@ def personalized_models(
     where they are local.
 
     Args:
-        block_numbers: [S], where `ids` are a part of the clients that are evaluated.
+        config: The options of the run.
+        state: The state whose models are made.
+        ids: The ids of the clients.
+        block_numbers: The numbers [S] of the clients' blocks, where `ids` are a part of
+            the clients that are evaluated; None for all of them.
     """
     required = config.algorithm.clients_for_model(config.context.data, ids)
     if len(required) <= len(ids):
@@ -179,7 +210,7 @@ def personalized_models(
 def _send_and_personalize(
     config: RunConfig, state: State, ids: Tensor, block_numbers: Tensor | None
 ) -> tuple[Tensors, Clients]:
-    """The models [S, ...] that the clients make of what the server sends them."""
+    """The models [S, ...] that the clients make of their downloads."""
     cohort = config.cohort(ids, max(1, state.round), "evaluation")
     down = config.algorithm.send(state.server, cohort)
     buffers = _evaluation_buffers(config, state, ids)

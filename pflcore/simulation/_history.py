@@ -1,4 +1,9 @@
-"""The results of a run: its records, its models, and what needs attention."""
+"""The results of a run: its records, its models, and what needs attention.
+
+Symbols: N clients of the federation; T evaluated rounds; B samples of a batch.
+"""
+
+from __future__ import annotations
 
 import math
 from collections import Counter
@@ -14,7 +19,7 @@ from pflcore.check import reject, require
 from pflcore.metrics import mean
 from pflcore.results import _export as export
 from pflcore.results._export import Per
-from pflcore.simulation._describe import NO_OUTLIER, Record, largest_update
+from pflcore.simulation._describe import Record, longest_update
 from pflcore.simulation._models import LazyModels, Personalized, adapt, export_models
 from pflcore.simulation._state import State
 from pflcore.simulation.callbacks import TensorBoard
@@ -24,18 +29,25 @@ RUNAWAY_RATIO = 1e6  # times the median update of a round
 
 @dataclass(repr=False)
 class History:
-    """The results of a run: its header, one record per round, and an early end."""
+    """The results of a run: its records and its models.
+
+    Attributes:
+        header: The description of the run.
+        rounds: The records of the rounds.
+        stopped: The reason why the run ended early; None for a whole run.
+        interrupted: True after Ctrl-C. Where it came after the last round, the run is
+            whole and `stopped` is None.
+        failed: True where an error ended the run, or a lack of memory.
+        state: The state after the last round of `rounds`.
+        models: The personalized models of the last state, see `model`.
+    """
 
     header: Record
     rounds: list[Record] = field(default_factory=list)
-    stopped: str | None = None  # the reason, where the run ended early
-    # True after Ctrl-C. Where that came after the last round, the run is whole and
-    # `stopped` is None.
+    stopped: str | None = None
     interrupted: bool = False
-    # True where the run ended for want of memory, or by an error.
     failed: bool = False
-    state: State | None = None  # after the last round of `rounds`
-    # of the last state, see `model`
+    state: State | None = None
     models: LazyModels | Sequence[Personalized] | None = None
 
     def __repr__(self) -> str:
@@ -67,6 +79,9 @@ class History:
         """The evaluated rounds, and each client's value in them, [T, N] float64.
 
         Raises ValueError where no evaluation has the key.
+
+        Args:
+            key: The name of the value: "accuracy", "loss", or one of the run's metrics.
         """
         evaluated = [record for record in self.rounds if record["eval"]]
         keys: dict[str, None] = {}  # in the order of their appearance
@@ -92,9 +107,9 @@ class History:
         These are clients that were dropped in most of their rounds, losses that are not
         finite, and updates a million times as long as others.
         """
-        problems = list[str]()
-        played = Counter[int]()
-        dropped = Counter[int]()
+        problems: list[str] = []
+        played: Counter[int] = Counter()
+        dropped: Counter[int] = Counter()
         for record in self.rounds:
             played.update(record["cohort"])
             dropped.update(record["dropped"])
@@ -114,20 +129,20 @@ class History:
                 f"the last loss of client(s) {bad} is inf; look at their data, or "
                 "lower lr."
             )
-        ratio, client, round = max(map(largest_update, self.rounds), default=NO_OUTLIER)
-        if ratio > RUNAWAY_RATIO:
+        longest = longest_update(self.rounds)
+        if longest is not None and longest.ratio > RUNAWAY_RATIO:
             problems.append(
-                f"client {client}'s update was {ratio:.3g} times the median of round "
-                f"{round}; hold such updates by the run's clip."
+                f"client {longest.client}'s update was {longest.ratio:.3g} times the "
+                f"median of round {longest.round}; hold such updates by the run's clip."
             )
         return problems
 
-    # what comes out ---------------------------------------------------------
+    # models and tables --------------------------------------------------------
     def export(self, folder: str | Path) -> None:
         """Writes every client's personalized model into `folder`, which is made.
 
-        Each client has a safetensors file. `manifest.json` tells which file is whose,
-        what the tensors are called and how to predict with them. Where an algorithm
+        Each client has a safetensors file. `manifest.json` has the file of each client,
+        the names of the tensors, and the way to predict with them. Where an algorithm
         predicts with one model, the file is its `state_dict`. Else it has the tensors
         that its prediction takes, a model's parameters as `w.NAME`. For a standardized
         federation the manifest has each client's mean and deviation, and says how they
@@ -153,33 +168,41 @@ class History:
         return models[client]  # type: ignore[index]
 
     def predict(self, client: int, x: Any) -> torch.Tensor:
-        """The answers of a client's model to the samples `x` [B, ...], raw features.
+        """The answers of a client's model to the samples `x` [B, ...].
 
         They are labels int64 [B], or values for continuous targets.
+
+        Args:
+            client: The id of the client.
+            x: Samples with raw features.
         """
         return self.model(client).predict(x)
 
     def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
-        """The model of a client that was not there, by the algorithm's own rule.
+        """The model of a newcomer, made by the algorithm's own rule.
 
-        The newcomer starts from the state of a new client and does its own work of
-        `rounds` rounds, then what an evaluation does (fine-tuning, kNN-Per's
-        neighbours). So FedAvg's model is the shared one, Ditto's a personal one. It is
-        as if the client took part in the `rounds` rounds after the run's last one, and
-        was evaluated after them: what FineTune, FedBABU, Per-FedAvg and FedALA draw for
-        it belongs to round `state.round + rounds`. Where the server makes a model for
-        each client (FedDWA, FedAMP, MOCHA, ...), all clients play these rounds with the
-        newcomer, on copies. The run's state stays as it is.
+        The newcomer is a client that was not in the run. It starts from the state of a
+        new client and does its own work of `rounds` rounds. Then follows the work of an
+        evaluation (fine-tuning, kNN-Per's neighbours). So FedAvg's model is the shared
+        one, Ditto's a personal one.
+
+        The result is the same as if the client took part in the `rounds` rounds after
+        the run's last one, and was evaluated after them. Random numbers that FineTune,
+        FedBABU, Per-FedAvg and FedALA draw for it belong to round `state.round +
+        rounds`. Where the server makes a model for each client (FedDWA, FedAMP, MOCHA,
+        ...), all clients play these rounds with the newcomer, on copies. The run's
+        state stays as it is.
 
         Raises ValueError for samples that do not fit.
 
         Args:
-            samples: a Dataset, (x, y), or {"train": (x, y), "val": (x, y)}, with raw
+            samples: A Dataset, (x, y), or {"train": (x, y), "val": (x, y)}, with raw
                 features. Where the federation was standardized, these are too, by the
                 newcomer's own training samples. A Federation of one client that was
                 standardized already is taken as it is.
+            rounds: The number of rounds of the newcomer's work.
         """
-        # The runs of `run_each_target` have no model for other clients.
+        # Runs of `run_each_target` have no model for other clients.
         if not isinstance(self.models, LazyModels):
             reject("adapt", "the history that Simulation.run() returns", self.models)
         return adapt(self.models.config, self.models.state, samples, rounds)

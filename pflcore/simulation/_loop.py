@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._protocol import Algorithm, Stop, Tensors, check_training
 from pflcore.check import (
-    EXPECT_MODEL,
+    BatchNormPolicy,
     Fraction,
     PositiveInt,
     Seed,
@@ -36,9 +35,10 @@ from pflcore.metrics import metrics_of
 from pflcore.ops import backend
 from pflcore.simulation import _describe as describe
 from pflcore.simulation import checkpoint as store
-from pflcore.simulation._describe import Record, Run
+from pflcore.simulation._describe import Record, RunDescription
 from pflcore.simulation._evaluate import evaluate, evaluate_clients
 from pflcore.simulation._history import History
+from pflcore.simulation._log import log_engine, log_round
 from pflcore.simulation._models import LazyModels
 from pflcore.simulation._ranks import local_device
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
@@ -63,11 +63,12 @@ from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.round import sample_cohort, step
 from pflcore.train import Training
 from pflcore.train import _memory as memory
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._losses import Loss
 from pflcore.train._validate import check_torch_modes
 
-# So many void rounds in a row end a run: with the same data and lr it cannot recover.
+# A run ends after this number of void rounds in a row: with the same data and learning
+# rate it cannot recover.
 MAX_VOID_ROUNDS = 3
 
 
@@ -75,30 +76,50 @@ MAX_VOID_ROUNDS = 3
 class Simulation:
     """One algorithm on one federation.
 
-    Where `model` is a function, what it draws comes from `seed`, whatever
-    `torch.manual_seed` it calls itself. To start from the weights that it makes
-    elsewhere, call it and give the module.
-
     >>> history = Simulation("waffle", model, data, rounds=20).run()   # doctest: +SKIP
+
+    Args:
+        algorithm: The algorithm: an instance, a class, a name, or "module:Class".
+        model: A module, a `Net` (a module with its loss), or a function that makes a
+            module. Random numbers of that function come from `seed`, whatever
+            `torch.manual_seed` it calls itself. To start from the weights that it makes
+            elsewhere, call it and give the module.
+        data: The federation.
+        training: The options of local training.
+        rounds: The number of rounds.
+        participation: The fraction of clients that take part in a round. Of N clients
+            these are max(1, floor(participation * N + 0.5)).
+        clients: The ids of the clients that may take part; None for all.
+        seed: The seed of all random numbers.
+        evaluation: When, on what and for which clients models are evaluated.
+        robustness: What is done about long updates, and clients that attack.
+        hardware: Where the run is computed.
+        batch_norm: The policy for running statistics: "average", "local", or "auto" for
+            the first that the algorithm names in its traits.
+        loss: A name, a function of (scores, y), or a module; None for the default of
+            the targets.
+
+    Attributes:
+        eligible_clients: The ids of the clients that may take part, ascending; None for
+            all.
+        eval_clients: The ids of the clients that are evaluated, ascending; None for
+            all.
+        metrics: The functions of the metrics of an evaluation, by name.
+        history: The history of the last call of `run`; None before the first one.
     """
 
-    # an instance, a class, a name, "module:Class"
     algorithm: Algorithm | type[Algorithm] | str
-    model: Annotated[ModelSource, EXPECT_MODEL]
+    model: ModelSource
     data: Federation
     training: Training = field(default_factory=Training)
     rounds: PositiveInt = 100
-    # max(1, floor(participation * N + 0.5)) clients a round
     participation: Fraction = 1.0
-    # ids of those who may take part; None: all
     clients: Tensor | Sequence[int] | None = None
     seed: Seed = 0
     evaluation: Evaluation = field(default_factory=Evaluation)
     robustness: Robustness = field(default_factory=Robustness)
     hardware: Hardware = field(default_factory=Hardware)
-    # running statistics: see `batch_norm_policy`
-    batch_norm: Literal["auto", "average", "local"] = "auto"
-    # a name, a function of (scores, y) or a module; None: by the targets
+    batch_norm: BatchNormPolicy = "auto"
     loss: Loss | None = None
 
     def __post_init__(self) -> None:
@@ -125,10 +146,11 @@ class Simulation:
         clients = None
         if self.clients is not None:
             clients = ids_of("clients", self.clients, self.data.n).sort().values
-        self.clients = self.eligible_clients = clients
+        self.clients = clients
+        self.eligible_clients = clients
         options = replace(options, data=self.data, clients=clients)
         self.eval_clients = select_eval_clients(options)
-        self.history: History | None = None  # of the last call of `run`
+        self.history: History | None = None
         # The records of all rounds up to the state, by `run` or a checkpoint.
         self._records: list[Record] = []
         device = device_of(self.hardware.device)
@@ -139,9 +161,11 @@ class Simulation:
         self._state_shared = False
         scores_classes = config.context.net.scores_classes
         self.metrics = metrics_of(self.evaluation.metrics, scores_classes)
-        self._run = Run(options, config, self.eval_clients, tuple(self.metrics))
+        self._run = RunDescription(
+            options, config, self.eval_clients, tuple(self.metrics)
+        )
 
-    # what it is ---------------------------------------------------------------
+    # the run ------------------------------------------------------------------
     @property
     def config(self) -> RunConfig:
         """The options that a round needs, on their device."""
@@ -186,7 +210,7 @@ class Simulation:
         return self._run.peak_bytes()
 
     def header(self) -> Record:
-        """The description of the run that is the first line of its record."""
+        """The description of the run, the first line of its record."""
         return self._run.header()
 
     def identity(self) -> Record:
@@ -195,14 +219,16 @@ class Simulation:
 
     # the rounds ---------------------------------------------------------------
     def iterate(self) -> Iterator[Record]:
-        """Plays the rounds, and yields the record of each.
+        """Plays the rounds that are left, and yields the record of each.
 
         The record's "eval" is None where the evaluation broke off. Where the run
-        diverges, or memory runs out ("failed"), the iteration ends early, after a
-        record with the key "stopped". The state is then that of the last round that was
-        yielded, and the run can continue from it.
+        diverges, or memory runs out, the iteration ends early, after a record with the
+        key "stopped". A lack of memory also sets "failed" in it. The state is then that
+        of the last round that was yielded, and the run can continue from it.
         """
         ranks = self.config.ranks
+        if ranks.is_first:
+            log_engine(self.config.algorithm, self.context)
         while self._state.round < self.rounds:
             round = self._state.round + 1
             phase = "round"
@@ -225,8 +251,11 @@ class Simulation:
                 # An error of memory holds the round's frames with their tensors, so
                 # only its request is kept.
                 error = memory.failed_request(e) if memory.is_out_of_memory(e) else e
-            if record:  # a round that was played but not evaluated is a round
+            if record:
+                # A round that was played counts, also without its evaluation.
                 record["seconds"] = float(f"{time.perf_counter() - start:.4g}")
+                if ranks.is_first:
+                    log_round(record, self.rounds, outcome)
                 yield record
             if isinstance(error, BaseException):
                 raise error
@@ -243,7 +272,10 @@ class Simulation:
                 return
 
     def _start_round(self, round: int) -> Tensor:
-        """The ids of the round's cohort, after the state is made the run's own."""
+        """The ids of the round's cohort.
+
+        A state that the caller may hold is copied, so that the round can write to it.
+        """
         if self._state_shared:
             self._state = copy_state(self.config, self._state)
             self._state_shared = False
@@ -274,8 +306,8 @@ class Simulation:
     def evaluate(self, split: str) -> Tensors:
         """Evaluates each client's personalized model as it is now, values [N] float64.
 
-        See `pflcore.evaluate`. Where `evaluation.clients` was a number, the values are
-        of those clients alone, whose ids are in "clients".
+        See `pflcore.evaluate`. Where `evaluation.clients` is a number, there are only
+        values of the clients that were drawn, whose ids are in "clients".
         """
         metrics = self.metrics if split == self.evaluation.split else None
         clients = self.eval_clients
@@ -293,26 +325,29 @@ class Simulation:
     ) -> History:
         """Plays all rounds.
 
-        Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is.
-        Any other exception ends it too and is passed on; the rounds up to there are in
+        Ctrl-C, or a callback that raises `Stop`, ends the run and keeps its rounds so
+        far. Any other exception ends it too and is passed on. The rounds so far are in
         its attribute `history` and in the simulation's, and another `run()` continues
         from them.
 
         Args:
-            on_round: a function of (round, record), or several, that are called with
+            on_round: A function of (round, record), or several, that are called with
                 each record as it is made. In a run that continues from a checkpoint
-                they are called first with those of the rounds before.
-            checkpoint: a folder, or when and where. After a crash the same simulation's
-                `restore(folder).run()` returns what this one would have returned. A
-                checkpoint that cannot be written is a warning.
-            resume: goes on from the checkpoint where there is one, as `restore` does;
-                where there is none, the run begins. It needs `checkpoint`.
+                they are called first with the records of the rounds before.
+            checkpoint: A folder, or a `Checkpoint`, which has the times, too. After a
+                crash `run(checkpoint=folder, resume=True)` of the same simulation
+                returns what this call would have returned. A checkpoint that cannot be
+                written is a warning.
+            resume: Goes on from the checkpoint where there is one, as `restore` does.
+                Where there is none, the run begins. It needs `checkpoint`.
         """
         check_torch_modes()
         callbacks = [on_round] if callable(on_round) else on_round or []
         if isinstance(checkpoint, str | Path):
             checkpoint = Checkpoint(checkpoint)
-        require(checkpoint or not resume, "resume", "False without a checkpoint", resume)
+        require(
+            checkpoint or not resume, "resume", "False without a checkpoint", resume
+        )
         if checkpoint and resume:
             self._restore_if_there(checkpoint)
         ranks = self.config.ranks
@@ -403,7 +438,8 @@ class Simulation:
                 history.stopped = record["stopped"]
                 history.failed = record.get("failed", False)
                 return
-            with defer_signals():  # what is written is what was played
+            # A signal that ends the program would separate the record from the round.
+            with defer_signals():
                 history.rounds.append(record)
                 self._records.append(record)
                 names = [*record]
@@ -413,7 +449,7 @@ class Simulation:
             self._save_checkpoint_if_due(checkpoint, record)
 
     def _warn_of_problems(self, history: History) -> None:
-        """Warns of what ended a run early; of a whole run of what needs attention."""
+        """Warns of an early end, or of problems in a whole run."""
         if history.stopped:
             problems = [f"stopped early: {history.stopped}"]
         else:
@@ -422,7 +458,10 @@ class Simulation:
             warn_caller(f"{self.name}, seed {self.seed}, {problem}", RuntimeWarning)
 
     def _is_complete(self, rounds: Sequence[Record]) -> bool:
-        """True where all rounds were played and evaluated, and the last is not void."""
+        """True where no round is missing and the last one is whole.
+
+        The last round must be evaluated, if that is due, and not void.
+        """
         if not rounds or rounds[-1]["round"] < self.rounds:
             return False
         return not self._lacks_evaluation(rounds[-1]) and not self._state.void_rounds
@@ -437,7 +476,7 @@ class Simulation:
 
         It holds the state as it is now, the records of `run` so far, and the identity
         of the run. Raises OSError where it cannot be written, ValueError where another
-        run is in the folder.
+        run writes into the folder.
         """
         ranks = self.config.ranks
         with ranks.together("the saving of a checkpoint"):
@@ -470,7 +509,7 @@ class Simulation:
     def _save_checkpoint_if_due(
         self, checkpoint: Checkpoint | None, record: Record
     ) -> None:
-        """Writes a checkpoint after a round where it is time for one."""
+        """Writes a checkpoint after a round, where it is time for one."""
         if checkpoint is None:
             return
         # A run with void rounds may be about to end. One that continues makes up for an

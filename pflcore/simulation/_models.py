@@ -3,7 +3,12 @@
 - `Personalized` is one client's model as an `nn.Module`, for every algorithm.
 - `export_models` writes such models into files.
 - `adapt` makes the model of a newcomer, for which the state grows by one client.
+
+Symbols: N clients of the federation; B samples of a batch; T steps of a sequence; K
+labels or numbers of one sample.
 """
+
+from __future__ import annotations
 
 import copy
 import functools
@@ -43,8 +48,8 @@ from pflcore.simulation._uploads import RoundOutcome, accept
 from pflcore.simulation.checkpoint import safetensors_bytes
 from pflcore.simulation.round import client_changes, commit, step, train_cohort
 from pflcore.train import Clients, Net
+from pflcore.train._first_batch import plan_single_samples
 from pflcore.train._losses import binary_cross_entropy, hinge
-from pflcore.train._select_engine import plan_single_samples
 from pflcore.train._validate import NoBatchAxis
 
 
@@ -53,11 +58,11 @@ def with_new_client(
 ) -> tuple[State, bool]:
     """A copy of the state with a newcomer, client n.
 
-    The second value is true where the server keeps a model for each client. Tensors
-    with rows or columns for clients show by their shape: that of a federation with one
-    more client is larger. The newcomer's batch norm starts from the mean of the others'
-    statistics.
+    The second value is true where the server keeps a model for each client. The
+    newcomer's batch norm starts from the mean of the others' statistics.
     """
+    # A tensor with rows or columns for clients is larger in the state of a federation
+    # with one more client.
     has_clients = bool(state.clients)
     before = flatten_state(initial_state(alg, net, n, clients=has_clients))
     after = flatten_state(initial_state(alg, net, n + 1, clients=has_clients))
@@ -90,9 +95,10 @@ def embed_tensor(old: Tensor, large: Tensor) -> Tensor:
     return new
 
 
-ELEMENTWISE_LOSSES = hinge, binary_cross_entropy  # losses of each score alone
+# Losses that take each score by itself.
+ELEMENTWISE_LOSSES = hinge, binary_cross_entropy
 PREDICT_BATCH_SIZE = 125  # samples of one forward pass
-NO_LABEL = -1  # no class's label; accuracies use the same
+NO_LABEL = -1  # the answer without a label; accuracies use the same number
 LOAD_HINT = (
     "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the "
     "run's class; model.eval()(x) gives the scores."
@@ -104,7 +110,11 @@ SCALING_HINT = (
 
 
 class Standardizer(nn.Module):
-    """Scales raw features [B, ...] to those that a client's model was trained on."""
+    """Scales raw features [B, ...] to those of a client's training.
+
+    Args:
+        scaling: The means and deviations of the client's features.
+    """
 
     mean: Tensor  # [...] float64
     deviation: Tensor
@@ -130,13 +140,26 @@ class Personalized(nn.Module):
     """One client's personalized model.
 
     `model(x)` gives scores; `model.predict(x)` gives the labels or values that they
-    mean. `returns` tells what the scores are: "logits", "probabilities" or "values".
+    mean. `returns` is the kind of the scores: "logits", "probabilities" or "values".
 
-    It is what the algorithm evaluates: the mixture of APFL, the shared model with the
-    client's neighbours of kNN-Per, both heads of FedRoD. Batch norm uses the client's
-    statistics, and dropout is off. It always takes raw features: where the federation
-    was standardized it scales them itself, by the client's statistics. It cannot be
-    trained further; `module()` gives a module that can.
+    The model is the one that the algorithm evaluates: the mixture of APFL, the shared
+    model with the client's neighbours of kNN-Per, both heads of FedRoD. Batch norm uses
+    the client's statistics, and dropout is off. The model always takes raw features:
+    where the federation was standardized it scales them itself, by the client's
+    statistics. It cannot be trained further; `module()` gives a module that can.
+
+    Args:
+        algorithm: The algorithm, whose `predict` makes the scores.
+        net: The model of the run.
+        model: What `predict` receives, by name: rows of models, for example.
+        buffers: The client's running statistics of batch norm.
+        classes: The number of classes; None for numbers as targets.
+        scaling: The means and deviations by which raw features are standardized; None
+            where they are not.
+        name: The client's name, where the federation has names.
+
+    Attributes:
+        keys: The names of `model`.
     """
 
     buffer_row: Tensor
@@ -155,8 +178,8 @@ class Personalized(nn.Module):
         self.algorithm = algorithm
         self.net = net
         self.classes = classes
-        self.keys = tuple(model)  # of what the algorithm's `predict` receives
-        self.name = name  # the client's own
+        self.keys = tuple(model)
+        self.name = name
         self.scaling = None
         if scaling is not None:
             self.scaling = Standardizer(scaling).to(buffers.device)
@@ -185,7 +208,7 @@ class Personalized(nn.Module):
         return returns
 
     def extra_repr(self) -> str:
-        """The model in a few words: its algorithm, client, size, input and scores."""
+        """The model in words: its algorithm, client, size, and scores."""
         words = [name_of(self.algorithm)]
         if self.name is not None:
             words.append(f"of client {self.name!r}")
@@ -198,12 +221,13 @@ class Personalized(nn.Module):
         return f"Personalized({self.extra_repr()})"
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of the samples `x` [B, ...], raw features."""
+        """The scores of the samples `x` [B, ...] with raw features."""
         device = self.buffer_row.device
         if self.net.w0.device != device:
             self.net = self.net.to(device)
         model = {key: getattr(self, f"view_{key}") for key in self.keys}
-        x = x if self.scaling is None else self.scaling(x)
+        if self.scaling is not None:
+            x = self.scaling(x)
         with forward_context(False, self.buffer_row, single_client=True):
             return self.algorithm.predict(model, self.net, x)
 
@@ -218,7 +242,7 @@ class Personalized(nn.Module):
         `x` is no batch of samples.
 
         Args:
-            x: samples [B, ...] with raw features, also where the federation was
+            x: Samples [B, ...] with raw features, also where the federation was
                 standardized: a tensor, an array, or a dict of them where the pool has
                 several fields.
         """
@@ -255,8 +279,8 @@ class Personalized(nn.Module):
         parts = [self(part) for part in x.split(PREDICT_BATCH_SIZE)]
         last = parts[-1]
         if len(x) % PREDICT_BATCH_SIZE == 1 and last.shape[:1] != (1,):
-            # One sample alone: a model may have dropped the axis of the batch. If two
-            # samples give two scores, the samples are as they should be.
+            # For one sample a model may have dropped the axis of the batch. If two
+            # samples give two scores, the samples have the right shape.
             two = self(torch.cat([x[-1:]] * 2))
             if two.shape[:1] == (2,):
                 raise NoBatchAxis(last.shape)
@@ -281,7 +305,9 @@ class Personalized(nn.Module):
         return scores.argmax(1).masked_fill(scores.isnan().any(1), NO_LABEL)
 
     def module(self) -> nn.Module:
-        """The model as a module of its own class, to be saved or trained on.
+        """The model as a module of its own class.
+
+        It can be saved, or trained further.
 
         It is in evaluation mode. Where the federation was standardized it is the second
         part of an `nn.Sequential`, after one that scales raw features. Raises
@@ -308,9 +334,9 @@ class Personalized(nn.Module):
         """The tensors [...] that predictions are made of, by name.
 
         Where the algorithm predicts with one model, they are its `state_dict`. Else
-        they are what the algorithm's `predict` receives, with each row split into the
-        parameters that it holds, and batch norm's statistics. The part that scales raw
-        features is not among them: see `scaling`.
+        they are the arguments of the algorithm's `predict`, with each row split into
+        the parameters that it holds, and batch norm's statistics. The part that scales
+        raw features is left out: see `scaling`.
         """
         if not has_custom_predict(self.algorithm):
             return dict(self._unscaled_module().state_dict())
@@ -326,7 +352,10 @@ class Personalized(nn.Module):
         return tensors
 
     def _named_parts(self, key: str, value: Tensor) -> Tensors:
-        """The parameters in a row of a model, or of its head; else the value itself."""
+        """The parameters in a row of a model, or of its head.
+
+        Any other value is returned whole.
+        """
         net = self.net
         head = net.head_slice if net.head_name is not None else slice(0, 0)
         first_column = {net.size: 0, head.stop - head.start: head.start}
@@ -408,7 +437,12 @@ def _prediction_hint(model: Personalized) -> str:
 
 @dataclass(frozen=True)
 class LazyModels:
-    """The personalized models of a state, made when they are asked for."""
+    """The personalized models of a state, made when they are asked for.
+
+    Attributes:
+        config: The options of the run.
+        state: The state whose models they are.
+    """
 
     config: RunConfig
     state: State
@@ -428,7 +462,8 @@ class LazyModels:
         if self.config.folder is None:
             models, clients = self.all_models
             place = int(client)
-        else:  # the rows of all clients may not fit into memory
+        else:
+            # The rows of all clients may not fit into memory.
             ids = torch.tensor([int(client)])
             models, clients = personalized_models(self.config, self.state, ids)
             place = 0
@@ -437,25 +472,33 @@ class LazyModels:
         return Personalized(self.config.algorithm, context.net, model, buffers, *facts)
 
 
-# who comes later --------------------------------------------------------------
+# newcomers --------------------------------------------------------------------
 
 
 @checked
 def adapt(
     config: RunConfig, state: State, samples: Any, rounds: NonNegativeInt = 5
 ) -> Personalized:
-    """The model of a client that was not there, made by the algorithm's own rule.
+    """The model of a newcomer, made by the algorithm's own rule.
 
-    The newcomer does its own work of some rounds, with what the server has. Where the
-    server keeps a model for each client, all clients play these rounds with it, on
-    copies. `state` stays as it is.
+    The newcomer is a client that was not in the run. It does its own work of some
+    rounds, with the state that the server has. Where the server keeps a model for each
+    client, all clients play these rounds with it, on copies. `state` stays as it is.
+    Raises ValueError for samples that do not fit.
+
+    Args:
+        config: The options of the run.
+        state: The last state of the run.
+        samples: The newcomer's samples, see `History.adapt`.
+        rounds: The number of rounds of the newcomer's work.
     """
     n = config.context.data.n
     alg = config.algorithm
     config = _config_with_newcomer(config, state, samples, rounds)
     state, keeps_models = with_new_client(alg, state, config.context.net, n)
     for _ in range(rounds):
-        if keeps_models:  # the newcomer's model is made of all clients' uploads
+        if keeps_models:
+            # The newcomer's model is made of the uploads of all clients.
             state, outcome = step(config, state, torch.arange(n + 1))
         else:
             state, outcome = _newcomer_round(config, state)
@@ -494,9 +537,9 @@ def _config_with_newcomer(
 
 
 def _newcomer_round(config: RunConfig, state: State) -> tuple[State, RoundOutcome]:
-    """A round of the last client's own work.
+    """One round of the last client alone.
 
-    The server learns from it at most to which models the client belongs.
+    The server learns nothing from it but the models to which the client belongs.
     """
     alg = config.algorithm
     newcomer = torch.tensor([config.context.data.n - 1])
@@ -515,9 +558,16 @@ def with_extra_client(
     seed: int,
     ignored_label: int = IGNORED_LABEL,
 ) -> Federation:
-    """The federation with one more client, whose samples must be of the same kind.
+    """The federation with one more client.
 
-    Samples with the label `ignored_label` count in nothing.
+    Raises ValueError where the samples are of another kind than the federation's.
+
+    Args:
+        data: The federation.
+        samples: The newcomer's samples, see `History.adapt`.
+        needs_val: Hold samples out as a split "val".
+        seed: The seed by which they are drawn.
+        ignored_label: The label of samples that count in nothing.
     """
     newcomer = _newcomer_data(data, samples, ignored_label)
     if needs_val:
@@ -535,7 +585,7 @@ def with_extra_client(
         y = newcomer.relabel[0][y]
     relabel = data.relabel
     if relabel is not None:
-        # The newcomer's labels are what they should be: each maps to itself.
+        # The newcomer's labels are right as they are: each maps to itself.
         identity = torch.arange(relabel.shape[1], device=relabel.device)
         relabel = torch.cat([relabel, identity[None]])
     return Federation(
@@ -559,7 +609,8 @@ def _newcomer_data(data: Federation, samples: Any, ignored_label: int) -> Federa
     dtype = float_dtypes[0] if float_dtypes else None
     classes = data.classes
     if classes is not None and ignored_label != IGNORED_LABEL:
-        classes = max(classes, ignored_label + 1)  # the label may be one more class
+        # The ignored label may be one more class.
+        classes = max(classes, ignored_label + 1)
     newcomer = single_client_federation(samples, classes=classes, dtype=dtype)
     newcomer = mask_ignored_label(newcomer, ignored_label)
     kind = _sample_kind(newcomer)
@@ -575,14 +626,14 @@ def _newcomer_data(data: Federation, samples: Any, ignored_label: int) -> Federa
 
 
 def _sample_kind(data: Federation) -> tuple[Any, torch.dtype, torch.dtype]:
-    """The fields or shape of a federation's samples, and the dtypes of x and y."""
+    """The shape or fields of samples, and their dtypes."""
     return data.fields or data.shape, data.x.dtype, data.y.dtype
 
 
 def _joined_scaling(
     all_clients: Scaling | None, last: Scaling | None
 ) -> Scaling | None:
-    """The scaling of a federation with that of one more client behind it."""
+    """The scaling of a federation, followed by that of one more client."""
     if all_clients is None or last is None:
         return all_clients
     pairs = zip(all_clients, last, strict=True)

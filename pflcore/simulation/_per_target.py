@@ -1,4 +1,9 @@
-"""One run for each client as the target: WAFFLE and Weight Erosion for everyone."""
+"""One run for each client as the target: WAFFLE and Weight Erosion for all clients.
+
+Symbols: N clients of the federation.
+"""
+
+from __future__ import annotations
 
 import functools
 import math
@@ -33,7 +38,7 @@ def run_each_target(
     checkpoint: Checkpoint | None = None,
     **options: Any,
 ) -> History:
-    """Runs an algorithm that has a `target` once for each of N clients.
+    """Runs an algorithm with a `target` once for each of N clients.
 
     Every run begins from the same start. Together they take N times the work and the
     traffic of one run. In the history that is returned
@@ -44,11 +49,18 @@ def run_each_target(
     - a client counts as dropped, and a round as void, where that happened in any run;
     - the rounds end with the shortest run.
 
+    Raises ValueError for an algorithm without a target.
+
     Args:
-        on_round: is called as `on_round(target, round, record)` in each run.
-        checkpoint: every run has a checkpoint in a folder of its own inside of this
-            one, and continues from it where there is one.
-        options: options of `Simulation`.
+        algorithm: An algorithm with a target: an instance, a class, or a name.
+        model: A module, a `Net`, or a function that makes a module.
+        data: The federation.
+        training: The options of local training.
+        on_round: Is called as `on_round(target, round, record)` in each run.
+        checkpoint: The folder and the times of the checkpoints. Every run has a
+            checkpoint in a folder of its own inside of this one, and continues from it
+            where there is one.
+        options: More options of `Simulation`.
     """
     algorithm = algorithm_of(algorithm)
     has_target = hasattr(algorithm, "target")
@@ -58,8 +70,8 @@ def run_each_target(
     is_listed = not isinstance(eval_clients, int)
     wanted = "every client, each in its own run"
     require(is_listed, "evaluation.clients", wanted, eval_clients)
-    runs = list[History]()
-    models = list[Personalized]()
+    runs: list[History] = []
+    models: list[Personalized] = []
     for target in range(data.n):
         target_algorithm: Algorithm = replace(algorithm, target=target)  # type: ignore[call-arg]
         simulation = Simulation(
@@ -91,9 +103,14 @@ def _target_checkpoint(checkpoint: Checkpoint | None, target: int) -> Checkpoint
 def _merge_runs(
     runs: Sequence[History], models: Sequence[Personalized], n: int
 ) -> History:
-    """One history of the runs of targets 0, 1, ...; without rounds if some lack.
+    """One history of the runs of targets 0, 1, ...
 
-    `models` are those of the targets whose runs came to their end.
+    It has no rounds where a run is missing or did not come to its end.
+
+    Args:
+        runs: The histories of the runs so far.
+        models: The models of the targets whose runs came to their end.
+        n: The number of clients.
     """
     header = dict(runs[0].header)
     header["options"] = {**header["options"], "target": "each client"}
@@ -121,7 +138,11 @@ def _merge_runs(
 
 
 def merge_records(records: Sequence[Record]) -> Record:
-    """The records of one round in the runs of targets 0, 1, ... as one record."""
+    """One record of the records of a round in all runs.
+
+    Args:
+        records: The records of the runs with the targets 0, 1, ...
+    """
     merged = dict(records[0])
     for key in ("seconds", "bytes_down", "bytes_up"):
         merged[key] = sum(record[key] for record in records)
@@ -134,7 +155,7 @@ def merge_records(records: Sequence[Record]) -> Record:
     merged["relative_update_norm"] = None
     if largest:
         merged["relative_update_norm"] = [largest.get(i) for i in merged["cohort"]]
-    if merged["eval"]:  # each client's numbers are those of the run for it
+    if merged["eval"]:  # each client's numbers are those of its own run
         merged["eval"] = {
             key: [record["eval"][key][i] for i, record in enumerate(records)]
             for key in merged["eval"]
@@ -143,21 +164,24 @@ def merge_records(records: Sequence[Record]) -> Record:
 
 
 def _mean_train_loss(records: Sequence[Record]) -> float | None:
-    """The mean of the runs' training losses; None where no run has one."""
+    """The mean of the runs' training losses, if there are any."""
     losses = [record["train_loss"] for record in records]
     losses = [loss for loss in losses if loss is not None]
     return sum(losses) / len(losses) if losses else None
 
 
 def _merge_reports(records: Sequence[Record]) -> Record:
-    """The reports of all runs, as lists with an entry for each run."""
+    """The reports of all runs, as lists with an entry per run."""
     reports = [dense_report(record["report"], len(records)) for record in records]
     keys = [key for key in reports[0] if all(key in report for report in reports)]
     return {key: [report[key] for report in reports] for key in keys}
 
 
 def _largest_norms(records: Sequence[Record]) -> dict[int, float]:
-    """Each client's largest relative update norm in any run; 0 for dropped clients."""
+    """Each client's largest relative update norm in any run.
+
+    A client that was dropped in a run counts with 0 there.
+    """
     largest: dict[int, float] = {}
     for record in records:
         norms = record["relative_update_norm"] or []
@@ -169,11 +193,13 @@ def _largest_norms(records: Sequence[Record]) -> dict[int, float]:
 def dense_report(report: Record, n: int) -> Record:
     """A run's report with the weights of all N clients.
 
-    It has those of the cohort alone where some clients were absent, and none in a void
-    round: then they are NaN.
+    A report has only the weights of the cohort where clients were absent. In a void
+    round it has no weights; then they are NaN.
     """
     if report and "index" not in report:
         return report
     others = {k: v for k, v in report.items() if k not in ("index", "weight")}
-    weights = dense_weights(report, n) if report else torch.full((n,), math.nan)
+    weights = torch.full((n,), math.nan)
+    if report:
+        weights = dense_weights(report, n)
     return {**others, "weights": weights.tolist()}

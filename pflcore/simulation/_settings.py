@@ -1,5 +1,7 @@
 """Groups of a run's options, each of them one frozen value."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from pflcore.metrics import Metric
 from pflcore.simulation._attacks import Adversary
 from pflcore.simulation.executor import Executor
 
-# A larger number of threads is a slip.
+# A larger number of threads is a mistake.
 ThreadCount = Annotated[
     int, at.Interval(ge=1, le=1024), at.doc("a whole number, from 1 to 1024")
 ]
@@ -22,64 +24,88 @@ ThreadCount = Annotated[
 @checked
 @dataclass(frozen=True)
 class Evaluation:
-    """When, on what and for whom the personalized models are evaluated."""
+    """The times, the data and the clients of a run's evaluations.
 
-    # rounds; the last one in any case; 0: never, and of no split
+    Args:
+        every: The number of rounds from one evaluation to the next. The last round is
+            evaluated in any case. 0 means never; then the data need not have the split.
+        split: The split on which the personalized models are evaluated.
+        clients: The ids of the clients that are evaluated, or a number of clients that
+            are drawn once; None for all.
+        train_loss: Also compute the loss on the training data of every client.
+        metrics: More metrics: names such as "auc", "f1", "mae" or "r2", or functions of
+            one client's (scores, labels).
+    """
+
     every: NonNegativeInt = 1
     split: str = "test"
-    # ids, or so many, drawn once; None: all
     clients: Tensor | Ids | PositiveInt | None = None
-    train_loss: bool = False  # the loss on every client's training data, too
-    # "auc", "f1", "mae", "r2", ..., or functions of one client's (scores, labels)
+    train_loss: bool = False
     metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()
 
     def due(self, round: int, rounds: int) -> bool:
-        """True where `round`, from 1, is evaluated in a run of `rounds` rounds."""
+        """True where `round`, from 1, of `rounds` is evaluated."""
         return self.every > 0 and (round % self.every == 0 or round == rounds)
 
 
 @checked
 @dataclass(frozen=True)
 class Robustness:
-    """What a run does about long updates, and the clients that attack it."""
+    """The treatment of long updates, and the clients that attack a run.
 
-    # no update is longer (Euclidean norm), before the server sees it
+    Args:
+        clip: The largest length (Euclidean norm) of an update. A longer update is
+            shortened to it before the server uses it; None for no limit.
+        adversary: Clients that attack; the others are evaluated.
+    """
+
     clip: PositiveFloat | None = None
-    adversary: Adversary | None = None  # clients that attack; the others are evaluated
+    adversary: Adversary | None = None
 
 
 @checked
 @dataclass(frozen=True)
 class Hardware:
-    """Where a run is computed; never changes a result beyond rounding.
+    """The place of a run, which never changes a result beyond rounding.
 
-    Under engine "vmap" clients train in blocks of at most `clients_per_block`,
+    Under engine "vmap" clients train in blocks of at most `clients_per_block`
     neighbours by size. Blocks are made of the whole cohort, so a run's bits are the
     same for any number of workers, and others for another `clients_per_block`. Larger
-    blocks are faster, smaller ones take less memory: on a CPU, with 100 clients of an
-    MLP, blocks of 64 take about 1.1 times as long as one of all, of 32 1.4 times, of 16
-    twice, of 8 three times. A GPU computes one block after another.
+    blocks are faster, smaller ones take less memory. With 100 clients of an MLP on a
+    CPU, blocks of 64 take about 1.1 times as long as a single block. Blocks of 32 take
+    1.4 times as long, of 16 twice, of 8 three times. A GPU computes one block after
+    another.
 
     On a GPU the gradients of local steps are captured as CUDA graphs, which changes no
-    bit. A model whose steps cannot be captured is trained without; the record says why.
-    A captured step repeats what Python decided when it was captured: take graphs=False
-    where attributes of the model change between rounds.
+    bit. A model whose steps cannot be captured is trained without graphs, and the
+    record gives the reason. A captured step repeats what Python decided when it was
+    captured: choose graphs=False where attributes of the model change between rounds.
+
+    Args:
+        engine: What computes the gradients: "loop", "vmap", or either of them with a
+            "chain" of kernels; "auto" for a choice by the model.
+        workers: The number of threads, which never changes a result; None for one per
+            core. A GPU has one.
+        device: The device, as torch names it, for example "cpu" or "cuda:0".
+        storage: The place of the clients' rows: "memory", a folder, or "auto" for a
+            choice by what fits into memory.
+        clients_per_block: The most clients of a block under vmap. It changes last
+            digits; None for 64 on a CPU and 128 on a GPU.
+        graphs: On a GPU, capture local steps as CUDA graphs.
+        ranks: "auto" shares the clients among the processes that torchrun started; 1
+            lets each process play alone.
+        rank_timeout: Minutes for which processes wait for each other. The first run of
+            a process decides.
+        executor: What computes the clients of a cohort, see
+            `pflcore.simulation.executor`; None for this process, or for all ranks.
     """
 
-    # auto: the fastest that fits
     engine: Literal["auto", "chain", "loop", "vmap"] = "auto"
-    # never changes a result; None: one for each core; a GPU has one
     workers: ThreadCount | None = None
     device: str = "cpu"
-    # the clients' rows: "memory", a folder, or by what fits
     storage: str | Path = "auto"
-    # clients of a block under vmap: it changes last digits; None: 64 on a CPU, 128 on a
-    # GPU
     clients_per_block: PositiveInt | None = None
-    graphs: bool = True  # on a GPU: capture local steps as CUDA graphs
-    # auto: the processes that torchrun started share the clients; 1: each plays alone
+    graphs: bool = True
     ranks: Literal["auto", 1] = "auto"
-    # minutes that processes wait for each other; the first run of a process decides
     rank_timeout: PositiveFloat = 30.0
-    # what computes the clients of a cohort; None: this process, or all ranks
     executor: Executor | None = None

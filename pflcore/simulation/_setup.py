@@ -1,20 +1,23 @@
 """The beginning of a run: its options on their device, and its first state.
 
-The functions estimate the memory, too, that a run needs at its peak besides its data.
+Other functions estimate the memory that a run needs at its peak, besides its data.
 
 Symbols: N clients of the federation; S of them are evaluated.
 """
+
+from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms._protocol import Algorithm
-from pflcore.check import ids_of, require
+from pflcore.check import EXPECT_MODEL, ids_of, require
 from pflcore.data._federation import Federation
 from pflcore.data._protocols import mask_ignored_label, with_validation
 from pflcore.data._samples import SPLITS
@@ -33,17 +36,18 @@ from pflcore.simulation._storage import check_disk_space
 from pflcore.simulation.executor import AcrossRanks, Executor, InProcess, OneByOne
 from pflcore.train import Net, Training
 from pflcore.train import _memory as memory
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 from pflcore.train._engines import Engine
 from pflcore.train._losses import Loss, default_loss, ignored_label
 from pflcore.train._random import draw_without_replacement
 from pflcore.train._select_engine import make_context
 from pflcore.train._workers import Workers
 
-ModelSource = Net | nn.Module | Callable[[], nn.Module]  # a model
-# Rows of the size of a model that a run holds beside the state: the model as it was
-# given, as it starts, and as each thread binds it, those of a kernel, and those that an
-# allocator keeps after they are freed.
+# A model: with its loss, alone, or as a function that makes it.
+ModelSource = Annotated[Net | nn.Module | Callable[[], nn.Module], EXPECT_MODEL]
+# Rows of the size of a model that a run holds besides the state: the model of the user,
+# the one that the run starts from, the copies of the threads, the rows of a kernel, and
+# those that an allocator keeps after they are freed.
 ROW_COPIES = 20
 # Rows of a client that trains in vmap: its model, gradients and their temporaries.
 VMAP_ROW_COPIES = 6
@@ -112,7 +116,7 @@ def training_data(options: RunOptions) -> Federation:
 
 
 def select_eval_clients(options: RunOptions) -> Tensor | None:
-    """The ids [S] of the clients that are evaluated, ascending; None for all.
+    """The ids [S], ascending, of the evaluated clients; None for all.
 
     Where the options have a number instead of ids, that many clients are drawn among
     the honest ones with samples.
@@ -180,7 +184,7 @@ def _as_net(options: RunOptions) -> Net:
 
 
 def _prepare_run(options: RunOptions, net: Net, device: str) -> tuple[RunConfig, State]:
-    """The result of `prepare_run`; a lack of memory raises errors of any kind."""
+    """The result of `prepare_run`, without a sentence on lacking memory."""
     hardware = options.hardware
     alg = options.algorithm
     data = options.data
@@ -233,10 +237,11 @@ def _select_executor(hardware: Hardware, ranks: Ranks) -> Executor:
 
 
 def peak_bytes(config: RunConfig, participation: float) -> int:
-    """An estimate of a run's peak memory beside its data.
+    """An estimate of a run's peak memory in bytes, besides its data.
 
-    It is the state, and beside it the larger of two: the rows of a round's cohort with
-    what its clients keep of their batches, or the rows of all clients in an evaluation.
+    It is the sum of the state and of the larger of two: the rows of a round's cohort
+    with the values that its clients keep of their batches, or the rows of all clients
+    in an evaluation.
     """
     context = config.context
     net = context.net
@@ -245,13 +250,14 @@ def peak_bytes(config: RunConfig, participation: float) -> int:
     cohort = max(1, int(participation * n + 0.5))
     row = net.w0.nbytes
     client_bytes, server_bytes, shared_bytes = row_bytes(config)
-    stored = 0 if config.folder else client_bytes + server_bytes
-    state = shared_bytes + n * net.b0.nbytes + stored
-    training = (VMAP_ROW_COPIES if engine.form == "vmap" else 2) * row
+    in_memory = 0 if config.folder else client_bytes + server_bytes
+    state = shared_bytes + n * net.b0.nbytes + in_memory
+    rows_in_training = VMAP_ROW_COPIES if engine.form == "vmap" else 2
+    training = rows_in_training * row
     evaluation = (client_bytes + server_bytes) // n
     if not evaluation and config.algorithm.traits.evaluation_only:
-        # Such an algorithm trains at the evaluation: it has options for it, and clients
-        # keep no rows.
+        # An algorithm with options for the evaluation alone, whose clients keep no
+        # rows, trains in the evaluation.
         evaluation = training
     trained = cohort * (training + STATE_COPIES * client_bytes // n)
     if config.ranks.count > 1:
@@ -264,7 +270,7 @@ def peak_bytes(config: RunConfig, participation: float) -> int:
 
 
 def concurrent_clients(context: TrainContext, cohort: int) -> int:
-    """The number of clients of a cohort that take a step at the same time."""
+    """The number of clients that take a step at the same time."""
     threads = context.workers.count
     if context.engine.form == "module":
         return min(threads, cohort)
@@ -296,16 +302,17 @@ def batch_bytes(context: TrainContext, cohort: int) -> int:
     largest_batch = min(batch_size, int(context.data.size("train").max()))
     total = clients * largest_batch * context.sample_activation_bytes
     if context.graphs is not None and context.graphs.refusal_reason is None:
-        # A captured step has memory of its own, beside that of the steps that are not
+        # A captured step has memory of its own, besides that of the steps that are not
         # captured: activations, the clients' rows, and their gradients.
         total = 2 * (total + clients * row.nbytes)
     return total
 
 
 def row_bytes(config: RunConfig) -> tuple[int, int, int]:
-    """Bytes of all clients' state, of the server's rows for clients, and of the rest.
+    """The bytes of a run's state, in three parts.
 
-    The rest is what the server holds for all clients together.
+    These are the state of all clients, the server's rows for clients, and the part of
+    the server's state that all clients share.
     """
     alg = config.algorithm
     net = config.context.net
@@ -322,9 +329,15 @@ def row_bytes(config: RunConfig) -> tuple[int, int, int]:
 def storage_folder(
     config: RunConfig, choice: str | Path, participation: float
 ) -> Path | None:
-    """The folder for client rows; None: they stay in memory.
+    """The folder for client rows; None where they stay in memory.
 
-    Raises RunTooLarge where the disk has less space than may be written.
+    Raises RunTooLarge where the disk has less space than the rows may take. Raises
+    ValueError where the folder does not exist.
+
+    Args:
+        config: The options of the run.
+        choice: "memory", "auto" or a folder, see `Hardware`.
+        participation: The fraction of clients that take part in a round.
     """
     context = config.context
     n = context.data.n
@@ -337,7 +350,9 @@ def storage_folder(
         peak = peak_bytes(config, participation)
         if capacity is None or peak <= capacity // 2:
             return None
-    folder = Path(tempfile.gettempdir() if choice == "auto" else choice)
+    if choice == "auto":
+        choice = tempfile.gettempdir()
+    folder = Path(choice)
     require(folder.is_dir(), "storage", "'auto', 'memory' or a folder", str(choice))
     participants = min(n, int(participation * n + 1) * context.rounds)
     needed = client_bytes * participants // n + server_bytes

@@ -57,12 +57,15 @@ _active: list[Deferral] = []  # of the main thread, the innermost last
 
 @contextlib.contextmanager
 def defer_signals(wanted: bool = True) -> Iterator[None]:
-    """Holds back a signal that would end the program until the block is done.
+    """Holds back a signal that would end the program during the block.
 
-    A second signal comes at once.
+    The signal comes at the end of the block; a second one comes at once.
+
+    Args:
+        wanted: False changes nothing.
     """
     if not wanted or threading.current_thread() is not threading.main_thread():
-        yield  # no other thread gets signals
+        yield  # Python calls handlers of signals in the main thread only
         return
     deferral = Deferral()
     _active.append(deferral)

@@ -29,13 +29,13 @@ from pflcore.algorithms._protocol import (
     Tensors,
     apply,
 )
-from pflcore.check import PositiveInt, checked, require, summarize
+from pflcore.check import PositiveInt, checked, require, summarize_kind
 from pflcore.simulation._ranks import ONE_RANK, Ranks
 from pflcore.simulation._settings import Robustness
 from pflcore.simulation._storage import check_disk_space, disk_bytes, stored_zeros
 from pflcore.simulation.executor import Executor, InProcess
 from pflcore.train import Net
-from pflcore.train._clients import TrainContext
+from pflcore.train._context import TrainContext
 
 # Weights of all clients that are handled together. One thread passes through fewer in
 # a few milliseconds; on a busy machine, waking other threads takes longer.
@@ -48,27 +48,50 @@ class State:
 
     Its fields cannot be set anew, yet the tensors are no constants: `commit` writes a
     round's new rows into them and returns a new `State` that shares their memory.
+
+    Attributes:
+        server: The tensors of the server, by name.
+        clients: The rows of the clients' own state, by name. The row of a client that
+            never took part is not read.
+        buffers: The running statistics of batch norm of each client.
+        participated: The mask of the clients that took part in a round so far.
+        round: The number of rounds that were played.
+        void_rounds: The number of void rounds in a row, up to the last one.
     """
 
     server: Tensors
-    clients: Tensors  # [N, ...]; the row of a client that never took part is not read
-    buffers: Tensor  # [N, b] running statistics of batch norm
+    clients: Tensors  # [N, ...]
+    buffers: Tensor  # [N, b]
     participated: Tensor  # bool [N]
-    round: int = 0  # rounds played
-    void_rounds: int = 0  # void rounds in a row
+    round: int = 0
+    void_rounds: int = 0
 
 
 class RunConfig(NamedTuple):
-    """Everything that stays the same during a run."""
+    """The options of a run that stay the same.
+
+    A `TrainContext`, which is one of its fields, has what local training needs. It
+    knows no algorithm, no defence and no files. A round needs both.
+
+    Attributes:
+        algorithm: The algorithm: the server's rule and the hooks of the clients.
+        context: What training needs: the model, the data, the training options, the
+            engine, the seed and the number of rounds, all on the run's device.
+        robustness: What the run does about long updates, and clients that attack it.
+        batch_norm: The policy for running statistics, see `batch_norm_policy`.
+        folder: The folder with the files of client rows; None where the rows are in
+            memory.
+        executor: What computes the clients of a cohort.
+        ranks: The processes that play the run together.
+    """
 
     algorithm: Algorithm
-    # model, data, training options, engine, workers, seed and number of rounds
     context: TrainContext
     robustness: Robustness = Robustness()
-    batch_norm: str = "auto"  # see `batch_norm_policy`
-    folder: Path | None = None  # holds the files of client rows; None: rows in memory
-    executor: Executor = InProcess()  # computes the clients of a cohort
-    ranks: Ranks = ONE_RANK  # the processes that play the run together
+    batch_norm: str = "auto"
+    folder: Path | None = None
+    executor: Executor = InProcess()
+    ranks: Ranks = ONE_RANK
 
     @property
     def averages(self) -> bool:
@@ -82,7 +105,13 @@ class RunConfig(NamedTuple):
         return self._replace(executor=InProcess(), ranks=ONE_RANK)
 
     def cohort(self, ids: Tensor, round: int, purpose: str = "send") -> Cohort:
-        """The cohort of the clients `ids` [S]."""
+        """The cohort of the clients `ids` [S].
+
+        Args:
+            ids: The numbers of the clients.
+            round: The round, from 1.
+            purpose: "send" for a round, or "evaluation".
+        """
         context = self.context
         return Cohort(
             ids,
@@ -95,7 +124,7 @@ class RunConfig(NamedTuple):
         )
 
     def fits_one_thread(self, count: int) -> bool:
-        """True where `count` models are too little work for several threads."""
+        """True where `count` models are little work for several threads."""
         return count * self.context.net.size < ONE_THREAD_MAX_WEIGHTS
 
 
@@ -114,7 +143,7 @@ def batch_norm_policy(alg: Algorithm, net: Net, batch_norm: str = "auto") -> str
     known = alg.traits.batch_norm
     if batch_norm == "auto":
         return str(known[0])
-    # Without batch norm every policy comes to the same.
+    # Without batch norm all policies have the same effect: none.
     allowed = known if net.buffer_names else ("average", "local", "rule")
     if batch_norm not in allowed:
         words = " and ".join(map(repr, allowed))
@@ -135,10 +164,15 @@ def initial_state(
 ) -> State:
     """The state before the first round.
 
+    Raises ValueError where a client that the algorithm requires does not exist.
+
     Args:
-        folder: holds files with the rows of clients, their own and the server's; None:
-            the rows are in memory.
-        clients: False leaves client state out, as on a server of its own.
+        alg: The algorithm.
+        net: The model that the run starts from.
+        n: The number of clients.
+        folder: The folder for files with the rows of clients, their own and the
+            server's; None where the rows are in memory.
+        clients: False leaves client state out, as for a server on a machine of its own.
     """
     for client in alg.traits.required_clients:
         has_trusted_client = getattr(alg, "trusted_client", None) is not None
@@ -166,7 +200,13 @@ def new_client_state(alg: Algorithm, net: Net, server: Tensors, n: int) -> Tenso
 def client_rows(config: RunConfig, state: State, ids: Tensor, down: Payload) -> Tensors:
     """Copies [S, ...] of the state of the clients `ids`.
 
-    A client that never took part has no state yet and receives the first one.
+    A client that never took part has no state yet, and receives the first one.
+
+    Args:
+        config: The options of the run.
+        state: The state of the run.
+        ids: The numbers [S] of the clients.
+        down: What the server sends them, from which a first state is made.
     """
     rows = {
         name: tensor[to_device(ids, tensor.device)]
@@ -200,7 +240,7 @@ def unflatten_state(tensors: Tensors, round: int, void_rounds: int = 0) -> State
 
 
 def _without_prefix(tensors: Tensors, prefix: str) -> Tensors:
-    """The tensors whose name begins with `prefix`, by the rest of the name."""
+    """The tensors whose names begin with `prefix`, without it."""
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
@@ -216,7 +256,8 @@ def copy_state(config: RunConfig, state: State) -> State:
     new = initial_state(alg, config.context.net, n, config.folder, has_client_rows)
     if config.folder is not None:
         num_participated = int(state.participated.sum())
-        # Only rows of clients that took part take space, whichever rows they are.
+        # Only clients that took part have rows that take space. All rows have the same
+        # size, so the first ones stand for them.
         needed = sum(
             disk_bytes(rows[:num_participated]) for rows in state.clients.values()
         )
@@ -226,7 +267,7 @@ def copy_state(config: RunConfig, state: State) -> State:
 
 
 def client_row_names(alg: Algorithm, state: State) -> set[str]:
-    """The names of tensors [N, ...] whose rows are read only for participants."""
+    """The names of tensors [N, ...] that are read only for participants."""
     server = {f"server.{name}" for name in alg.traits.per_client_state}
     return server | {f"clients.{name}" for name in state.clients}
 
@@ -252,8 +293,14 @@ def load_state_dict(
 ) -> State:
     """The state whose tensors `state_dict` copied.
 
-    `state` is an initial state of the same run. Do not use it afterwards: its rows are
-    updated in place.
+    Do not use `state` afterwards: its rows are updated in place.
+
+    Args:
+        alg: The algorithm.
+        state: The initial state of the same run.
+        tensors: The copies that `state_dict` made.
+        round: The number of rounds that were played.
+        void_rounds: The number of void rounds in a row.
     """
     ids = tensors["seen"].nonzero()[:, 0]
     old = flatten_state(state)
@@ -282,16 +329,20 @@ def check_state(state: State, alg: Algorithm, net: Net, n: int) -> None:
         rows = like.shape[:1]
         # The server's lists of models or groups may have grown during the run. A list
         # as long as the federation or the model cannot.
-        may_grow = (
-            name.startswith("server") and bool(rows) and rows[0] not in (n, net.size)
-        )
-        fits = _is_alike(tensors.get(name), like, ignored_axes=int(may_grow))
-        wanted = f"the {name} like {summarize(like)}, for {n} clients and this model"
+        is_list = name.startswith("server") and bool(rows)
+        may_grow = is_list and rows[0] not in (n, net.size)
+        ignored_axes = 1 if may_grow else 0
+        fits = _has_form_of(tensors.get(name), like, ignored_axes)
+        kind = summarize_kind(like)
+        wanted = f"the {name} like {kind}, for {n} clients and this model"
         require(fits, "state", f"{needs} {wanted}", tensors.get(name))
 
 
-def _is_alike(tensor: Tensor | None, like: Tensor, ignored_axes: int) -> bool:
-    """True where dtypes and shapes are equal, the first `ignored_axes` axes aside."""
+def _has_form_of(tensor: Tensor | None, like: Tensor, ignored_axes: int) -> bool:
+    """True for a tensor with the dtype and the shape of `like`.
+
+    The lengths of the first `ignored_axes` axes may differ.
+    """
     if tensor is None or tensor.dtype != like.dtype or tensor.dim() != like.dim():
         return False
     return tensor.shape[ignored_axes:] == like.shape[ignored_axes:]

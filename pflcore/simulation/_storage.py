@@ -24,6 +24,11 @@ def stored_zeros(n: int, like: Tensor, folder: Path | None = None) -> Tensor:
 
     With `folder` they are a memory-mapped file without a name, so nothing is left on
     disk however the process ends. Raises ValueError where the folder cannot be written.
+
+    Args:
+        n: The number of rows.
+        like: A tensor with the shape, the dtype and the device of a row.
+        folder: The folder for the file; None where the rows are in memory.
     """
     if folder is None or like.device.type != "cpu" or not like.numel():
         return lazy_zeros(n, like)
@@ -36,7 +41,10 @@ def stored_zeros(n: int, like: Tensor, folder: Path | None = None) -> Tensor:
 
 
 def disk_bytes(rows: Tensor) -> int:
-    """The most disk space of rows [S, ...], with blocks that are partly filled."""
+    """The most disk space that rows [S, ...] can take.
+
+    It counts the blocks of the file system that are partly filled.
+    """
     return rows.nbytes + len(rows) * FILE_BLOCK_BYTES
 
 
@@ -46,6 +54,12 @@ def check_disk_space(
     """Raises `error` where the disk has less than `needed` bytes free.
 
     A memory-mapped file that cannot grow would end the process without a message.
+
+    Args:
+        what: The first words of the message, up to the number of bytes.
+        needed: The number of bytes.
+        folder: A folder of the disk.
+        error: The class of the error.
     """
     free = shutil.disk_usage(folder).free if needed else 0
     if needed > free:

@@ -1,9 +1,10 @@
-"""The server's choice among uploads: finite ones, and updates cut to a length.
+"""The uploads that a server accepts: finite ones, with updates of limited length.
 
 An update is the upload "delta", or an uploaded model minus the model that it is
 measured from: see `Traits.model_uploads`.
 
-Shapes: S clients of the cohort, P numbers of a model, b numbers of batch norm.
+Symbols: S clients of the cohort; S' of them are accepted; P numbers of a model; b
+numbers of batch norm's running statistics; K values.
 """
 
 from __future__ import annotations
@@ -28,65 +29,101 @@ from pflcore.algorithms._protocol import (
     squared_norms,
 )
 
+# The reason for clients that are left out before the algorithm sees their uploads.
+NON_FINITE_REASON = "the upload or the new state is not finite"
+
 
 class CohortResult(NamedTuple):
-    """The results of a cohort's training; rows are in the order of `cohort.ids`."""
+    """The results of a cohort's training.
+
+    Rows are in the order of `cohort.ids`.
+
+    Attributes:
+        cohort: The clients that were trained.
+        down: The download of each client.
+        up: The upload of each client.
+        states_before: The clients' own state before the round.
+        client_states: The clients' own state after their training.
+        buffers: The clients' running statistics of batch norm after their training.
+        loss: The mean of each client's losses over its minibatches.
+    """
 
     cohort: Cohort
-    down: Payload  # [S, ...] what the clients received
-    up: Tensors  # [S, ...] what they upload
-    states_before: Tensors  # [S, ...] the clients' state before the round
-    client_states: Tensors  # [S, ...] and after it
-    buffers: Tensor  # [S, b] running statistics of batch norm
-    loss: Tensor  # [S] mean of the minibatches' losses
+    down: Payload  # [S, ...]
+    up: Tensors  # [S, ...]
+    states_before: Tensors  # [S, ...]
+    client_states: Tensors  # [S, ...]
+    buffers: Tensor  # [S, b]
+    loss: Tensor  # [S]
 
     def take(self, mask: Tensor) -> CohortResult:
         """The results of the clients where `mask`, bool [S], is true."""
 
         def select_rows(value: Any) -> Any:
+            """The rows of the mask, of a tensor or a dict."""
             if isinstance(value, dict):
                 return {name: select_rows(part) for name, part in value.items()}
             if isinstance(value, Tensor):
                 return value[to_device(mask, value.device)]
-            return value  # `SharedRows` stay whole: no step after training reads them
+            # `SharedRows` stay whole: no step after training reads them.
+            return value
 
         return CohortResult(self.cohort.take(mask), *map(select_rows, self[1:]))
 
 
 @dataclass
 class RoundOutcome:
-    """The course of one round, for its record."""
+    """The course of one round, for its record.
+
+    Attributes:
+        ids: The ids of the cohort.
+        dropped: The ids of the clients that were left out, because their results were
+            not finite or the algorithm could not use them.
+        void: True where the round changed nothing.
+        bytes_down: Bytes that the clients received.
+        bytes_up: Bytes that the clients sent.
+        train_loss: The mean over clients, weighted by samples, of the mean loss of
+            their minibatches; None where no client is left.
+        relative_update_norm: The norm of each client's update over the median norm;
+            None for a dropped client.
+        clipped: The ids of the clients whose update was shortened.
+        clip_factor: The factor, at most 1, by which each accepted update was shortened.
+        void_reason: The algorithm's reason why the round is void.
+        non_finite_state: The names of the server's tensors that would not be finite.
+        mix: The weights of the updates in each model that the server made.
+        cohort: The accepted clients.
+        drop_reasons: The reason for each dropped client, by its id.
+    """
 
     ids: list[int]
-    # clients whose results were not finite, or of no use to the algorithm
     dropped: list[int] = field(default_factory=list)
-    void: bool = False  # nothing changed
+    void: bool = False
     bytes_down: int = 0
     bytes_up: int = 0
-    # mean of the minibatches' losses over clients, by samples
     train_loss: float | None = None
-    # each update's norm over the median norm; None for a dropped client
     relative_update_norm: list[float | None] | None = None
-    # clients whose update was shortened
     clipped: list[int] = field(default_factory=list)
-    # [S'] how much of each accepted update `clip` left, float64
-    clip_factor: Tensor | None = None
-    # the algorithm's reason why the round is void
+    clip_factor: Tensor | None = None  # [S'] float64
     void_reason: str | None = None
-    # the server's tensors that would not be finite
     non_finite_state: list[str] = field(default_factory=list)
-    mix: MixingWeights | None = None  # which updates went into which model
-    cohort: Cohort | None = None  # the accepted clients
+    mix: MixingWeights | None = None
+    cohort: Cohort | None = None
+    drop_reasons: dict[int, str] = field(default_factory=dict)
 
 
 def accept(
     result: CohortResult, traits: Traits, server: Tensors, clip: float | None = None
 ) -> tuple[CohortResult, RoundOutcome]:
-    """The results of the accepted clients, and the outcome of the round so far.
+    """The results of the accepted clients, and the outcome so far.
 
-    Clients whose results are not finite are left out, and longer updates are shortened
-    to `clip`. Where no client is left, the result has all clients as before and the
-    outcome is void.
+    Clients whose results are not finite are left out. Where no client is left, the
+    result has all clients as before and the outcome is void.
+
+    Args:
+        result: The results of the cohort.
+        traits: The traits of the algorithm, which name its updates.
+        server: The server's state, which is only read.
+        clip: The length to which longer updates are shortened; None for no limit.
     """
     ids = result.cohort.ids
     outcome = RoundOutcome(
@@ -97,6 +134,7 @@ def accept(
     tensors = [*result.up.values(), *result.client_states.values(), result.buffers]
     finite = finite_rows(tensors, len(ids))
     outcome.dropped = ids[~finite].tolist()
+    outcome.drop_reasons = dict.fromkeys(outcome.dropped, NON_FINITE_REASON)
     lacks_required = _lacks_required_client(outcome, traits)
     outcome.void = lacks_required or not finite.any()
     if finite.any():
@@ -131,11 +169,12 @@ def mean_train_loss(result: CohortResult) -> float:
 
 def _relative_norms(
     norms: Tensor,  # [S'] of the accepted clients
-    finite: Tensor,  # bool [S]: the accepted clients of the cohort
+    finite: Tensor,  # bool [S] mask of the accepted clients of the cohort
 ) -> list[float | None] | None:
-    """Each client's update norm over the median norm; None for a dropped client.
+    """Each client's update norm over the median norm of the round.
 
-    None as a whole for fewer than three updates, or where the median is zero.
+    A dropped client has None. The result is None as a whole for fewer than three
+    updates, and where the median is zero.
     """
     median = norms.quantile(0.5)
     if len(norms) <= 2 or not median > 0:
@@ -163,6 +202,7 @@ def drop_clients(
         outcome.clip_factor = outcome.clip_factor[usable]
     outcome.clipped = [i for i in outcome.clipped if i not in bad.reasons]
     outcome.dropped = sorted([*outcome.dropped, *ids[~usable].tolist()])
+    outcome.drop_reasons |= bad.reasons
     if not usable.any() or _lacks_required_client(outcome, traits):
         outcome.void = True
         outcome.void_reason = str(bad)
@@ -174,7 +214,7 @@ def drop_clients(
 
 
 def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:
-    """Mask [count]: true for clients with finite rows in every tensor [count, ...].
+    """Mask [count] of the clients whose rows [count, ...] are all finite.
 
     One sum in float64 shows whether all numbers of a row are finite: of float64 rows
     the plain sum, else that of the squares, by the fast kernel for distances. A row of
@@ -193,9 +233,10 @@ def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:
 
 
 def are_finite(values: Sequence[Tensor]) -> Tensor:
-    """Mask [K, ...] on the CPU: where the K values [...] are finite.
+    """Mask [K, ...] of the finite ones of K values [...], on the CPU.
 
-    The values of one device come to the CPU together: one wait for each device.
+    The values of one device come to the CPU together, so that each device is waited for
+    once.
     """
     finite = torch.ones(len(values), *values[0].shape, dtype=torch.bool)
     for device in {value.device for value in values}:
@@ -206,7 +247,7 @@ def are_finite(values: Sequence[Tensor]) -> Tensor:
 
 
 def update_origins(result: CohortResult, traits: Traits, server: Tensors) -> Tensors:
-    """The origins [S, ...] of uploaded updates, by the names of the uploads.
+    """The origins [S, ...] of updates, by the names of their uploads.
 
     The origin of "delta" is zero, of shape [].
     """
@@ -249,7 +290,7 @@ def clip_updates(
     """The results with every update times its client's `factor` [S].
 
     Uploads and client state that go with an update, such as control variates, are
-    shortened alike: see `Traits.clipped_with_update`.
+    shortened by the same factor: see `Traits.clipped_with_update`.
     """
     up = dict(result.up)
     client_states = dict(result.client_states)
@@ -265,7 +306,9 @@ def clip_updates(
 
 
 def shrink_towards(rows: Tensor, origin: Tensor, factor: Tensor) -> Tensor:
-    """A copy of `rows` [S, ...] at `factor` [S] of their distance from `origin`.
+    """A copy of `rows` [S, ...], moved towards `origin`.
+
+    `factor` [S] is the part of the distance that is left.
 
     Rows whose factor is 1 keep their bits.
     """
@@ -279,7 +322,7 @@ def shrink_towards(rows: Tensor, origin: Tensor, factor: Tensor) -> Tensor:
 
 
 def non_finite_names(tensors: Tensors) -> list[str]:
-    """The names of the tensors that have a number that is not finite."""
+    """The names of the tensors with numbers that are not finite."""
     sums = {
         name: tensor.sum(dtype=torch.float64)
         for name, tensor in tensors.items()

@@ -7,6 +7,8 @@ anything else ends it too, and nothing is lost: the rounds up to there are in
 `simulation.run()` continues from them.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +25,7 @@ Callback = Callable[[int, Record], None]
 
 
 def check_record(record: Record, names: list[str], callback: Callback) -> None:
-    """Raises ValueError where a callback took a field out of a round's record."""
+    """Raises ValueError where a callback removed a field of a record."""
     lost = [name for name in names if name not in record]
     if lost:
         callback_name = getattr(callback, "__name__", type(callback).__name__)
@@ -33,19 +35,24 @@ def check_record(record: Record, names: list[str], callback: Callback) -> None:
 
 @checked
 class EarlyStopping:
-    """Ends a run whose mean over clients has not improved for `patience` evaluations.
+    """Ends a run whose mean over clients has stopped improving.
 
-    It looks at what the run evaluates, and "test" data select on test data, so give the
-    simulation `evaluation=Evaluation(split="val")`. The best mean is in `best`, its
-    round in `round`.
+    It looks at the values of the run's evaluations. Values on "test" data would select
+    on test data, so give the simulation `evaluation=Evaluation(split="val")`.
 
     Args:
-        patience: evaluations without improvement after which the run ends.
-        key: "accuracy", "loss" or one of the run's metrics.
-        min_delta: an improvement is one by more; a mean that is NaN is none.
-        higher_is_better: None goes by the key: of pflcore's own names more is better,
-            but for "loss", "train_loss", "mae" and "rmse". Say it for a metric of your
-            own, False for an error.
+        patience: The number of evaluations without improvement after which the run
+            ends.
+        key: The value to look at: "accuracy", "loss" or one of the run's metrics.
+        min_delta: An improvement is a difference larger than this. A mean that is NaN
+            is no improvement.
+        higher_is_better: The direction of the values. None is enough for pflcore's own
+            names: higher is better, except for "loss", "train_loss", "mae" and "rmse".
+            Give it for a metric of your own, False for an error.
+
+    Attributes:
+        best: The best mean so far; NaN before the first finite one.
+        round: The round of the best mean.
     """
 
     def __init__(
@@ -81,8 +88,8 @@ class EarlyStopping:
         known = [name for name in values if name not in ("size", "clients")]
         require(self.key in known, "key", f"one of {', '.join(known)}", self.key, known)
         value = metrics.mean(values[self.key])
-        # Signed means: more is better. Before the first finite mean `least` is NaN, and
-        # anything is better.
+        # With the sign a higher mean is better. Before the first finite mean `least` is
+        # NaN, and every mean is better.
         least = self.sign * self.best + self.min_delta
         is_worse = self.sign * value <= least
         if not math.isnan(value) and not is_worse:
@@ -108,8 +115,8 @@ class TensorBoard:
     It needs the package tensorboard.
 
     Args:
-        folder: holds the events.
-        clients: adds a curve for each client to the means over clients.
+        folder: The folder for the events.
+        clients: Add a curve for each client to the means over clients.
     """
 
     def __init__(self, folder: str | Path, clients: bool = False) -> None:

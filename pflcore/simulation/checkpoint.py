@@ -3,8 +3,10 @@
 `checkpoint.safetensors` holds the tensors. Its metadata holds the identity of the run,
 its round, its records, and a digest of the whole file. The file is written under
 another name, synced and renamed into its place: until then the earlier checkpoint
-stands. Nothing is pickled, so reading a checkpoint runs nobody's code.
+stands. Nothing is pickled, so reading a checkpoint runs no code of its writer.
 """
+
+from __future__ import annotations
 
 import contextlib
 import hashlib
@@ -25,11 +27,12 @@ from pflcore.check import (
     reject,
     require,
     summarize,
+    summarize_kind,
     warn_caller,
 )
 from pflcore.results._files import atomic_write, remove_part_files
 from pflcore.results.record import to_json
-from pflcore.simulation._describe import Record, Run
+from pflcore.simulation._describe import Record, RunDescription
 from pflcore.simulation._state import (
     RunConfig,
     State,
@@ -73,14 +76,19 @@ DAMAGED_TEXT = (
 class Checkpoint:
     """The folder and the times of a run's checkpoints.
 
-    One is written after every `every` rounds or `minutes`, whichever comes first; 0 is
-    never.
+    A checkpoint is written after every `every` rounds or `minutes`, whichever comes
+    first. In both numbers 0 means never.
+
+    Args:
+        folder: The folder of the checkpoint.
+        every: The number of rounds from one checkpoint to the next.
+        minutes: The minutes from one checkpoint to the next.
 
     >>> simulation.run(checkpoint=Checkpoint("runs/mine", every=10))   # doctest: +SKIP
     """
 
     folder: str | Path
-    every: NonNegativeInt = 0  # rounds
+    every: NonNegativeInt = 0
     minutes: NonNegativeFloat = 10.0
     _since: float = field(default_factory=time.monotonic, init=False, repr=False)
 
@@ -92,7 +100,7 @@ class Checkpoint:
     def due(self, round: int) -> bool:
         """True where it is time for a checkpoint after `round`.
 
-        The minutes count from the last time that it was.
+        The minutes count from the last call that returned True.
         """
         minutes = (time.monotonic() - self._since) / 60
         is_due = 0 < self.minutes <= minutes
@@ -106,10 +114,10 @@ class Checkpoint:
 @checked
 @contextlib.contextmanager
 def lock(folder: str | Path) -> Iterator[None]:
-    """Keeps other runs out of `folder` until the block or the process ends.
+    """Keeps other runs out of `folder` during the block.
 
-    Makes the folder. Raises ValueError where another run is in it, or where nothing can
-    be written there.
+    The lock also ends with the process. The folder is made. Raises ValueError where
+    another run is in it, or where it cannot be written.
     """
     path = Path(folder) / ".lock"
     try:
@@ -135,19 +143,20 @@ def lock(folder: str | Path) -> Iterator[None]:
 def save(
     folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
 ) -> None:
-    """Writes a checkpoint into `folder`, in place of the one that is there.
+    """Writes a checkpoint into `folder`, in place of an earlier one.
 
-    Raises OSError where it cannot be written: then the earlier checkpoint stands.
+    Raises OSError where it cannot be written. Then the earlier checkpoint stands.
 
     Args:
-        tensors: tensors [...] on any device, each in memory of its own.
-        facts: what JSON can hold, and NaN.
+        folder: The folder of the checkpoint.
+        tensors: Tensors [...] on any device, each in memory of its own.
+        facts: Values that JSON can hold, and NaN.
     """
     path = Path(folder, FILE_NAME)
     try:
         text = json.dumps({**facts, "format": FORMAT_VERSION}, default=to_json)
     except (TypeError, ValueError, RecursionError) as e:
-        # A callback may put anything into a record.
+        # A callback may put any value into a record.
         raise OSError(
             f"checkpoint: it cannot be written into {folder}, because a record holds "
             f"what JSON does not ({e}); the one before it, if any, stands."
@@ -168,16 +177,17 @@ def save(
 
 
 def _digest(data: bytes) -> str:
-    """The SHA-256 of a file, which itself has a placeholder for it."""
+    """The SHA-256 of a file that has a placeholder in its place."""
     return hashlib.sha256(data).hexdigest()
 
 
 @checked
 def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
-    """The tensors [...], on the CPU, and the facts of the checkpoint in `folder`.
+    """The tensors [...] and the facts of the checkpoint in `folder`.
 
-    Raises ValueError where there is none, or where a byte differs from what was
-    written.
+    The tensors are on the CPU.
+    Raises ValueError where there is no checkpoint, or where a byte differs from those
+    that were written.
     """
     try:
         data = Path(folder, FILE_NAME).read_bytes()
@@ -196,14 +206,15 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
             f"checkpoint: expected format {FORMAT_VERSION}, got "
             f"{summarize(version)} in {folder}; take the pflcore that wrote it."
         )
-    # The parser's tensors lie wherever the file has them; clones are aligned.
+    # The parser's tensors may begin at any byte of the file; clones are aligned.
     return {name: tensor.clone() for name, tensor in tensors.items()}, facts
 
 
 def _parse_checkpoint(data: bytes) -> tuple[dict[str, Tensor], Record]:
     """The tensors and facts of a checkpoint's bytes.
 
-    Raises some error where they are no checkpoint, or not as they were written.
+    Raises an error of any kind where they are no checkpoint, or where they differ from
+    those that were written.
     """
     import safetensors.torch
 
@@ -221,7 +232,10 @@ def _parse_checkpoint(data: bytes) -> tuple[dict[str, Tensor], Record]:
 def safetensors_bytes(
     tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> bytes:
-    """The bytes of a safetensors file. Raises TypeError for a dtype that it lacks."""
+    """The bytes of a safetensors file.
+
+    Raises TypeError for a dtype that the format lacks.
+    """
     import safetensors.torch
 
     plain = {
@@ -240,7 +254,7 @@ def safetensors_bytes(
 
 
 def save_run(
-    folder: str | Path, run: Run, state: State, records: Sequence[Record]
+    folder: str | Path, run: RunDescription, state: State, records: Sequence[Record]
 ) -> None:
     """Writes the checkpoint of a run. Raises OSError as `save` does.
 
@@ -271,7 +285,9 @@ def save_run(
     save(folder, tensors, facts)
 
 
-def restore_run(folder: str | Path, run: Run) -> tuple[RunConfig, State, list[Record]]:
+def restore_run(
+    folder: str | Path, run: RunDescription
+) -> tuple[RunConfig, State, list[Record]]:
     """The parts of a run that its checkpoint holds.
 
     Returns the options of the run with the model that it started from, the state, and
@@ -302,7 +318,7 @@ def restore_run(folder: str | Path, run: Run) -> tuple[RunConfig, State, list[Re
     return config, state, records
 
 
-def _check_identity(folder: str | Path, there: Any, run: Run) -> None:
+def _check_identity(folder: str | Path, there: Any, run: RunDescription) -> None:
     """Raises ValueError where the identity `there` of a checkpoint is another run's.
 
     Warns where the checkpoint was made with something else than this run.
@@ -351,22 +367,22 @@ def _restore_records(
 
 
 def _require_count(name: str, value: Any, most: int) -> None:
-    """Raises ValueError for a value that is no count of at most `most`."""
+    """Raises ValueError unless a value is an int from 0 to `most`."""
     fits = type(value) is int and 0 <= value <= most
     require(fits, name, f"at most {most}", value)
 
 
 def _is_record(record: Any) -> bool:
-    """True for a dict with the fields of a round's record that are read later."""
+    """True for a dict with the fields of `RECORD_FIELD_TYPES`."""
     return isinstance(record, dict) and all(
         type(record.get(name)) in types for name, types in RECORD_FIELD_TYPES.items()
     )
 
 
 def _restore_net(tensors: dict[str, Tensor], template: Net) -> Net:
-    """A copy of the model that starts where the run did.
+    """A copy of the model with the first weights of the run.
 
-    Takes its tensors out of `tensors`.
+    Its tensors are removed from `tensors`. Raises ValueError where they do not fit.
     """
     device = template.w0.device
     net = template.to(device)
@@ -379,11 +395,14 @@ def _restore_net(tensors: dict[str, Tensor], template: Net) -> Net:
 
 
 def _require_like(name: str, tensor: Tensor | None, like: Tensor) -> None:
-    """Raises ValueError where a tensor is missing, or of another dtype or shape."""
+    """Raises ValueError for a tensor that is missing or has another form.
+
+    The form is the dtype and the shape.
+    """
     fits = tensor is not None
     if tensor is not None:
         fits = tensor.dtype == like.dtype and tensor.shape == like.shape
-    require(fits, name, summarize(like), tensor)
+    require(fits, name, summarize_kind(like), tensor)
 
 
 def _check_state(
@@ -404,7 +423,7 @@ def _check_state(
         rows = tensors[name]
         fits = rows.dim() and len(rows) == count
         require(fits, name, f"rows of {count} clients", rows)
-        # Stands for the rows of all clients without their memory.
+        # It has the shape of the rows of all clients, without their memory.
         dense[name] = rows.new_zeros(()).expand(n, *rows.shape[1:])
     for name in ("batch_norm", *(f"clients.{key}" for key in initial.clients)):
         require(name in tensors, name, "a tensor of clients' rows", None)
@@ -412,8 +431,8 @@ def _check_state(
     before = flatten_state(initial)
     to_check = {}
     for name, tensor in tensors.items():
-        # Other tensors that are not finite from the start may stay so. What is new in
-        # the run is made of the initial model.
+        # A tensor that is not finite from the start may stay so. A tensor that is new
+        # in the run is made of the initial model.
         is_finite_at_start = not non_finite_names({name: before.get(name, net.w0)})
         if name in sparse_names or is_finite_at_start:
             to_check[name] = tensor

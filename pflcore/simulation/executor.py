@@ -33,7 +33,7 @@ from pflcore.simulation._signals import allow_signals
 
 __all__ = ["AcrossRanks", "CohortWork", "Executor", "InProcess", "OneByOne"]
 
-logger = logging.getLogger("pflcore")
+LOGGER = logging.getLogger("pflcore")
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class OneByOne:
             positions = (cohort_work.block_numbers == block).nonzero()[:, 0]
             start = time.perf_counter()
             rows = cohort_work.compute(positions)
-            if logger.isEnabledFor(logging.DEBUG):
+            if LOGGER.isEnabledFor(logging.DEBUG):
                 ids = cohort_work.ids[positions].tolist()
                 seconds = time.perf_counter() - start
                 _log_rows(cohort_work.place, ids, rows, seconds)
@@ -162,7 +162,7 @@ def _log_rows(place: str, ids: list[int], rows: Tensors, seconds: float) -> None
             norm = torch.linalg.vector_norm(tensor[i].double())
             norms.append(f"{name} {float(norm):.6g}")
         words = ", ".join(norms)
-        logger.debug(
+        LOGGER.debug(
             "%s, client %d: %s; %.3f s for %d client(s)",
             place,
             client,

@@ -13,6 +13,8 @@ Symbols: N clients of the federation; S of them in the cohort; b numbers of batc
 running statistics.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +35,7 @@ from pflcore.algorithms._protocol import (
     check_training,
 )
 from pflcore.check import Fraction, PositiveInt, checked, require, warn_caller
+from pflcore.simulation._log import log_clients, observe_clients
 from pflcore.simulation._signals import defer_signals
 from pflcore.simulation._state import (
     RunConfig,
@@ -52,9 +55,10 @@ from pflcore.simulation._uploads import (
 )
 from pflcore.simulation.executor import CohortWork, take_positions
 from pflcore.train import Clients
-from pflcore.train._clients import TrainContext, assign_blocks
+from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
 from pflcore.train._random import draw_without_replacement
+from pflcore.train._schedule import assign_blocks
 from pflcore.train._workers import single_threaded
 
 __all__ = ["RunConfig", "initial_state", "step"]
@@ -69,7 +73,8 @@ def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutc
     client is left, or where the server's new state is not finite. A void round changes
     nothing but the counters of rounds.
 
-    Do not use `state` afterwards: its rows are updated in place.
+    Do not use `state` afterwards: its rows are updated in place. Raises ValueError for
+    a repeated client, or where a required client is missing.
     """
     alg = config.algorithm
     adversary = config.robustness.adversary
@@ -79,6 +84,9 @@ def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutc
         result = train_cohort(config, state, ids)
         if adversary is not None:
             result = adversary.attack_uploads(result, alg.traits, state.server)
+        work = None
+        if config.ranks.is_first:
+            work = observe_clients(result, alg, state.server)
         # Statistics travel from every client that answers, accepted or not.
         buffer_bytes = result.buffers.nbytes if config.averages else 0
         result, outcome = accept(
@@ -89,6 +97,7 @@ def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutc
         changes = serve(alg, state, result, outcome, config.averages)
         # No rank commits a round in which another has failed.
         config.ranks.exchange(f"the commit of round {result.cohort.round}")
+        log_clients(work, alg, result.cohort.round, outcome)
         return commit(state, changes, config.folder), outcome
 
 
@@ -197,12 +206,20 @@ def serve(  # noqa: PLR0911 (one return for each end that a round may have)
     averages: bool,
     on_refused: Callable[[BadUpload], None] = warn_bad_upload,
 ) -> Changes:
-    """The changes of a round, keyed as in `flatten_state`: none where it is void.
+    """The changes of a round, named as in `flatten_state`.
 
-    The server computes its new state from the uploads. `outcome` is written to: it
-    receives the mixing weights, or the reason why the round is void. Where the
-    algorithm cannot use some uploads, `on_refused` is called with them, and the round
-    is served again without their clients.
+    They are empty where the round is void. The server computes its new state from the
+    uploads. `outcome` is written to: it receives the mixing weights, or the reason why
+    the round is void. Where the algorithm cannot use some uploads, the round is served
+    again without their clients.
+
+    Args:
+        alg: The algorithm.
+        state: The state before the round, which is only read.
+        result: The accepted results of the cohort.
+        outcome: The outcome of the round so far.
+        averages: Mix batch norm's statistics as the models are mixed.
+        on_refused: Is called with the uploads that the algorithm cannot use.
     """
     if outcome.void:
         return {}
@@ -243,9 +260,9 @@ def _new_tensors(server: Tensors, changes: Changes) -> Tensors:
 def round_changes(
     result: CohortResult,
     server_changes: Changes,
-    buffer_mixing: MixingWeights | None,  # None: no statistics are mixed
+    buffer_mixing: MixingWeights | None,  # None where no statistics are mixed
 ) -> Changes:
-    """The changes of server and clients, keyed as in `flatten_state`."""
+    """The changes of server and clients, named as in `flatten_state`."""
     changes: Changes = {f"server.{name}": new for name, new in server_changes.items()}
     changes |= client_changes(result)
     if buffer_mixing is not None and result.buffers.numel():
@@ -277,11 +294,12 @@ def mixed_buffers(
     round, as it keeps its model: the statistics that it trained go only where its
     update goes.
     """
-    weight = mixing.weight.double()  # in float32 the least divisor would be 0
+    # In float32 the least divisor below would be 0.
+    weight = mixing.weight.double()
     total = weight.sum(1, keepdim=True)
     normalized = mixing._replace(weight=weight / total.clamp(min=1e-300))
     mixed = normalized.aggregate(buffers)
-    if mixing.receivers is None:  # one model for all clients
+    if mixing.receivers is None:  # all clients share one model
         return RowUpdate(torch.arange(n), mixed.expand(n, -1))
     has_weights = total[:, 0].cpu() > 0
     rows = mixed[to_device(has_weights, mixed.device)]
@@ -289,7 +307,9 @@ def mixed_buffers(
 
 
 def commit(state: State, changes: Changes, folder: Path | None = None) -> State:
-    """The state after the round. Without changes only the counters of rounds move on.
+    """The state after the round.
+
+    Without changes the round is void: only the counters of rounds move on.
 
     Do not use `state` afterwards: its rows are updated in place. Raises OSError, before
     anything is written, where the disk of `folder` has no room for the new rows.
@@ -304,7 +324,8 @@ def commit(state: State, changes: Changes, folder: Path | None = None) -> State:
             if isinstance(change, RowUpdate) and name != "batch_norm"
         )
         check_disk_space("this round's rows need", needed, folder)
-    with defer_signals():  # a signal between two rows would leave half a round
+    # A signal that ends the program between two rows would leave half a round.
+    with defer_signals():
         tensors = apply(flatten_state(state), changes)
         return unflatten_state(tensors, state.round + 1)
 
@@ -318,14 +339,21 @@ def sample_cohort(
 ) -> Tensor:
     """Draws the cohort of a round: client ids [S], int64, ascending.
 
-    S is max(1, floor(participation * n + 0.5)), where n counts `clients` (ids,
-    ascending; default: all). Required clients always take part.
+    S is max(1, floor(participation * n + 0.5)), where n counts the clients that may
+    take part. Required clients always take part.
+
+    Args:
+        config: The options of the run.
+        round: The round, from 1.
+        participation: The fraction of clients that take part.
+        clients: The ids of the clients that may take part, ascending; None for all.
     """
     context = config.context
     n = context.data.n if clients is None else len(clients)
     count = max(1, int(participation * n + 0.5))
     if count < n:
-        # Makes no tensor as long as the federation, which may have millions of clients.
+        # This makes no tensor as long as the federation, which may have millions of
+        # clients.
         drawn = draw_without_replacement(n, count, context.seed, round, "cohort")
     else:
         drawn = torch.arange(n)
@@ -335,7 +363,8 @@ def sample_cohort(
     if not required:
         return drawn.sort().values
     others = [i for i in drawn.tolist() if i not in required]
-    if clients is not None:  # required clients outside of `clients` come on top
+    if clients is not None:
+        # Required clients outside of `clients` come on top.
         count += sum(i not in clients for i in required)
     # The required clients come first, so that a cut takes away others.
     cohort = [*required, *others][: max(count, len(required))]

@@ -1,5 +1,8 @@
-"""Local training of a cohort: models as rows, the clients' steps, and what an
-algorithm's hook may do with its clients' data."""
+"""Local training of a cohort, as an algorithm's hooks see it.
+
+Models are rows of a matrix (`Net`). A hook trains its clients (`Clients.fit`) on the
+loss of the run or on an `Objective`, by the options of `Training`.
+"""
 
 from pflcore.train._clients import Clients, Fit
 from pflcore.train._engines import Objective

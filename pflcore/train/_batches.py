@@ -3,8 +3,9 @@
 They are a function of (seed, round, client, stream, epoch). So they depend neither on
 which other clients train, nor on the engine, nor on the number of workers.
 
-Symbols: s clients of a chunk, those of most samples first. An epoch is one pass over a
-client's samples; a place is the index of a minibatch in its epoch.
+Symbols: s clients of a chunk, those of most samples first; B samples of a minibatch. An
+epoch is one pass over a client's samples. Where a step has several minibatches, each of
+them comes from passes of its own, so there are more passes than epochs.
 """
 
 from __future__ import annotations
@@ -24,23 +25,43 @@ from pflcore.train._training import Training
 
 
 class BatchPlan(NamedTuple):
-    """How long clients train, and on which of their shuffles."""
+    """The length of a training, and the shuffles from which its minibatches come.
 
-    epochs: int | None = None  # None: the run's, or as many as the steps need
-    steps: int | None = None  # so many steps instead
-    batches: int = 1  # minibatches of a step, each from a shuffle of its own
-    stream: str = "fit"  # names the shuffle: two fits of one hook take two streams
-    # Whether clients of all sizes take their k-th minibatches at once.
+    Attributes:
+        epochs: The number of epochs. None means the run's number, or as many as the
+            steps need.
+        steps: The number of steps of each client, instead of a number of epochs.
+        batches: The number of minibatches of a step. Each of them comes from another
+            shuffle.
+        stream: The name of the shuffles. Two trainings of one hook that shall take
+            different minibatches need two names.
+        together: True where clients of all sizes take their k-th minibatches at once.
+    """
+
+    epochs: int | None = None
+    steps: int | None = None
+    batches: int = 1
+    stream: str = "fit"
     together: bool = True
 
 
 class BatchStep(NamedTuple):
-    """A minibatch of some clients of a chunk: samples [first, last) of an epoch."""
+    """A step of some clients of a chunk, on one minibatch of each.
 
-    clients: slice  # of the chunk's rows
+    Attributes:
+        clients: The clients, as a slice of the chunk's rows.
+        epoch: The number of the epoch, from 0.
+        epochs: The number of epochs that these clients train.
+        place: The number of the minibatch in its epoch, from 0.
+        first: The first sample of the minibatch, in the epoch's order.
+        last: The end of the minibatch: one behind its last sample. A client that has
+            fewer samples ends earlier.
+    """
+
+    clients: slice
     epoch: int
-    epochs: int  # that these clients train
-    place: int  # of the minibatch in its epoch
+    epochs: int
+    place: int
     first: int
     last: int
 
@@ -48,10 +69,10 @@ class BatchStep(NamedTuple):
 def num_batches_of_epoch(n: int, training: Training, merge_single: bool) -> int:
     """Number of minibatches of a client with `n` samples in an epoch.
 
-    There are as many as `DataLoader(batch_size, drop_last)` makes, but never none: with
-    `drop_last`, a client with fewer samples than a batch still has one. With
-    `merge_single`, a last one of a single sample joins the one before it, since batch
-    norm, for example, cannot train on one sample.
+    There are as many as `DataLoader(batch_size, drop_last)` makes, and at least one:
+    with `drop_last`, a client with fewer samples than a batch still has a minibatch.
+    With `merge_single`, a last minibatch of a single sample joins the one before it,
+    since batch norm, for example, cannot train on one sample.
     """
     size = training.batch_size
     if training.drop_last:
@@ -70,11 +91,16 @@ def plan_steps(
     ragged: bool,
     merge_single: bool,
 ) -> tuple[list[BatchStep], Tensor, Tensor]:
-    """The steps of clients of these sizes [s], largest first.
+    """The steps of some clients, with two numbers of each client.
 
-    Also the minibatches of an epoch of each client [s], and the steps that each client
-    takes [s]. The clients of a step have minibatches of one size, so that one vmap
-    serves them; with `ragged` they may have any sizes.
+    The numbers are the minibatches of an epoch [s] and the steps that a client takes
+    [s].
+
+    Args:
+        sizes: The number of each client's samples, in descending order.
+        ragged: If true, the clients of a step may have minibatches of any sizes. If
+            false, all have one size, since one call of vmap serves them.
+        merge_single: See `num_batches_of_epoch`.
     """
     cuts = [num_batches_of_epoch(n, training, merge_single) for n in sizes]
     if plan.steps is None:
@@ -85,15 +111,19 @@ def plan_steps(
     epochs = [-(-steps // batches) for steps, batches in zip(taken, cuts, strict=True)]
     batch_size = training.batch_size
 
-    def shape(place: int, i: int) -> tuple[int, int, int]:
-        """What the clients of one step have in common: epochs, last sample, size."""
+    def common_key(place: int, i: int) -> tuple[int, int, int]:
+        """Epochs, last sample and size, which the clients of one step have in common.
+
+        The size is 0 where it does not count.
+        """
         full_last = (place + 1) * batch_size
         if ragged:
             return epochs[i], full_last, 0
         drops_rest = training.drop_last and sizes[i] >= batch_size
         takes_rest = place + 1 == cuts[i] and not drops_rest
         last = sizes[i] if takes_rest else full_last
-        return epochs[i], last, 0 if plan.together else sizes[i]
+        size = 0 if plan.together else sizes[i]
+        return epochs[i], last, size
 
     steps = []
     for epoch, place in product(range(max(epochs)), range(cuts[0])):
@@ -102,9 +132,10 @@ def plan_steps(
             if place < batches and epoch * batches + place < taken[i]:
                 training_clients.append(i)
         first = place * batch_size
-        for key, group in groupby(training_clients, partial(shape, place)):
+        for key, group in groupby(training_clients, partial(common_key, place)):
             client_epochs, last, _ = key
-            neighbours = list(group)  # since clients are sorted by size
+            # Clients are sorted by size, so those with one key are neighbours.
+            neighbours = list(group)
             clients = slice(neighbours[0], neighbours[-1] + 1)
             step = BatchStep(clients, epoch, client_epochs, place, first, last)
             steps.append(step)
@@ -114,10 +145,13 @@ def plan_steps(
 class Batches:
     """The minibatches of some clients, as tables of the samples' places in the pool.
 
-    - `steps`: the steps that they take.
-    - `cuts` [s]: the minibatches of an epoch.
-    - `taken` [s]: the steps that each client takes.
-    - `order` [s, passes, longest]: the places, pass by pass in shuffled order.
+    Attributes:
+        steps: The steps that the clients take.
+        size: The number of each client's samples, [s] on the CPU.
+        cuts: The number of minibatches of an epoch of each client, [s].
+        taken: The number of steps that each client takes, [s].
+        order: The places of each client's samples, pass by pass in shuffled order,
+            [s, passes, longest] on the samples' device.
     """
 
     def __init__(
@@ -135,7 +169,8 @@ class Batches:
         sizes = tuple(self.size.tolist())
         steps = plan_steps(sizes, training, plan, ragged, merge_single)
         self.steps, self.cuts, self.taken = steps
-        # The last step is one of the smallest clients, which train the most epochs.
+        # The last step is one of the smallest clients. With a number of steps they
+        # train the most epochs; otherwise all clients train the same number.
         passes = plan.batches * self.steps[-1].epochs
         orders = []
         for number in range(passes):
@@ -153,7 +188,7 @@ class Batches:
 
     @cached_property
     def seeds(self) -> Tensor:
-        """Seeds of dropout [s, passes]."""
+        """Seeds of each client's dropout in each pass, [s, passes]."""
         passes = range(self.order.shape[1])
         seeds = [client_seeds(self._ids, *self._noise_key, p) for p in passes]
         table = torch.from_numpy(np.stack(seeds, 1).view(np.int64))
@@ -165,20 +200,20 @@ class Batches:
         return to_device(self.size, self.order.device)
 
     def sample_counts(self, step: BatchStep) -> Tensor:
-        """Samples [s] that each client has in a step, on the samples' device."""
+        """Number [s] of each client's samples in a step, on the samples' device."""
         remaining = self._sizes_on_device[step.clients] - step.first
         return remaining.clamp(max=step.last - step.first)
 
     def places(self, step: BatchStep, which: int = 0) -> Tensor:
         """Places in the pool of the samples of a step's `which`-th minibatch, [s, B].
 
-        The minibatches of a step come from as many shuffles: the passes of the second
-        one follow those of the first one.
+        Each minibatch of a step comes from passes of its own. Those of the second one
+        follow all those of the first one.
         """
         number = step.epoch + which * step.epochs
         return self.order[step.clients, number, step.first : step.last]
 
     def seeds_of(self, step: BatchStep, which: int = 0) -> Tensor:
-        """Seeds [s] of the dropout of a step's `which`-th minibatch."""
+        """Seeds [s] of dropout for a step's `which`-th minibatch."""
         number = step.epoch + which * step.epochs
         return self.seeds[step.clients, number] + step.place

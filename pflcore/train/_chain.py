@@ -1,15 +1,24 @@
 """Finds models that are a chain of layers, and compiles them for the kernels.
 
-A copy of the model runs forward, and the functions that it calls are recorded with the
-shapes of their inputs and outputs. A known function becomes a line of the program.
-Anything else leaves the model to the engines: another function, a hook, a tied or
-frozen weight, a pass that differs between training and evaluation or between sizes of
-the batch. The trial before round 1 (`_select_engine`) tells whether the program
-computes what the model computes.
+A chain is a program for the kernels of `pflcore.ops._chain`. A line of it is one layer,
+and each layer takes the output of the one before it.
 
-Symbols: L lines of a program; C, H, W channels, height and width of a sample; P weights
-of the model.
+A copy of the model runs forward, and the functions that it calls are recorded with the
+shapes of their inputs and outputs. A known function becomes a line of the program. A
+model is no chain where its forward pass
+
+- calls another function, or calls the functions in no simple sequence,
+- has hooks, or uses a tied or frozen weight,
+- differs between training and evaluation, or between sizes of the batch.
+
+The trial before round 1 (`_select_engine`) tells whether the program computes what the
+model computes.
+
+Symbols: L lines of a program; S clients of the cohort; C, H, W channels, height and
+width of a sample; in functions of lines, `c` is the call of a layer and `m` the layer.
 """
+
+from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
@@ -34,7 +43,7 @@ from pflcore.ops._chain import encode_layer, has_kernels
 from pflcore.train._losses import LOSSES, loss_name
 from pflcore.train._net import Net
 
-# With more products of input and output channels, torch's convolutions are faster.
+# From this product of input and output channels on, torch's convolutions are faster.
 CONV_MAX_CHANNEL_PRODUCTS = 8000
 SHAPE_QUERIES = (
     Tensor.size,
@@ -44,7 +53,7 @@ SHAPE_QUERIES = (
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.ndim.__get__,  # type: ignore[attr-defined]
 )
-# The kernels take so many samples of a client at a time (csrc/cpu).
+# Samples of a client that the kernels take at a time (csrc/cpu).
 KERNEL_SAMPLES = 128
 KERNEL_CONV_SAMPLES = 32
 KERNEL_MAX_BYTES = 1 << 26  # of activations in one thread
@@ -56,50 +65,72 @@ HOOK_DICTS = (
 )
 Shape = tuple[int, ...]
 Lines = Iterator[tuple[Any, ...]]  # arguments of `pflcore.ops._chain.encode_layer`
-# Stands for no layer: a log softmax before the cross entropy changes nothing.
+# It stands for no layer of the kernels: a log softmax before the cross entropy changes
+# nothing.
 LOG_SOFTMAX_LINE = ("log_softmax",)
 
 
 class NotAChain(Exception):
-    """A model is no chain; the text is a phrase on the reason."""
+    """A model is no chain. The text is a phrase on the reason."""
 
 
 class LayerCall(NamedTuple):
-    """A call of a layer: the shapes of its input and output for one sample."""
+    """A call of a layer in a forward pass.
+
+    Attributes:
+        into: The shape of the input, of one sample.
+        out: The shape of the output, of one sample.
+        at: Gives the first column of a weight in a row, and -1 for None.
+    """
 
     into: Shape
     out: Shape
-    at: Callable[[Tensor | None], int]  # the first column of a weight; None: -1
+    at: Callable[[Tensor | None], int]
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A model and its loss in the form that the kernels take."""
+    """A model and its loss in the form that the kernels take.
 
-    program: Tensor  # [L, 9] float64, see pflcore.ops._chain.encode_layer
+    Attributes:
+        program: The layers, [L, 9] float64; see `pflcore.ops._chain.encode_layer`.
+        loss_name: The name of the loss.
+        shape: The shape (C, H, W) of one sample.
+        classes: The number of the model's outputs.
+        dropout: True where the model drops out, so that training needs seeds.
+        has_conv: True where there is a convolution.
+        numbers_per_sample: The numbers that a forward pass has of one sample: the
+            sample itself and the outputs of all layers.
+    """
+
+    program: Tensor
     loss_name: str
-    shape: Shape  # [C, H, W] of one sample
-    classes: int  # outputs
-    dropout: bool  # whether training needs seeds
+    shape: Shape
+    classes: int
+    dropout: bool
     has_conv: bool
-    numbers_per_sample: int  # of one sample, between all layers
+    numbers_per_sample: int
 
     def activation_bytes(self, batch: int, itemsize: int) -> int:
-        """About the bytes that a thread keeps for activations and their gradients."""
+        """Estimate of the bytes that a thread keeps for activations and gradients.
+
+        A minibatch has `batch` samples, and a number takes `itemsize` bytes.
+        """
         max_samples = KERNEL_CONV_SAMPLES if self.has_conv else KERNEL_SAMPLES
         samples = min(batch, max_samples)
-        # A thread keeps about three numbers for each one between the layers.
+        # Of each number between the layers a thread keeps about three: activations and
+        # gradients.
         return min(KERNEL_MAX_BYTES, 3 * self.numbers_per_sample * samples * itemsize)
 
     @property
     def fixed_args(self) -> tuple[Any, ...]:
-        """The kernels' first arguments, which stay the same over a run."""
+        """The kernels' first arguments after the rows, the same over a whole run."""
         return (self.program, self.loss_name, *self.shape)
 
     def kernel_args(
         self, data: Federation, relabel: Tensor | None, clients: slice
     ) -> tuple[Any, ...]:
-        """The kernels' arguments that all their calls have, for these clients.
+        """The kernels' arguments that all their calls have, for some clients.
 
         `relabel` [S, classes] are labels as each client of the cohort knows them.
         """
@@ -108,9 +139,9 @@ class Chain:
 
 
 def find_chain(net: Net, data: Federation) -> Chain:
-    """The chain that `net` is on the samples of `data`.
+    """The chain that computes what `net` computes on the samples of `data`.
 
-    Raises NotAChain where it is none.
+    Raises NotAChain where the model is no chain, or the data do not fit the kernels.
     """
     x = data.x
     y = data.y
@@ -133,15 +164,16 @@ def require(fits: Any, reason: str) -> None:
 
 
 def compile_chain(net: Net, shape: Shape) -> Chain:
-    """The chain that `net` is on samples of this shape.
+    """The chain that computes what `net` computes on samples of this shape.
 
-    Raises NotAChain where it is none.
+    Raises NotAChain where the model is no chain.
     """
     loss = loss_name(net.loss_fn)
     require(LOSSES.get(loss) is net.loss_fn, "a loss of one's own")
     require(not net.buffer_names, "buffers")
     require(len(shape) in (1, 3) and all(shape), f"samples of shape {list(shape)}")
     _check_no_hooks(net.module)
+    # Two passes whose modes and batches differ must have the same lines.
     recorder = record_forward(net, shape, train=True, batch=2)
     other_recorder = record_forward(net, shape, train=False, batch=3)
     require(
@@ -174,7 +206,10 @@ def compile_chain(net: Net, shape: Shape) -> Chain:
 
 
 def _check_no_hooks(module: nn.Module) -> None:
-    """Raises NotAChain where a hook, or a forward of its own, would be left out."""
+    """Raises NotAChain where a layer has hooks, or a forward of its own.
+
+    The kernels would leave both out.
+    """
     for name, layer in module.named_modules():
         has_hook = any(getattr(layer, hooks) for hooks in HOOK_DICTS)
         has_forward = "forward" in vars(layer)
@@ -187,18 +222,23 @@ def _check_no_hooks(module: nn.Module) -> None:
 
 
 class _Recorder(TorchFunctionMode):
-    """Records the calls of a copy of a model, each as lines of the program.
+    """Context that records the calls of a copy of a model as lines of the program.
 
-    `last` is the output of the last call, which the next one must take.
+    Attributes:
+        copy: The copy of the model.
+        last: The output of the last call, which the next call must take.
+        numbers: The numbers of one sample between all layers.
+        lines: The lines of the program.
+        used: The names of the weights that the calls used.
     """
 
     def __init__(self, net: Net, x: Tensor) -> None:
         super().__init__()
         self.net = net
         self.last = x
-        self.numbers = x[0].numel()  # of a sample, between all layers
+        self.numbers = x[0].numel()
         self.lines: list[tuple[Any, ...]] = []
-        self.used: list[str] = []  # names of weights
+        self.used: list[str] = []
         self.copy = copy.deepcopy(net.module)
         self.names: dict[int, str] = {}  # of trained parameters, by `id`
         for name, parameter in self.copy.named_parameters():
@@ -206,18 +246,26 @@ class _Recorder(TorchFunctionMode):
                 self.names[id(parameter)] = name
         for layer in self.copy.modules():
             if type(layer) in OWN_LAYERS:
-                # pflcore's layers are one call each, not those inside of them.
+                # A layer of pflcore is one call. The calls inside it are not recorded.
                 layer_lines = partial(OWN_LAYERS[type(layer)], layer)
                 layer.forward = partial(self.record_call, layer_lines, layer.forward)
 
     def record_call(
         self,
-        layer_lines: Any,  # the function that makes the lines; None: an unknown call
+        layer_lines: Any,
         function: Callable[..., Tensor],
         *args: Any,
         **options: Any,
     ) -> Tensor:
-        """Calls `function` and records it."""
+        """Calls `function`, records it, and returns its output.
+
+        Raises NotAChain where the call does not take the last call's output.
+
+        Args:
+            layer_lines: The function that makes the lines of the program, or None for a
+                function that the kernels do not know.
+            function: The function with its arguments.
+        """
         name = getattr(function, "__name__", str(function))
         follows = bool(args) and args[0] is self.last
         require(follows, f"layers that do not follow one another, at {name}")
@@ -252,7 +300,10 @@ class _Recorder(TorchFunctionMode):
 
 
 def record_forward(net: Net, shape: Shape, train: bool, batch: int) -> _Recorder:
-    """The record of a forward pass of `batch` samples."""
+    """The record of a forward pass of `batch` samples.
+
+    Raises NotAChain where the pass is no chain of known calls.
+    """
     recorder = _Recorder(net, net.w0.new_zeros(batch, *shape))
     seed = net.w0.new_zeros((), dtype=torch.int64)
     try:
@@ -270,7 +321,16 @@ def record_forward(net: Net, shape: Shape, train: bool, batch: int) -> _Recorder
 
 # lines of known layers --------------------------------------------------------
 #
-# Each function takes the call and torch's arguments after the layer's input.
+# Each function takes the call of the layer, and torch's arguments behind the layer's
+# input. It yields the arguments of `encode_layer` for each line of the program.
+
+# Codes of `encode_layer` for kinds of pooling and of activations.
+MAX_POOL = 1
+MEAN_POOL = 2
+RELU = 1
+TANH = 2
+SIGMOID = 3
+GELU = 4
 
 
 def _linear(c: LayerCall, weight: Tensor, bias: Tensor | None = None) -> Lines:
@@ -341,7 +401,7 @@ def _pool(  # noqa: PLR0913 (torch's of both kinds)
 
 def _global_pool(c: LayerCall, output_size: Any) -> Lines:
     require(c.out[1:] == (1, 1), "adaptive pooling to more than one value")
-    yield "pool", 2, *c.into[1:], *c.into[1:]
+    yield "pool", MEAN_POOL, *c.into[1:], *c.into[1:]
 
 
 def _view(c: LayerCall, *_: Any, **__: Any) -> Lines:
@@ -410,15 +470,15 @@ RELU_FUNCTIONS = (torch.relu, F.relu, F.relu_, Tensor.relu_, Tensor.relu)
 KNOWN_FUNCTIONS: dict[Any, Callable[..., Lines]] = {
     F.linear: _linear,
     F.conv2d: _conv,
-    F.avg_pool2d: partial(_pool, 2),
+    F.avg_pool2d: partial(_pool, MEAN_POOL),
     F.adaptive_avg_pool2d: _global_pool,
     F.group_norm: _group_norm,
     F.layer_norm: _layer_norm,
-    F.gelu: partial(_act, 4),
+    F.gelu: partial(_act, GELU),
     **dict.fromkeys(VIEW_FUNCTIONS, _view),
-    **dict.fromkeys((torch.max_pool2d, F.max_pool2d), partial(_pool, 1)),
+    **dict.fromkeys((torch.max_pool2d, F.max_pool2d), partial(_pool, MAX_POOL)),
     **dict.fromkeys(LOG_SOFTMAX_FUNCTIONS, _log_softmax),
-    **dict.fromkeys(RELU_FUNCTIONS, partial(_act, 1)),
-    **dict.fromkeys((torch.tanh, Tensor.tanh), partial(_act, 2)),
-    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), partial(_act, 3)),
+    **dict.fromkeys(RELU_FUNCTIONS, partial(_act, RELU)),
+    **dict.fromkeys((torch.tanh, Tensor.tanh), partial(_act, TANH)),
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), partial(_act, SIGMOID)),
 }

@@ -1,9 +1,11 @@
 """Flags of torch that decide what a GPU computes.
 
-They say whether cuDNN repeats its bits, and whether float32 products are rounded to
-TF32. They belong to the process. So a run sets what it needs while it computes, and
-restores the former values.
+One group decides whether cuDNN repeats its bits, the other whether float32 products are
+rounded to TF32. The flags belong to the process. So a run sets them while it computes,
+and restores the former values afterwards.
 """
+
+from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,14 +14,15 @@ from typing import Any
 
 import torch
 
-Flag = tuple[Any, str, Any]  # its owner, its name, a value
+Flag = tuple[Any, str, Any]  # the object that has the flag, the flag's name, a value
 EXACT_PRECISIONS = ("none", "ieee")  # values of `fp32_precision` that do not round
 
 
 class ScopedFlags:
-    """Flags that have other values inside, for all threads.
+    """Flags that have other values while any thread is inside `set_for`.
 
-    The first thread that enters sets them, and the last one that leaves restores them.
+    The first thread that enters sets them for all threads, and the last one that leaves
+    restores them.
     """
 
     def __init__(self, flags: Sequence[Flag]) -> None:
@@ -30,7 +33,7 @@ class ScopedFlags:
 
     @contextmanager
     def set_for(self, device: torch.device) -> Iterator[None]:
-        """Sets the flags inside, if `device` is a GPU."""
+        """Context in which the flags are set, if `device` is a GPU."""
         if device.type != "cuda":
             yield
             return
@@ -61,10 +64,10 @@ class ScopedFlags:
 
 
 def tf32_flags() -> list[tuple[Any, str]]:
-    """The flags that allow TF32: (owner, name).
+    """The owner and the name of each flag that allows TF32.
 
-    From torch 2.9 on they have other names, and torch refuses to read the old ones
-    after the new ones were set.
+    The flags have other names from torch 2.9 on, and that torch refuses to read the old
+    names after the new ones were set.
     """
     matmul = torch.backends.cuda.matmul
     cudnn = torch.backends.cudnn
@@ -74,13 +77,13 @@ def tf32_flags() -> list[tuple[Any, str]]:
 
 
 def allows_tf32() -> bool:
-    """Whether a GPU may round the inputs of products or convolutions to TF32."""
+    """True where a GPU may round inputs of products or convolutions to TF32."""
     values = [getattr(owner, name) for owner, name in tf32_flags()]
     return any(value not in (False, *EXACT_PRECISIONS) for value in values)
 
 
-# Otherwise cuDNN may choose the fastest of several algorithms in every process, and
-# each of them has other bits.
+# Without these values cuDNN may choose the fastest of several algorithms in every
+# process, and each algorithm has other bits.
 REPEATABLE_FLAGS = ScopedFlags(
     [
         (torch.backends.cudnn, "deterministic", True),

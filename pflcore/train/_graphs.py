@@ -1,12 +1,12 @@
 """CUDA graphs of the clients' gradients.
 
-A gradient of many small models is some hundred small kernels. On a GPU, launching them
-takes longer than running them. A CUDA graph is recorded from one step; every later step
-of the same shapes replays it by one launch.
+The gradients of many small models take some hundred small kernels. On a GPU, launching
+those kernels takes longer than running them. A CUDA graph is recorded from one step.
+Every later step of the same shapes replays it by one launch.
 
-A graph holds the gradients of a block of clients with the gathering of their
-minibatches. What follows in a step is one fused kernel, which differs by algorithm and
-step size. So it stays outside, and one graph serves all algorithms and all rounds.
+A graph gathers the minibatches of a block of clients and computes their gradients. The
+rest of a step is one fused kernel, which differs by algorithm and step size. It stays
+outside, so one graph serves all algorithms and all rounds.
 
 A replay repeats the recorded kernels at the recorded addresses, without Python. So a
 recorded function may depend on its inputs and on what its key names, and on nothing
@@ -30,8 +30,8 @@ from pflcore.check import warn_caller
 Tensors = dict[str, Tensor]
 GraphFunction = Callable[[Tensors], Tensors]
 
-# A capture takes as long as some ten steps that launch one kernel after another. It is
-# not worth it for shapes that come less often, such as those of a last batch of a
+# A capture takes as long as about ten steps that launch one kernel after another. So it
+# is too expensive for shapes that come seldom, such as those of the last batch of a
 # cohort that is drawn anew in every round.
 CAPTURE_AFTER_STEPS = 8
 # With more graphs, the one that was not replayed for the longest time is dropped.
@@ -41,29 +41,29 @@ MAX_COUNTED_SHAPES = 4096  # shapes whose steps are counted
 
 @dataclass
 class _Graph:
-    """A recorded gradient, with its inputs and results in the arena."""
+    """A recorded function, with its inputs and results in the arena."""
 
     replay: Callable[[], None]
-    # The recorded function keeps alive the memory that the graph reads.
+    # Nothing calls the function again. It keeps alive the memory that the graph reads.
     function: GraphFunction
     inputs: Tensors
     outputs: Tensors
 
 
 class _FixedMemory:
-    """Memory at fixed addresses that all graphs of a run share.
+    """Memory at fixed addresses that all graphs of a run share (the arena).
 
-    There is one piece for each name and dtype.
+    There is one piece of memory for each name and dtype.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pieces: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def has_room(self, tensors: Tensors) -> bool:
-        """Whether all pieces are large enough for tensors of these shapes.
+    def fits(self, tensors: Tensors) -> bool:
+        """True where no piece must grow for tensors of these shapes.
 
-        A piece that grows moves to another address.
+        A piece that grows moves to another address. A new piece moves no other.
         """
         for name, t in tensors.items():
             piece = self._pieces.get((name, t.dtype))
@@ -72,10 +72,11 @@ class _FixedMemory:
         return True
 
     def clear(self) -> None:
+        """Frees all pieces."""
         self._pieces.clear()
 
     def views(self, tensors: Tensors) -> Tensors:
-        """Memory for tensors of these names, shapes and dtypes."""
+        """Views of the memory for tensors of these names, shapes and dtypes."""
         views = {}
         for name, t in tensors.items():
             piece = self._pieces.get((name, t.dtype))
@@ -87,17 +88,27 @@ class _FixedMemory:
 
 
 class GradientGraphs:
-    """The graphs of one run on one GPU."""
+    """The CUDA graphs of one run on one GPU.
+
+    Args:
+        device: The GPU.
+        capture_after_steps: The number of steps of the same shapes after which a step
+            is captured; by default `CAPTURE_AFTER_STEPS`.
+
+    Attributes:
+        refusal_reason: The reason why no step is captured or replayed, or None.
+        replays: The number of steps that were replayed.
+    """
 
     def __init__(
         self, device: torch.device, capture_after_steps: int | None = None
     ) -> None:
-        self.refusal_reason: str | None = None  # why nothing is captured any more
+        self.refusal_reason: str | None = None
         self.replays = 0
         self._device = device
-        self._capture_after_steps = (
-            CAPTURE_AFTER_STEPS if capture_after_steps is None else capture_after_steps
-        )
+        if capture_after_steps is None:
+            capture_after_steps = CAPTURE_AFTER_STEPS
+        self._capture_after_steps = capture_after_steps
         self._arena = _FixedMemory(device)
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -106,15 +117,20 @@ class GradientGraphs:
 
     @property
     def summary(self) -> str:
-        """Whether gradients are captured, for the record."""
+        """Phrase for the record: gradients are captured, or the reason why not."""
         if self.refusal_reason is None:
             return "captured"
         return f"eager: {self.refusal_reason}"
 
     def run(self, key: Hashable, function: GraphFunction, inputs: Tensors) -> Tensors:
-        """`function(inputs)`, by a replay where there is one for this key and shapes.
+        """The results of `function(inputs)`, by a replay where there is a graph.
 
         The next replay overwrites the results.
+
+        Args:
+            key: A name of everything but the inputs on which `function` depends.
+            function: The function, which may be recorded.
+            inputs: The function's inputs, by name.
         """
         if self.refusal_reason is not None:
             return function(inputs)
@@ -132,7 +148,10 @@ class GradientGraphs:
     def _run_eagerly(
         self, key: Hashable, function: GraphFunction, inputs: Tensors
     ) -> Tensors:
-        """`function(inputs)`, which is recorded once its shapes came often enough."""
+        """The results of `function(inputs)` without a replay.
+
+        The function is recorded once its key and shapes came often enough.
+        """
         if len(self._step_counts) >= MAX_COUNTED_SHAPES:
             self._step_counts.clear()
         self._step_counts[key] += 1
@@ -144,7 +163,8 @@ class GradientGraphs:
             self.refusal_reason = (
                 f"a step makes the host wait for the GPU ({_first_error_line(error)})"
             )
-            return function(inputs)  # an error with another cause is raised here
+            # An error with another cause is raised here.
+            return function(inputs)
         try:
             self._graphs[key] = self._capture_graph(function, inputs, outputs)
         except RuntimeError as error:
@@ -163,11 +183,12 @@ class GradientGraphs:
     ) -> _Graph:
         """A graph of `function` on memory of the arena.
 
-        `outputs` show the shapes of its results.
+        `outputs` are results of the function, which show their names and shapes.
         """
         results = {f"result {name}": t for name, t in outputs.items()}
-        if not self._arena.has_room({**inputs, **results}):
-            self._graphs.clear()  # they use addresses that are about to be freed
+        if not self._arena.fits({**inputs, **results}):
+            # The graphs use addresses that are about to be freed.
+            self._graphs.clear()
             self._arena.clear()
         input_views = self._arena.views(inputs)
         result_views = self._arena.views(results)
@@ -179,8 +200,8 @@ class GradientGraphs:
                 self._pool = torch.cuda.graph_pool_handle()
                 self._stream = torch.cuda.Stream()
             graph = torch.cuda.CUDAGraph()
-            # "thread_local": other threads may use the GPU meanwhile; what they do is
-            # no part of the graph.
+            # "thread_local" lets other threads use the GPU meanwhile. Their work is no
+            # part of the graph.
             options = {"pool": self._pool, "stream": self._stream}
             with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
                 for name, t in function(input_views).items():
@@ -190,10 +211,10 @@ class GradientGraphs:
 
 
 def _run_without_waiting(function: GraphFunction, inputs: Tensors) -> Tensors:
-    """`function(inputs)`; raises RuntimeError where the host would wait for the GPU.
+    """The results of `function(inputs)`, which must not wait for the GPU.
 
-    A wait during a capture makes the capture fail, and torch does not recover from that
-    completely.
+    Raises RuntimeError where the host would wait. A wait during a capture makes the
+    capture fail, and torch does not recover from that completely.
     """
     saved_mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -204,5 +225,6 @@ def _run_without_waiting(function: GraphFunction, inputs: Tensors) -> Tensors:
 
 
 def _first_error_line(error: Exception) -> str:
+    """The first line of an error's text, or the name of its type."""
     lines = str(error).splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

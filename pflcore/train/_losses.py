@@ -1,9 +1,11 @@
-"""Losses by name: each is the mean over a batch.
+"""Losses by name. Each of them is the mean over the samples of a batch.
 
-Symbols: B samples; C classes; T steps of a sample; K targets of a sample; scores are
-the outputs of the model, y labels or numbers. A sample or step whose label is
-`IGNORED_LABEL` does not count.
+Symbols: B samples of a batch; C classes; T steps of a sample (a sequence); K targets of
+a sample; n samples or steps; scores are the outputs of the model, y labels or numbers.
+A sample or step whose label is `IGNORED_LABEL` does not count.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +23,7 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]  # scores, y -> the batch's me
 
 
 def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean cross entropy of `scores` [B, C] or [B, C, T] and labels `y` [B] or [B, T].
+    """Mean cross entropy of scores [B, C] or [B, C, T] and labels [B] or [B, T].
 
     Instead of labels, `y` may be probabilities in the shape of the scores. A sample's
     loss is the mean over its steps that count, and the batch's loss is the mean over
@@ -37,20 +39,23 @@ def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
 
 
 def mean_over_steps(values: Tensor, y: Tensor) -> Tensor:
-    """Mean [B] of each sample's `values` [B, ...] over the labels `y` that count."""
+    """Mean [B] of each sample's values [B, ...] over the labels that count."""
     counts = (y != IGNORED_LABEL).flatten(1)
     return (values.flatten(1) * counts).sum(1) / counts.sum(1).clamp(min=1)
 
 
 def hinge(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean hinge loss of `scores` [B] or [B, 1] and labels in {0, 1} or {-1, 1}."""
+    """Mean hinge loss of scores [B] or [B, 1] and labels [B] of two classes.
+
+    The labels are 0 and 1, or -1 and 1.
+    """
     sign = torch.where(y > 0, 1.0, -1.0).to(scores.dtype)
-    # The slope of `clamp` on the edge itself depends on torch's release; relu's is 0.
+    # At 0 the slope of `clamp` depends on torch's release, and that of `relu` is 0.
     return (1 - sign * scores.reshape(y.shape)).relu().mean()
 
 
 def squared(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error of `scores` and numbers `y`, element by element.
+    """Mean squared error of scores and numbers, element by element.
 
     Both are [B] or [B, 1], or [B, K] for K targets.
     """
@@ -58,7 +63,7 @@ def squared(scores: Tensor, y: Tensor) -> Tensor:
 
 
 def binary_cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean logistic loss of `scores` (logits) and `y` in [0, 1], element by element.
+    """Mean logistic loss of logits and targets in [0, 1], element by element.
 
     Both are [B] or [B, 1], or [B, K] for K labels at once.
     """
@@ -67,7 +72,10 @@ def binary_cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
 
 
 def half_squared(scores: Tensor, y: Tensor) -> Tensor:
-    """Half the mean squared error: Motley's loss and metric for School."""
+    """Half the mean squared error of scores and numbers, as `squared` takes them.
+
+    It is the loss and the metric of Motley for School.
+    """
     return 0.5 * squared(scores, y)
 
 
@@ -85,28 +93,33 @@ LOGIT_LOSSES = (
 NAMED_LOSSES = (cross_entropy, squared, half_squared, hinge, binary_cross_entropy)
 LOSSES = {f.__name__: f for f in NAMED_LOSSES}
 
-# torch's losses with default options, and ours that compute the same.
+# torch's losses, and ours that compute the same as those with default options.
 TORCH_EQUIVALENTS = {
     **dict.fromkeys((nn.CrossEntropyLoss, F.cross_entropy), cross_entropy),
     **dict.fromkeys((nn.MSELoss, F.mse_loss), squared),
 }
-# "batchmean" of a divergence is the mean over samples; "mean" is that over all numbers.
+# For a divergence, "batchmean" is the mean over samples and "mean" that over all
+# numbers.
 MEAN_REDUCTIONS = ("mean", "batchmean")
 LOSS_TEXT = f"one of {', '.join(LOSSES)}, a function of (scores, y) or an nn.Module"
 Loss = Annotated[str | LossFunction, at.doc(LOSS_TEXT)]
 
 
 def default_loss(y: Tensor) -> str:
-    """Name of the loss for targets of this dtype, where the user named none."""
+    """Name of the default loss for targets of this dtype."""
     return "squared" if y.is_floating_point() else "cross_entropy"
 
 
 def resolve_loss(loss: Loss, name: str = "loss") -> LossFunction:
-    """The function (scores, y) -> the batch's mean loss that a user's `loss` means.
+    """The function (scores, y) -> mean loss of a batch, for a loss that a user gave.
 
-    `loss` is a name of `LOSSES`, a function or an `nn.Module` such as
-    `nn.CrossEntropyLoss(weight=w)`. Raises ValueError or TypeError in one sentence that
-    begins with `name`.
+    Raises TypeError where `loss` is nothing of the kind, and ValueError where it is no
+    mean or has parameters.
+
+    Args:
+        loss: A name of `LOSSES`, a function, or an `nn.Module` such as
+            `nn.CrossEntropyLoss(weight=w)`.
+        name: The argument that an error names.
     """
     if isinstance(loss, str) and loss in LOSSES:
         return LOSSES[loss]
@@ -126,13 +139,13 @@ def resolve_loss(loss: Loss, name: str = "loss") -> LossFunction:
             )
     if isinstance(loss, nn.Module):
         return _resolve_module(loss, name)
-    # Ours are safer than torch's: these would spread [B, 1] and [B] to [B, B], and
-    # their mean over the steps of a batch is no mean over samples.
+    # Ours are safer than torch's: torch's would broadcast [B, 1] and [B] to [B, B], and
+    # their mean over the steps of a batch is not the mean over samples.
     return TORCH_EQUIVALENTS.get(loss, loss)
 
 
 def _resolve_module(loss: nn.Module, name: str) -> LossFunction:
-    """A module as a loss; ours where it is torch's with default options."""
+    """The loss of a module: ours where the module is torch's with default options."""
     if any(p.requires_grad for p in loss.parameters()):
         raise ValueError(
             f"{name}: {type(loss).__name__} has parameters, which nothing would train; "
@@ -146,6 +159,7 @@ def _resolve_module(loss: nn.Module, name: str) -> LossFunction:
     ours = TORCH_EQUIVALENTS.get(type(loss))
     if ours is None:
         return loss
+    # The mode of a loss says nothing about its options.
     default_options = {**vars(type(loss)()), "training": loss.training}
     return ours if default_options == vars(loss) else loss
 
@@ -156,7 +170,10 @@ def loss_name(loss_fn: LossFunction) -> str:
 
 
 def ignored_label(loss: Any) -> int:
-    """The label that a loss leaves out: its `ignore_index`, or `IGNORED_LABEL`."""
+    """The label that a loss leaves out.
+
+    It is the `ignore_index` of a loss that has one, and otherwise `IGNORED_LABEL`.
+    """
     if isinstance(loss, partial):
         label: Any = loss.keywords.get("ignore_index")
     else:
@@ -165,9 +182,9 @@ def ignored_label(loss: Any) -> int:
 
 
 def classes_last(scores: Tensor, y: Tensor) -> Tensor:
-    """Scores [B, C, T] of labels [B, T] as [B, T, C].
+    """Scores [B, C, T] of labels [B, T] with the classes last, [B, T, C].
 
-    Where there is one score for each label, they get the shape of the labels.
+    Where there is one score for each label, the scores get the shape of the labels.
     """
     if scores.numel() == y.numel():
         return scores.reshape(y.shape)
@@ -177,8 +194,8 @@ def classes_last(scores: Tensor, y: Tensor) -> Tensor:
 def fraction_correct(scores: Tensor, y: Tensor) -> Tensor:
     """Fraction [B] float64 of each sample's labels that its scores get right.
 
-    Of labels [B, ...] and scores [B, C, ...] those steps count that have a label. The
-    fraction is NaN where none has.
+    Scores are [B, C, ...] and labels [B, ...]. Only steps that have a label count. The
+    fraction is NaN where no step has one.
     """
     labels = y.view(len(y), -1)
     hits = is_correct(classes_last(scores, y), y).double().view(len(y), -1)
@@ -189,7 +206,8 @@ def fraction_correct(scores: Tensor, y: Tensor) -> Tensor:
 def without_masked(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The scores [n, C] and labels [n] of the samples or steps that count.
 
-    Where all count, labels [B, ...] stay as they are, and scores have the classes last.
+    Where all of them count, labels keep their shape [B, ...], and the scores have the
+    classes last.
     """
     if y.is_floating_point():
         return scores, y

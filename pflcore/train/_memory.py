@@ -1,5 +1,7 @@
-"""Memory of a run: what a training step keeps, what a device has, and what to do when
-memory runs out."""
+"""Memory of a run: its need, the device's capacity, and the texts of errors.
+
+Symbols: B samples of a batch; x, y samples and labels.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,23 @@ OUT_OF_MEMORY_TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out.
+    """True for an error that says that memory ran out.
 
-    Not every library has an error class for it: torch on a CPU and cuBLAS raise
-    RuntimeError.
+    The text decides where a library has no error class for it: torch on a CPU and
+    cuBLAS raise RuntimeError.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(
-        sign in str(error) for sign in OUT_OF_MEMORY_TEXTS
-    )
+    if not isinstance(error, RuntimeError):
+        return False
+    return any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
 def failed_request(error: BaseException) -> str:
-    """The size that was asked for last, such as "20.00 MiB", or "" if unknown."""
+    """The size that an error says was asked for, such as "20.00 MiB".
+
+    The text is empty where the error names no size.
+    """
     size = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
     return size[1] if size else ""
 
@@ -59,13 +64,14 @@ def free_caches(device: str) -> None:
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
-    # glibc has it, whose heap keeps blocks of up to 32 MB; other libraries do not.
+    # The heap of glibc keeps freed blocks of up to 32 MB. Other C libraries have no
+    # `malloc_trim`.
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def capacity(device: str) -> int | None:
-    """Bytes that the device has, or that this process may use; None if unknown."""
+    """Bytes of a device's memory that this process may use; None if unknown."""
     with contextlib.suppress(Exception):
         if device.startswith("cuda"):
             return int(torch.cuda.mem_get_info(device)[1])
@@ -82,10 +88,10 @@ def activation_bytes(
     x: Tensor,  # [B, ...]
     y: Tensor,  # [B, ...]
 ) -> int:
-    """Bytes that one client's training step keeps between forward and backward pass.
+    """Bytes that one client's step keeps between its forward and backward pass.
 
-    They are what autograd saves, without the weights and the samples, on any device.
-    Each memory counts once.
+    They are the tensors that autograd saves, without the weights and the samples.
+    Tensors that share memory count once. The number is the same on every device.
     """
     row = net.w0.detach().clone().requires_grad_()
     excluded_tensors = (row, net.b0, x, y, *net.fixed_tensors())
@@ -105,20 +111,25 @@ def activation_bytes(
     with torch.enable_grad(), forward_context(True, net.b0, seed, single_client=True):
         with saved_tensors_hooks(record_saved, return_saved):
             loss = net.loss(row, x, y)
-        # Until here the loss holds what autograd saved, so that no address was used
-        # twice.
+        # Up to this line the loss holds what autograd saved, so no address was freed
+        # and used again, which would count two tensors as one.
         del loss
     return sum(sizes.values())
 
 
 class RunTooLarge(MemoryError):
-    """A run does not fit the memory; the text is the whole sentence."""
+    """A run does not fit into memory.
+
+    The text is the whole sentence for the user.
+    """
 
 
 def memory_remedy(clients_per_block: int | None) -> str:
-    """Clause on how to need less memory.
+    """Clause that says how a run would need less memory.
 
-    `clients_per_block` is the number of clients that take a step at once.
+    Args:
+        clients_per_block: The number of clients that take a step at once, or None where
+            the user cannot choose it.
     """
     remedy = "let fewer clients take part in a round (participation)"
     if clients_per_block is not None and clients_per_block > 1:
@@ -132,7 +143,13 @@ def memory_remedy(clients_per_block: int | None) -> str:
 def check_fits_memory(
     peak: int, device: str, clients_per_block: int | None = None
 ) -> None:
-    """Raises RunTooLarge where a run needs more memory than there is."""
+    """Raises RunTooLarge where a run needs more memory than the device has.
+
+    Args:
+        peak: The bytes that the run needs.
+        device: The device, as torch writes it.
+        clients_per_block: As in `memory_remedy`.
+    """
     available = capacity(device)
     if available is not None and peak > available:
         remedy = memory_remedy(clients_per_block)
@@ -150,7 +167,15 @@ def out_of_memory_text(
     device: str,
     clients_per_block: int | None = None,
 ) -> str:
-    """Sentence on where memory ran out, what the run needs and what to do."""
+    """Sentence for the user, after memory ran out.
+
+    Args:
+        where: The time of the error, such as "in round 7".
+        peak: The bytes that the run needs, as far as is known.
+        request: The size that was asked for, as `failed_request` gives it.
+        device: The device, as torch writes it.
+        clients_per_block: As in `memory_remedy`.
+    """
     asked = f", when {request} more were asked for" if request else ""
     available = capacity(device)
     has = f", and {device} has {human_bytes(available)}" if available else ""

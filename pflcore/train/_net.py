@@ -5,6 +5,9 @@ algorithms see vectors. Float buffers (batch norm's running statistics) are a ro
 their own, [b]. Integer buffers and frozen weights are constants of the function: they
 are never averaged.
 
+A module is bound when the parameters of a row stand in it. Every thread binds a copy of
+its own (`_bound_module`).
+
 Symbols: N clients; P trainable parameters; b numbers in float buffers; B samples of a
 batch; H features that the head sees; K private columns; x, y samples and labels.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate, pairwise
@@ -22,14 +25,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
 from pflcore.check import Seed, checked
 from pflcore.data._inputs import IGNORED_LABEL, Fields
 from pflcore.metrics import ArgumentForm
 from pflcore.nn import Dropout
 from pflcore.nn._context import forward_state
+from pflcore.train._bound_module import BoundModule, bind_tensors, named_tensors
 from pflcore.train._losses import (
     LOGIT_LOSSES,
     REGRESSION_LOSSES,
@@ -37,78 +39,22 @@ from pflcore.train._losses import (
     ignored_label,
     resolve_loss,
 )
+from pflcore.train._module_checks import check_hooks, check_layers, check_weights
 from pflcore.train._random import IsolatedDraws
-from pflcore.train._recurrent import unroll_recurrent
-
-RANDOM_MODULES = (
-    nn.modules.dropout._DropoutNd,
-    nn.RReLU,
-    nn.FractionalMaxPool2d,
-    nn.FractionalMaxPool3d,
-)
-# The entries of modules' dicts that hold one tensor: a tied tensor has several.
-TensorSlots = list[tuple[dict[str, Any], str]]
-
-
-class _BoundModule:
-    """One thread's copy of a module, whose tensors are replaced before each call."""
-
-    def __init__(
-        self, module: nn.Module, names: Iterable[str], buffers: Iterable[str]
-    ) -> None:
-        self.module = copy.deepcopy(module)
-        for layer in self.module.modules():
-            if isinstance(layer, _BatchNorm):
-                # Nothing reads the count, and a model that adds to it in place is no
-                # function of its row.
-                layer.num_batches_tracked = None
-        tensors = _named_tensors(self.module)
-        slots = _tensor_slots(self.module)
-        self.params = [slots[id(tensors[name])] for name in names]
-        self.buffers = [slots[id(tensors[name])] for name in buffers]
-        self.shapes = [tensors[name].shape for name in names]
-        self.sizes = [shape.numel() for shape in self.shapes]
-        unroll_recurrent(self.module)
-
-    def cut(self, row: Tensor) -> list[Tensor]:
-        """The pieces of a row in the shapes of the parameters."""
-        pieces = zip(row.split(self.sizes), self.shapes, strict=True)
-        return [piece.view(shape) for piece, shape in pieces]
-
-
-def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module by name."""
-    return dict(module.named_parameters()) | dict(module.named_buffers())
-
-
-def _tensor_slots(module: nn.Module) -> dict[int, TensorSlots]:
-    """The slots of every parameter and buffer, by the tensor's `id`."""
-    slots: dict[int, TensorSlots] = {}
-    for layer in module.modules():
-        for owner in (layer._parameters, layer._buffers):
-            for name, tensor in owner.items():
-                slots.setdefault(id(tensor), []).append((owner, name))
-    return slots
-
-
-def _bind(slots: list[TensorSlots], tensors: Iterable[Tensor]) -> None:
-    """Puts each tensor into its slots."""
-    for tensor_slots, tensor in zip(slots, tensors, strict=True):
-        for owner, name in tensor_slots:
-            owner[name] = tensor
 
 
 @checked
 class Net:
     """An `nn.Module` as a function of a flat row.
 
-    `nn.Dropout` layers become `pflcore.nn.Dropout`.
+    `nn.Dropout` layers become `pflcore.nn.Dropout`. Raises ValueError for a module that
+    clients cannot train.
 
     Args:
         build: A module, whose weights become `w0`, or a function without arguments that
-            makes one; then `w0 = init(seed)`. What that function draws from torch's
-            global generator comes from a generator of the net's own, whatever
-            `torch.manual_seed` the function calls.
+            makes one; then `w0 = init(seed)`. The draws of that function from torch's
+            global generator come from a generator of the net instead, even where the
+            function calls `torch.manual_seed`.
         loss: `"cross_entropy"`, `"squared"`, `"half_squared"`, `"hinge"`,
             `"binary_cross_entropy"`, or a function or `nn.Module` of (scores, y).
         head: The name of the submodule that counts as the head. By default it is the
@@ -116,6 +62,28 @@ class Net:
             Before that it is an attribute `head` of the model, its only `nn.Linear`, or
             the last `nn.Linear` of plain `nn.Sequential`s.
         seed: The seed of the initial weights, where a function makes the module.
+
+    Attributes:
+        module: The net's copy of the module.
+        w0: The initial row [P].
+        b0: The initial row of the float buffers, [b].
+        names: The names of the trainable parameters, in the order of a row.
+        shapes: Their shapes.
+        sizes: Their numbers of elements.
+        slices: The columns of each of them in a row, by name.
+        size: The length P of a row.
+        dtype: The dtype of a row.
+        buffer_names: The names of the float buffers, in the order of `b0`.
+        variances: Mask [b] of the buffers that are running variances.
+        head_name: The name of the head, or None where it is not known.
+        loss_fn: The loss, a function (scores, y) -> mean loss of a batch.
+        fields: The fields of a sample, where samples have several.
+        merge_last_sample: True where a last batch of a single sample joins the batch
+            before it, since the model cannot train on one sample.
+        single_score: True where there is one score for each label.
+        argument_form: The form in which the loss takes a single score.
+
+    The last three are set before round 1, when the model first meets data.
 
     >>> net = Net(nn.Linear(4, 3))
     >>> net(net.w0, torch.zeros(2, 4)).shape
@@ -132,14 +100,14 @@ class Net:
         self.loss_fn = resolve_loss(loss, "loss")
         self.build = build
         self.seed = seed
-        self.fields: Fields | None = None  # what `with_fields` gave its module
+        self.fields: Fields | None = None
         built_module = build
         if not isinstance(built_module, nn.Module):
             built_module = self._build_module(seed)
         self.module = _copy_module(built_module)
-        _check_weights(self.module)
-        _check_layers(self.module)
-        _check_hooks(built_module)
+        check_weights(self.module)
+        check_layers(self.module)
+        check_hooks(built_module)
         for layer in self.module.modules():
             if type(layer) is nn.Dropout:
                 layer.__class__ = Dropout  # type: ignore[assignment]
@@ -147,17 +115,14 @@ class Net:
         self._set_buffers()
         self.head_name = self._find_head(head)
         self._head_given = head is not None
-        # The trial before round 1 sets the next three (`prepare_net`).
-        # Whether a last batch of one sample joins the one before it.
+        # `prepare_net` sets the next three.
         self.merge_last_sample = False
-        # Whether there is one score for each label.
         self.single_score = False
-        # How the loss takes that score.
         self.argument_form = ArgumentForm()
-        self._threads = threading.local()  # one `_BoundModule` a thread and part
+        self._threads = threading.local()  # one `BoundModule` for each thread and part
 
     def _set_parameters(self) -> None:
-        """Sets what describes a row: names, shapes, slices and the initial row `w0`."""
+        """Sets the description of a row (names, shapes, slices), and the row `w0`."""
         named = self.module.named_parameters()
         trainable = {name: p for name, p in named if p.requires_grad}
         self.names = list(trainable)
@@ -171,7 +136,7 @@ class Net:
         self.slices = dict(zip(self.names, slices, strict=True))
 
     def _set_buffers(self) -> None:
-        """Sets what describes the float buffers, and their initial row `b0`."""
+        """Sets the description of the float buffers, and their initial row `b0`."""
         named = self.module.named_buffers()
         floats = {name: b for name, b in named if b.is_floating_point()}
         self.buffer_names = list(floats)
@@ -187,9 +152,10 @@ class Net:
 
     @property
     def scores_classes(self) -> bool:
-        """Whether integer targets are labels, so that there is an accuracy.
+        """True where integer targets are labels, so that there is an accuracy.
 
-        Where there is one score for each label, only a loss of logits tells that.
+        Where there is one score for each target, targets are labels only if the loss
+        takes logits.
         """
         loss = self.loss_fn.func if isinstance(self.loss_fn, partial) else self.loss_fn
         if loss in REGRESSION_LOSSES:
@@ -199,7 +165,10 @@ class Net:
 
     @property
     def ignored_label(self) -> int:
-        """The label that the loss leaves out; in a run's data it is `IGNORED`."""
+        """The label that the loss leaves out.
+
+        The data of a run have `IGNORED_LABEL` in its place.
+        """
         return ignored_label(self.loss_fn)
 
     # rows and modules -------------------------------------------------------
@@ -222,7 +191,7 @@ class Net:
     ) -> nn.Module:
         """Writes `row` [P] (and float `buffers` [b]) into `module` and returns it."""
         self._check(row)
-        tensors = _named_tensors(module)
+        tensors = named_tensors(module)
         pieces = dict(zip(self.names, row.split(self.sizes), strict=True))
         if buffers is not None:
             buffer_pieces = buffers.split(self.buffer_sizes)
@@ -233,7 +202,7 @@ class Net:
         return module
 
     def init(self, seed: int) -> Tensor:
-        """A freshly drawn row [P].
+        """A newly drawn row [P].
 
         torch's global random state is neither read nor changed.
         """
@@ -259,9 +228,9 @@ class Net:
     def split(self, row: Tensor, *patterns: str) -> tuple[Tensor, Tensor]:
         """A model's columns in two parts: shared [..., P - K] and private [..., K].
 
-        Private are the parameters whose names match; without patterns, the head. `join`
-        puts the parts of `row` [..., P] together again. An upload or download of the
-        shared part alone counts as so many numbers.
+        The private columns are the parameters whose names match a pattern; without
+        patterns, the head. `join` puts the parts of `row` [..., P] together again. An
+        upload or download of the shared part alone counts as P - K numbers.
         """
         self._check(row)
         shared, private = self._columns(patterns)
@@ -302,7 +271,7 @@ class Net:
         They are those of this thread's copy of the module.
         """
         bound_names = {*self.names, *self.buffer_names}
-        tensors = _named_tensors(self._bound().module)
+        tensors = named_tensors(self._bound().module)
         return [tensor for name, tensor in tensors.items() if name not in bound_names]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -341,19 +310,19 @@ class Net:
         """Scores of the model with parameters `row` [P] on a batch `x` [B, ...]."""
         self._check(row)
         bound = self._bound()
-        _bind(bound.params, bound.cut(row))
+        bind_tensors(bound.params, bound.cut(row))
         return self.forward_bound(x)
 
     def leaves(self, row: Tensor) -> list[Tensor]:
         """The parameters as leaf views of `row` [P].
 
-        They stay bound in this thread until its next call of the net, for
-        `forward_bound`. A training loop that moves the row in place need not cut the
-        row in every step, nor join the pieces of its gradient.
+        They stay bound in this thread until the thread's next call of the net, so that
+        `forward_bound` computes with them. A training loop that moves the row in place
+        need not cut the row in every step, nor join the pieces of its gradient.
         """
         bound = self._bound()
         leaves = [piece.requires_grad_() for piece in bound.cut(row.detach())]
-        _bind(bound.params, leaves)
+        bind_tensors(bound.params, leaves)
         return leaves
 
     def forward_bound(self, x: Tensor) -> Tensor:
@@ -362,7 +331,7 @@ class Net:
         if bound.module.training != forward_state.train:
             bound.module.train(forward_state.train)
         if bound.buffers:
-            _bind(bound.buffers, self._buffer_pieces())
+            bind_tensors(bound.buffers, self._buffer_pieces())
         forward_state.random_layer = 0
         scores = bound.module(x)
         if bound.buffers and forward_state.train:
@@ -374,10 +343,10 @@ class Net:
         return scores  # type: ignore[no-any-return]
 
     def _buffer_pieces(self) -> list[Tensor]:
-        """The float buffers of a forward pass in their shapes, as copies.
+        """Copies of the float buffers of a forward pass, in their shapes.
 
-        Under vmap, batch norm writes into contiguous tensors alone, and silently not
-        into views.
+        They are copies because batch norm under vmap writes into contiguous tensors
+        only. Into a view it writes nothing, and raises no error.
         """
         row = self.b0 if forward_state.buffers is None else forward_state.buffers
         pieces = zip(row.split(self.buffer_sizes), self.buffer_shapes, strict=True)
@@ -399,13 +368,13 @@ class Net:
     def head(self, row: Tensor, z: Tensor) -> Tensor:
         """The head's scores on features `z` [B, H].
 
-        `row` is a whole row [P] or the head's part of it.
+        `row` is a whole row [P] or the head's columns of it.
         """
         columns = self.head_slice
         is_head_row = row.shape[-1] == columns.stop - columns.start
         bound = self._bound("head")
         head_row = row if is_head_row else row[columns]
-        _bind(bound.params, bound.cut(head_row))
+        bind_tensors(bound.params, bound.cut(head_row))
         bound.module.train(forward_state.train)
         return bound.module(z)  # type: ignore[no-any-return]
 
@@ -427,7 +396,7 @@ class Net:
 
     @property
     def classes(self) -> int:
-        """How many scores the head gives."""
+        """Number of scores that the head gives."""
         return int(self.module.get_submodule(self.head_name or "").out_features)  # type: ignore
 
     def loss(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -446,31 +415,35 @@ class Net:
         return self.loss_fn(scores, y)
 
     # inside -----------------------------------------------------------------
-    def _bound(self, part: str = "whole") -> _BoundModule:
+    def _bound(self, part: str = "whole") -> BoundModule:
         """This thread's copy of the whole module, or of its "head"."""
-        bound: _BoundModule | None = self._threads.__dict__.get(part)
+        bound: BoundModule | None = self._threads.__dict__.get(part)
         if bound is None:
             if part == "head":
                 module = self.module.get_submodule(self.head_name or "")
                 head_names = [name for name in self.names if self._in_head(name)]
                 names = [name.removeprefix(self._prefix) for name in head_names]
-                bound = _BoundModule(module, names, [])
+                bound = BoundModule(module, names, [])
             else:
-                bound = _BoundModule(self.module, self.names, self.buffer_names)
+                bound = BoundModule(self.module, self.names, self.buffer_names)
             self._threads.__dict__[part] = bound
         return bound
 
     @property
     def _prefix(self) -> str:
+        """The beginning of the names of the head's parameters."""
         return f"{self.head_name}." if self.head_name else ""
 
     def _in_head(self, name: str) -> bool:
+        """True for a parameter of the head."""
         return self.head_name is not None and name.startswith(self._prefix)
 
     def _build_module(self, seed: int) -> nn.Module:
+        """A new module, whose weights are drawn by `seed`."""
         with IsolatedDraws(seed):
             if isinstance(self.build, nn.Module):
-                # `apply` resets the children first: a parent has the last word.
+                # `apply` resets children before their parent, whose own
+                # `reset_parameters` may change what theirs have drawn.
                 return copy.deepcopy(self.build).apply(_reset)
             module = self.build() if callable(self.build) else self.build
         if not isinstance(module, nn.Module):
@@ -502,7 +475,7 @@ class Net:
         return linear[-1] if linear else None
 
     def _is_called_last(self, name: str) -> bool:
-        """Whether the last `nn.Linear` is in plain `nn.Sequential`s alone.
+        """True where all modules around the last `nn.Linear` are plain `nn.Sequential`.
 
         Their order of registration is the order of the calls.
         """
@@ -536,6 +509,7 @@ class Net:
                 return
 
     def _check(self, row: Tensor) -> None:
+        """Raises ValueError for a row of another length."""
         if row.shape[-1] != self.size:
             raise ValueError(
                 f"row: expected {self.size} parameters for this model, got "
@@ -556,6 +530,7 @@ def _reset(m: nn.Module) -> None:
 
 
 def _copy_module(module: nn.Module) -> nn.Module:
+    """A copy of a module; raises ValueError where it cannot be copied."""
     try:
         return copy.deepcopy(module)
     except RuntimeError as e:
@@ -566,88 +541,3 @@ def _copy_module(module: nn.Module) -> nn.Module:
             "torch.nn.utils.parametrizations.weight_norm, and keep no computed tensors "
             "in the model."
         ) from e
-
-
-# what cannot be trained -------------------------------------------------------
-
-
-def _check_weights(module: nn.Module) -> None:
-    """Raises ValueError unless parameters are trained, all of one dtype."""
-    if any(is_lazy(p) for p in (*module.parameters(), *module.buffers())):
-        raise ValueError(
-            "build: the model has lazy layers, whose sizes are not known yet; give it "
-            "a batch first, or name the sizes."
-        )
-    if any(p.is_meta for p in (*module.parameters(), *module.buffers())):
-        raise ValueError(
-            "build: the model is on the device 'meta', which holds no numbers; make it "
-            "on the CPU, outside of torch.device('meta')."
-        )
-    dtypes = {str(p.dtype) for p in module.parameters() if p.requires_grad}
-    if not dtypes:
-        raise ValueError(
-            "build: the model has no trainable parameter; set requires_grad on what "
-            "should be trained."
-        )
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"build: parameters have dtypes {sorted(dtypes)}; convert the model to "
-            "one, for example model.float()."
-        )
-
-
-def _check_layers(module: nn.Module) -> None:
-    """Raises ValueError for layers that clients cannot train.
-
-    Threads share torch's global generator, so the results of layers that draw from it
-    would not repeat.
-    """
-    for name, m in module.named_modules():
-        layer = f"model: {name or 'the module'}"
-        is_random = isinstance(m, RANDOM_MODULES) and type(m) is not nn.Dropout
-        if is_random and getattr(m, "p", 1) != 0:
-            raise ValueError(
-                f"{layer} is nn.{type(m).__name__}, which draws from the global "
-                "generator; use pflcore.nn.Dropout, which draws from the client's own."
-            )
-        if isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout > 0:
-            raise ValueError(
-                f"{layer} drops out with the global generator; set its dropout to 0."
-            )
-        if isinstance(m, nn.SyncBatchNorm):
-            raise ValueError(
-                f"{layer} is nn.SyncBatchNorm, which makes one batch of several "
-                "processes', and clients share none; give the model before "
-                "convert_sync_batchnorm, with nn.BatchNorm1d, 2d or 3d."
-            )
-        if isinstance(m, _BatchNorm) and m.track_running_stats and m.momentum is None:
-            raise ValueError(
-                f"{layer} averages its statistics by an integer count, which no policy "
-                "can share; give it a momentum."
-            )
-
-
-def _check_hooks(module: nn.Module) -> None:
-    """Raises ValueError for what the clients' copies of a model would not have.
-
-    These are hooks of parameters, and a `forward` that holds the original.
-    """
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(
-            "model: a scripted or traced module takes no parameters of a client; give "
-            "the module that it was made of."
-        )
-    for name, p in module.named_parameters():
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"model: parameter {name!r} has a gradient hook, which clients' copies "
-                "would not run; put what it does into the forward pass."
-            )
-    for name, m in module.named_modules():
-        forward = vars(m).get("forward")
-        if forward is not None and getattr(forward, "__self__", None) is not m:
-            raise ValueError(
-                f"model: {name or type(m).__name__} was given a forward of its own, "
-                "which may hold the original's parameters and not a client's; write it "
-                "as a method of a class, and of a compiled module give its _orig_mod."
-            )

@@ -3,7 +3,11 @@
 They come from a counter (splitmix64), not from the state of a generator. So the numbers
 of all clients are drawn at once, in any order and on any number of workers, and a
 client's numbers do not depend on which other clients take part.
+
+Symbols: S clients, or seeds. A word is 64 random bits.
 """
+
+from __future__ import annotations
 
 import hashlib
 from typing import Any
@@ -33,16 +37,17 @@ def seed_of(*key: object) -> int:
 
 
 class IsolatedDraws(TorchDispatchMode):
-    """Draws without a generator come from one of this thread's own inside.
+    """Context in which torch draws from a generator of this thread.
 
-    They are those after `torch.manual_seed(seed)`. The generators that threads share
-    are left alone, so draws do not depend on what another thread does meanwhile.
+    This holds for draws that name no generator. They give the numbers that follow
+    `torch.manual_seed(seed)`. The generators that threads share are left alone, so
+    draws do not depend on what another thread does meanwhile.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
-        self.used: dict[str, torch.Generator] = {}  # by device
+        self.used: dict[str, torch.Generator] = {}  # generators of draws, by device
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -55,22 +60,25 @@ class IsolatedDraws(TorchDispatchMode):
         free_arguments = func._schema.arguments[len(args) :]
         if any(argument.name == "generator" for argument in free_arguments):
             devices = [value.device for value in args if isinstance(value, Tensor)]
-            device = devices[0] if devices else kwargs.get("device") or "cpu"
-            if torch.device(device).type != "meta":
-                kwargs["generator"] = self._generator(torch.device(device))
+            device = torch.device(kwargs.get("device") or "cpu")
+            if devices:
+                device = devices[0]
+            if device.type != "meta":
+                kwargs["generator"] = self._generator(device)
         return func(*args, **kwargs)
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        """The generator of this device, which the first draw keeps."""
-        # Its device has an index, which "cuda" lacks: the two are one key.
+        """The generator of a device, which the first draw on that device makes."""
+        # A generator's device has an index, so "cuda" and "cuda:0" are one key.
         new = torch.Generator(device).manual_seed(self.seed)
         return self.used.setdefault(str(new.device), new)
 
 
 def _with_generator_argument(func: Any) -> Any:
-    """The overload of a random op that takes a generator, or `func` if it has none.
+    """The overload of a random op that takes a generator.
 
-    Ops that make a tensor, such as `torch.randn`, take it in an overload alone.
+    Ops that make a tensor, such as `torch.randn`, take a generator in one of their
+    overloads only. `func` is returned where there is no such overload.
     """
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return func
@@ -79,14 +87,18 @@ def _with_generator_argument(func: Any) -> Any:
 
 
 def generator_of(*key: object) -> torch.Generator:
-    """A torch generator for a key, for draws that happen once a round."""
+    """A torch generator for a key, for draws that happen once a round.
+
+    Making a generator takes longer than the functions below, which draw for all clients
+    at once.
+    """
     return torch.Generator().manual_seed(seed_of(*key))
 
 
 def mix64(z: U64) -> U64:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014).
+    """Each word of `z` after the finaliser of splitmix64 (Steele, Lea, Flood 2014).
 
-    It is a bijection of 64-bit words whose output bits look independent.
+    The finaliser is a bijection of 64-bit words whose output bits look independent.
     """
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -94,22 +106,22 @@ def mix64(z: U64) -> U64:
 
 
 def client_seeds(ids: npt.ArrayLike, *key: object) -> U64:
-    """One word per client [S] for this key (the run's seed, the round, the stream)."""
+    """A word for each client [S] and this key, such as (seed, round, stream)."""
     counters = np.asarray(ids, np.uint64) + np.uint64(1)
     return mix64(np.uint64(seed_of(*key)) + GOLDEN_GAMMA * counters)
 
 
 def random_words(seeds: U64, count: int) -> U64:
-    """`count` random words for each seed, [S, count]."""
+    """Random words of each seed, [S, count]."""
     counters = np.arange(1, count + 1, dtype=np.uint64)
     return mix64(seeds[:, None] + GOLDEN_GAMMA * counters)
 
 
 def client_shuffles(seeds: U64, sizes: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """For each client a permutation of its `sizes[i]` positions, [S, max size].
+    """A random permutation of each client's `sizes[i]` positions, [S, max size].
 
-    It is 0 beyond a client's size. Random keys are sorted, with their positions in the
-    low bits.
+    A row is 0 beyond its client's size. The rows are random keys that have their
+    positions in the low bits and are then sorted.
     """
     size = np.asarray(sizes, np.int64)
     longest = int(size.max())
@@ -121,7 +133,8 @@ def client_shuffles(seeds: U64, sizes: npt.ArrayLike) -> npt.NDArray[np.int64]:
     keys = random_words(seeds, longest)
     keys &= ~position_mask
     keys |= np.arange(longest, dtype=np.uint64)
-    np.putmask(keys, is_outside, ~np.uint64(0))  # the largest key is sorted to the end
+    # The largest key is sorted to the end of the row.
+    np.putmask(keys, is_outside, ~np.uint64(0))
     keys.sort(axis=1)
     keys &= position_mask
     np.putmask(keys, is_outside, np.uint64(0))
@@ -129,14 +142,17 @@ def client_shuffles(seeds: U64, sizes: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
 
 def draw_without_replacement(n: int, count: int, *key: object) -> Tensor:
-    """`count` of the numbers 0..n-1 without replacement, int64 [count].
+    """Draws `count` of the numbers 0..n-1 without replacement, int64 [count].
 
-    They are in the order of their draw. The work grows with `count`, not with `n`.
+    The numbers are in the order of their draw. Where `count` is much smaller than `n`,
+    the work grows with `count` and not with `n`.
     """
     seeds = np.asarray([seed_of(*key)], np.uint64)
     if 4 * count >= n:
+        # Most draws of single numbers would meet a number that was drawn before.
         order = random_words(seeds, n)[0].argsort(kind="stable")
         return torch.from_numpy(order[:count])
+    # On average at most a quarter of these draws are repetitions.
     draws = 2 * count + 8
     while True:
         # A longer draw begins with the numbers of the shorter one.
@@ -148,9 +164,10 @@ def draw_without_replacement(n: int, count: int, *key: object) -> Tensor:
 
 
 def client_uniforms(seeds: U64, count: int) -> Tensor:
-    """`count` numbers per seed, float32 [S, count], uniform on the interval (0, 1).
+    """Uniform random numbers of each seed, float32 [S, count].
 
-    The interval is open.
+    They lie in the open interval (0, 1).
     """
+    # float32 has 24 bits of precision. The half keeps the numbers off 0 and 1.
     high_bits = (random_words(seeds, count) >> np.uint64(40)).astype(np.float32)
     return torch.from_numpy((high_bits + np.float32(0.5)) * np.float32(2.0**-24))

@@ -1,13 +1,16 @@
 """GRU, LSTM and RNN in elementary operations, which vmap supports.
 
-torch's own layers are one operation without a rule for vmap. Client after client, a
-small model spends most of its time around their arithmetic. A call for one client still
-goes to torch's layer, and so does one with packed sequences, with first states, with
-projections or with dropout.
+torch's own layers are one operation each, which has no rule for vmap. Without vmap, one
+client after another, a small model spends most of its time outside of their arithmetic.
+
+torch's layer still computes a call for a single client, and a call with packed
+sequences, initial states, projections or dropout.
 
 Symbols: T steps of a sequence; B samples; I inputs; H hidden features; x the input, h
 the hidden state, c the cell state of an LSTM.
 """
+
+from __future__ import annotations
 
 from typing import Any
 
@@ -22,8 +25,13 @@ State = tuple[Tensor, ...]  # h [B, H], and an LSTM's c [B, H]
 
 
 class _Unrolled(nn.RNNBase):
-    # (x, h, state) -> the next state. x and h are the gates' products with the input
-    # and with the last hidden state, each with its bias.
+    """A recurrent layer whose forward pass is a loop over the steps of a sequence.
+
+    A subclass has `cell(x, h, state)`, which returns the next state. Its `x` and `h`
+    are the gates' products with the input and with the last hidden state, each with its
+    bias.
+    """
+
     cell: Any
 
     def forward(self, x: Any, hx: Any = None) -> Any:
@@ -33,8 +41,10 @@ class _Unrolled(nn.RNNBase):
             return super().forward(x, hx)
         if self.batch_first:
             x = x.transpose(0, 1)
-        last_states: list[State] = []  # layer by layer, forwards before backwards
-        for layer in range(self.num_layers):  # x is [T, B, I]
+        # Here x is [T, B, I]. The states are in torch's order: layer by layer, forwards
+        # before backwards.
+        last_states: list[State] = []
+        for layer in range(self.num_layers):
             output, state = self._run_direction(x, f"_l{layer}", step=1)
             outputs = [output]
             last_states.append(state)
@@ -52,9 +62,10 @@ class _Unrolled(nn.RNNBase):
     def _run_direction(
         self, x: Tensor, suffix: str, step: int
     ) -> tuple[Tensor, State]:  # [T, B, H]
-        """h after each step of a sequence, and the state after the last step.
+        """The hidden states h of all steps, and the state after the last step.
 
-        A `step` of -1 goes backwards.
+        A `step` of 1 goes forwards through the sequence, and -1 backwards. `suffix`
+        ends the names of the weights.
         """
         weight_x: Any = getattr(self, f"weight_ih{suffix}")
         weight_h: Any = getattr(self, f"weight_hh{suffix}")
@@ -63,9 +74,12 @@ class _Unrolled(nn.RNNBase):
         zeros = x.new_zeros(x.shape[1], self.hidden_size)
         state: State = (zeros, zeros) if self.mode == "LSTM" else (zeros,)
         outputs = []
+        # The products with the input do not depend on the state, so all steps have them
+        # by one matrix product.
         for x_step in F.linear(x, weight_x, bias_x).unbind(0)[::step]:
             state = self.cell(x_step, F.linear(state[0], weight_h, bias_h), state)
             outputs.append(state[0])
+        # Backwards, the last step of the sequence comes first.
         return torch.stack(outputs[::step]), state
 
 
@@ -76,7 +90,8 @@ class _RNN(_Unrolled, nn.RNN):
 
 class _GRU(_Unrolled, nn.GRU):
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
-        # The columns are those of the gates reset and update, then of the new state.
+        # The columns are those of the gates "reset" and "update", then of the new
+        # state.
         gates = 2 * self.hidden_size
         sums = x[..., :gates] + h[..., :gates]
         reset, update = sums.sigmoid().chunk(2, -1)
@@ -100,9 +115,9 @@ UNROLLED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def unroll_recurrent(module: nn.Module) -> None:
-    """Changes the class of recurrent layers inside `module`; their parameters stay.
+    """Changes the class of the recurrent layers in `module`, in place.
 
-    The module must be a copy that belongs to the caller alone.
+    Their parameters stay. The module must be a copy that belongs to the caller alone.
     """
     for layer in module.modules():
         layer.__class__ = UNROLLED.get(type(layer), type(layer))

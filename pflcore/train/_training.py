@@ -1,8 +1,10 @@
 """The options of local training, and the step size of every round.
 
-All step sizes are computed before the first round, from a function or from a scheduler
-of torch.
+A schedule gives the step size of every round: a function, or a scheduler of torch,
+which a run plays from the first round to the last before it needs the first of them.
 """
+
+from __future__ import annotations
 
 import inspect
 import math
@@ -26,22 +28,30 @@ from pflcore.check import (
     check_fields,
 )
 
-Schedule = Callable[[int, int], float] | Callable[[Optimizer], LRScheduler]
+RoundSchedule = Callable[[int, int], float]  # (round, rounds) -> factor of lr
+SchedulerMaker = Callable[[Optimizer], LRScheduler]
 SCHEDULE_TEXT = (
     "a function of (round, rounds) that multiplies lr, or one of an optimizer that "
     "makes a scheduler of torch's, such as lambda optimizer: "
     "CosineAnnealingLR(optimizer, T_max=20)"
 )
+Schedule = Annotated[
+    RoundSchedule | SchedulerMaker, Expectation(SCHEDULE_TEXT, callable)
+]
+# The defaults of `torch.optim.AdamW`.
 DEFAULT_BETAS = (0.9, 0.999)
-DEFAULT_EPS = 1e-8  # AdamW's, as torch has them by default
+DEFAULT_EPS = 1e-8
 
 
 def _are_betas(value: Any) -> bool:
-    pair = isinstance(value, tuple | list) and len(value) == 2
-    numbers = pair and all(
-        isinstance(b, Real) and not isinstance(b, bool) for b in value
-    )
-    return bool(numbers) and all(0 <= b < 1 for b in value)
+    """True for a pair of numbers from 0 to below 1."""
+    is_pair = isinstance(value, tuple | list) and len(value) == 2
+    return is_pair and all(_is_number(beta) and 0 <= beta < 1 for beta in value)
+
+
+def _is_number(value: Any) -> bool:
+    """True for a real number. Python counts True and False as numbers, too."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 Betas = Annotated[
@@ -51,9 +61,9 @@ Betas = Annotated[
 
 @lru_cache(maxsize=64)
 def learning_rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, ...]:
-    """The step size of each round, 1 to `rounds`.
+    """The step sizes of the rounds 1 to `rounds`.
 
-    Raises ValueError in one sentence where `schedule` gives none.
+    Raises ValueError where `schedule` fails, or gives a number that is no step size.
     """
     rates: list[float] = []
     try:
@@ -65,7 +75,7 @@ def learning_rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, .
         # A user's code may raise anything. OneCycleLR, for example, ends after some
         # rounds, and so does a list of factors.
         hint = ""
-        if _takes_one(schedule) and not inspect.isclass(schedule):
+        if _makes_scheduler(schedule) and not inspect.isclass(schedule):
             hint = (
                 "; a function of one argument is given an optimizer, so of the round "
                 "alone write lambda round, rounds: ..."
@@ -81,7 +91,7 @@ def _learning_rates(
     function: Callable[..., Any], lr: float, rounds: int
 ) -> Iterator[Any]:
     """The step sizes, round by round, as the user's function gives them."""
-    if not _takes_one(function):
+    if not _makes_scheduler(function):
         for round in range(1, rounds + 1):
             yield float(function(round, rounds)) * lr
         return
@@ -103,54 +113,62 @@ def _learning_rates(
                 scheduler.step()
 
 
-def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether a schedule takes one argument, an optimizer, and not (round, rounds)."""
+def _makes_scheduler(function: Callable[..., Any]) -> bool:
+    """True where a schedule takes an optimizer, and not (round, rounds)."""
     try:
         inspect.signature(function).bind(1, 1)
     except TypeError:
         return True
+    # Most classes of schedulers take more arguments than the optimizer.
     return inspect.isclass(function)
 
 
 @dataclass(frozen=True)
 class Training:
-    """How every client trains. These options belong to the run, not to an algorithm.
+    """Options of local training, which are the same for every client.
 
-    `lr` is the step size of round 1, and without a `schedule` of all rounds. A
-    `schedule` is one of these:
+    They belong to the run, not to an algorithm. An algorithm adds its terms to the
+    gradient after clipping, and before the optimizer sees it. Columns that it masks
+    never move. An algorithm whose formula holds for SGD's steps alone rejects AdamW.
 
-    - a function of (round, rounds), whose result multiplies `lr`
-    - a function of an optimizer that makes a scheduler of torch, which takes one step a
-      round: `lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)`
-
-    `local_optimizer` is SGD or AdamW; its moments start at zero in every round. AdamW
-    has the formula of `torch.optim.AdamW` with its `betas` and `eps`. Its weight decay
-    is decoupled from the gradient, and it needs an lr some hundred times smaller.
-
-    A method adds its terms to the gradient after clipping, and before the optimizer
-    sees it. Columns that it masks never move. A method whose formula holds for SGD's
-    steps alone rejects AdamW in one sentence.
+    Args:
+        lr: Step size of round 1, and without a schedule that of all rounds. AdamW needs
+            one that is some hundred times smaller than that of SGD.
+        batch_size: Samples of a minibatch.
+        epochs: Local epochs of a round.
+        momentum: Momentum of SGD. Its buffer starts at zero in every round.
+        weight_decay: Added to the gradient as weight_decay * w by SGD. That of AdamW is
+            decoupled from the gradient.
+        drop_last: Leave out the last minibatch where it is smaller than the others.
+            Otherwise one of a single sample, on which a model (batch norm) cannot
+            train, joins the one before it.
+        reshuffle: Shuffle the samples anew in every epoch; False: one order of the
+            samples for the whole run.
+        schedule: Step sizes of the rounds. It is a function of (round, rounds), whose
+            result multiplies lr, or a function of an optimizer that makes a scheduler
+            of torch, such as `lambda optimizer: CosineAnnealingLR(optimizer,
+            T_max=20)`. The scheduler takes one step a round.
+        local_optimizer: Optimizer of each client. The moments of AdamW start at zero in
+            every round, and its formula is that of `torch.optim.AdamW`.
+        clip_grad: Largest Euclidean norm of a minibatch's gradient; a longer gradient
+            is shortened to it. None: gradients of any length.
+        betas: Decay rates of AdamW's means of the gradient and of its square; None: 0.9
+            and 0.999.
+        eps: Number that AdamW adds to the root of the mean square; None: 1e-8.
     """
 
-    # step size of round 1
     lr: NonNegativeFloat = 0.1
-    # samples of a minibatch
     batch_size: PositiveInt = 32
-    # local epochs of a round
     epochs: PositiveInt = 1
-    momentum: Momentum = 0.0  # its buffer starts at zero in every round
-    # added to the gradient as weight_decay * w; AdamW: decoupled
+    momentum: Momentum = 0.0
     weight_decay: NonNegativeFloat = 0.0
-    # leave out the last minibatch where it is smaller than the others; one of a single
-    # sample, on which a model (batch norm) cannot train, joins the one before it
     drop_last: bool = False
-    reshuffle: bool = True  # False: one order of the samples for the whole run
-    schedule: Annotated[Schedule, Expectation(SCHEDULE_TEXT, callable)] | None = None
-    local_optimizer: Literal["sgd", "adamw"] = "sgd"  # of each client
-    # no minibatch's gradient is longer (Euclidean norm); None: any
+    reshuffle: bool = True
+    schedule: Schedule | None = None
+    local_optimizer: Literal["sgd", "adamw"] = "sgd"
     clip_grad: PositiveFloat | None = None
-    betas: Betas | None = None  # AdamW's, of mean and square; None: 0.9 and 0.999
-    eps: PositiveFloat | None = None  # AdamW's; None: 1e-8
+    betas: Betas | None = None
+    eps: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -1,10 +1,13 @@
-"""Checks whether model, data and loss fit together.
+"""Checks that model, data and loss fit together, and texts for those that do not.
 
-What does not fit raises MismatchError, whose text is one sentence in the user's words:
-what was given, what was expected, and what to do.
+Checks raise MismatchError. Its text is one sentence in the user's words, with the
+user's value, the expected one, and a remedy. Functions `explain_...` return the text
+for an error that was raised elsewhere.
 
 Symbols: B samples of a batch; C classes; x, y samples and labels or targets.
 """
+
+from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -26,8 +29,9 @@ from pflcore.train._losses import LOSSES, loss_name
 from pflcore.train._net import Net
 from pflcore.train._random import IsolatedDraws
 
-# Layers that compute something else in training mode than in evaluation mode.
+# Layers whose training mode differs from their evaluation mode.
 MODE_LAYERS = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, Dropout)
+# Attributes of a layer that say the width of its input.
 WIDTH_ATTRIBUTES = ("in_features", "in_channels", "num_features", "input_size")
 # Losses of targets -1 and 1.
 SIGNED_LOSSES = (
@@ -41,7 +45,8 @@ SIGNED_LOSSES = (
 class MismatchError(ValueError, TypeError):
     """Model, data and loss do not fit together.
 
-    The text is the whole sentence. It is a TypeError too, since dtypes are a reason.
+    The text is the whole sentence. The error is a TypeError too, since dtypes may be
+    the reason.
     """
 
 
@@ -57,7 +62,7 @@ class NoBatchAxis(MismatchError):
 
 
 def check_torch_modes() -> None:
-    """Raises MismatchError for modes of torch that change every new tensor."""
+    """Raises MismatchError for global modes of torch that would change a training."""
     device = torch.get_default_device()
     if device.type != "cpu":
         raise MismatchError(
@@ -78,7 +83,7 @@ def check_torch_modes() -> None:
 
 
 def check_dtypes(net: Net, data: Federation) -> None:
-    """Raises MismatchError where dtypes, or targets of -1 and 1, do not fit."""
+    """Raises MismatchError where dtypes or signs of targets do not fit."""
     if net.dtype not in (torch.float32, torch.float64):
         raise MismatchError(
             f"model: its parameters are {net.dtype}, in which small steps are lost; "
@@ -95,7 +100,7 @@ def check_dtypes(net: Net, data: Federation) -> None:
 
 
 def _check_signed_targets(net: Net, data: Federation) -> None:
-    """Raises MismatchError where a loss of targets -1 and 1 gets others.
+    """Raises MismatchError where a loss of targets -1 and 1 gets other targets.
 
     A label 0 would add nothing to such a loss.
     """
@@ -109,7 +114,10 @@ def _check_signed_targets(net: Net, data: Federation) -> None:
 
 
 def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
-    """Checks the model's outputs against the labels, as far as the loss is known."""
+    """Raises MismatchError where the model's outputs do not fit the targets.
+
+    Losses of pflcore are known, so their targets are checked in detail.
+    """
     if not isinstance(scores, Tensor):
         raise MismatchError(
             "model: expected its forward pass to give one tensor of scores, got a "
@@ -140,7 +148,11 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
 
 
 def loss_argument_form(net: Net, scores: Tensor, y: Tensor) -> ArgumentForm:
-    """The form in which a user's loss takes one score for each target."""
+    """The form in which a loss takes one score for each target.
+
+    Raises MismatchError where the loss gives different values for scores in their own
+    shape and in that of the targets, and neither value is shown to be wrong.
+    """
     shape = list(scores.shape)
     targets = list(y.shape)
     is_ours = net.loss_fn in LOSSES.values()
@@ -179,7 +191,10 @@ def _check_void_labels(net: Net, data: Federation, scores: Tensor, y: Tensor) ->
 
 
 def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> None:
-    """Checks the targets of a named loss that compares numbers one by one."""
+    """Raises MismatchError where targets do not fit a loss of single numbers.
+
+    Such a loss compares outputs and targets one by one.
+    """
     outputs = scores[0].numel()
     targets = y[0].numel()
     has_steps = scores.dim() > 2 and y.dim() > 2
@@ -217,7 +232,7 @@ def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> No
 
 
 def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
-    """Checks the labels of the cross entropy against the model's outputs."""
+    """Raises MismatchError where labels do not fit the outputs, for cross entropy."""
     if scores.dim() != y.dim() + 1 or scores.shape[2:] != y.shape[1:]:
         raise MismatchError(
             "model: 'cross_entropy' takes scores [B, C] for labels [B], or [B, C, ...] "
@@ -253,7 +268,7 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
 
 
 def explain_loss_error(net: Net, scores: Tensor, y: Tensor, e: BaseException) -> str:
-    """Text of the error where the loss fails."""
+    """Text of the error `e`, which the loss raised."""
     remedy = ""
     if "BCE" in loss_name(net.loss_fn) and scores.numel() != y.numel():
         remedy = (
@@ -267,7 +282,7 @@ def explain_loss_error(net: Net, scores: Tensor, y: Tensor, e: BaseException) ->
 
 
 def check_loss(loss: Any) -> None:
-    """Checks that a loss is one number with a gradient."""
+    """Raises MismatchError unless a loss is one number with a gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = type(loss).__name__
         if isinstance(loss, Tensor):
@@ -295,7 +310,10 @@ def check_gradients(grads: Iterable[Tensor | None]) -> None:
 def explain_layer_error(
     name: str, m: nn.Module, inputs: Any, data: Federation, e: BaseException
 ) -> str:
-    """Text of the error where the forward pass fails in the layer `m`."""
+    """Text of the error `e`, which the forward pass raised in the layer `m`.
+
+    `inputs` are those of the layer; without a tensor the text names the samples.
+    """
     x: Any = next(iter(inputs), None)
     if not isinstance(x, Tensor):
         return (
@@ -316,6 +334,7 @@ def explain_layer_error(
 def _explain_embedding_error(
     layer: str, m: nn.Embedding, x: Tensor, data: Federation
 ) -> str:
+    """Text on the input of an embedding, which must be tokens that it has."""
     if x.is_floating_point():
         return (
             f"data: {layer} takes integers (tokens), and its input is {x.dtype}; give "
@@ -330,7 +349,7 @@ def _explain_embedding_error(
 def _explain_width_error(
     layer: str, m: nn.Module, x: Tensor, data: Federation, e: BaseException
 ) -> str:
-    """Text that names the layer's width, where the input has another one."""
+    """Text that names the layer's width, where the input has another width."""
     sample_shape = list(data.shape)
     shapes = f"an input of shape {list(x.shape)}, from samples of shape {sample_shape}"
     attributes = [name for name in WIDTH_ATTRIBUTES if hasattr(m, name)]
@@ -345,9 +364,9 @@ def _explain_width_error(
 
 
 def explain_impure_model(net: Net, x: Tensor, y: Tensor, mismatch: str) -> str:
-    """Text of the error where a module is no function of its parameters.
+    """Text of the error for a module that is no function of its parameters.
 
-    Causes that can be found are named first; the last text is for all others.
+    The text names the cause where one can be found, and otherwise the mismatch.
     """
     mode_mismatch = _explain_mode_mismatch(net, MODE_LAYERS)
     if mode_mismatch is not None:
@@ -357,7 +376,8 @@ def explain_impure_model(net: Net, x: Tensor, y: Tensor, mismatch: str) -> str:
     for train in (True, False):
         module.train(train)
         scores = []
-        for _ in range(3):  # a counter may begin with a pass that changes nothing
+        # Three passes, since a counter may begin with a pass that changes nothing.
+        for _ in range(3):
             net.load(module, net.w0, net.b0)
             with forward_context(train, None, seed), torch.no_grad():
                 scores.append(module(x))
@@ -383,7 +403,7 @@ def explain_impure_model(net: Net, x: Tensor, y: Tensor, mismatch: str) -> str:
 
 
 def _explain_mode_mismatch(net: Net, kinds: tuple[type[nn.Module], ...]) -> str | None:
-    """Text on the first submodule of these types whose mode is not the model's.
+    """Text on the first submodule of some types whose mode is not the model's.
 
     The model is examined as it is, and after `train()`.
     """
@@ -403,13 +423,13 @@ def _explain_mode_mismatch(net: Net, kinds: tuple[type[nn.Module], ...]) -> str 
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same values; NaN equals NaN."""
+    """True where two tensors have the same values; NaN equals NaN."""
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @contextmanager
 def reraise_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
-    """Raises an error inside as a MismatchError with the text `sentence(error)`.
+    """Context that raises errors as MismatchError with the text `sentence(error)`.
 
     A MismatchError, and running out of memory, are raised as they are.
     """
@@ -422,7 +442,7 @@ def reraise_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def run_without_global_draws(f: Callable[[], Tensor]) -> None:
-    """Raises MismatchError if `f` draws from torch's global generator.
+    """Calls `f`; raises MismatchError where it draws from torch's global generator.
 
     That generator stays as it was.
     """
@@ -437,7 +457,7 @@ def run_without_global_draws(f: Callable[[], Tensor]) -> None:
 
 
 def first_line(e: BaseException) -> str:
-    """An error's type and the first line of its text, which may be empty."""
+    """The type of an error and the first line of its text, if it has any."""
     if not str(e):
         return type(e).__name__
     return f"{type(e).__name__}, {str(e).splitlines()[0]}".rstrip(".")

@@ -1,4 +1,4 @@
-"""Threads that train clients on a CPU; results do not depend on their number."""
+"""Threads that train clients on a CPU. Results do not depend on their number."""
 
 from __future__ import annotations
 
@@ -15,16 +15,26 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Threads of one intra-op thread each.
+    """Threads that each let torch compute in one thread.
 
-    With two of them the bits of a convolution's gradient are others than with one.
+    If torch used two threads for one operation, the gradient of a convolution would
+    have other bits than with one.
+
+    Args:
+        count: The number of threads; by default the cores that this process may use. On
+            a GPU the calling thread does everything.
+        device: The device of the run.
+
+    Attributes:
+        count: The number of threads that compute.
+        calling_thread_only: True on a GPU.
     """
 
     def __init__(
         self, count: int | None = None, device: torch.device | str = "cpu"
     ) -> None:
-        # A GPU has one queue. Threads would take turns at it, and each would have to
-        # set its stream.
+        # A GPU works off one queue. Threads would only take turns at it, and each would
+        # have to set its stream.
         self.calling_thread_only = torch.device(device).type != "cpu"
         if self.calling_thread_only:
             count = 1
@@ -32,23 +42,31 @@ class Workers:
         self._threads: ThreadPoolExecutor | None = None
 
     def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
-        """`[f(i) for i in items]`; after an error nothing more is begun."""
+        """The results of `f` for each of `items`, in their order.
+
+        After an error no further item is begun, and the error is raised.
+        """
         if self.calling_thread_only:
             return [f(i) for i in items]
         if len(items) == 1 and torch.get_num_threads() == 1:
-            return [f(items[0])]  # another thread would gain nothing
+            # Another thread would gain nothing, and the calling one computes the same
+            # bits, since it is single-threaded, too.
+            return [f(items[0])]
         if self._threads is None:
             self._threads = self._start()
         return list(self._threads.map(f, items))
 
     def _start(self) -> ThreadPoolExecutor:
+        """Starts the threads, and sets up each of them once."""
         barrier = threading.Barrier(self.count)
 
         def set_up(_: int) -> None:
-            # The first call in a thread takes over the number of the process.
+            # The first call in a thread takes over the number of the process, and would
+            # undo a number that was set before it.
             torch.get_num_threads()
             torch.set_num_threads(1)
-            barrier.wait(60)  # so that no thread is set up twice
+            # A thread waits here until all have begun, so none is set up twice.
+            barrier.wait(60)
 
         threads = ThreadPoolExecutor(self.count, "pflcore")
         # `set_num_threads` also sets the number for new threads. `single_threaded`
@@ -59,7 +77,7 @@ class Workers:
 
 
 def _available_cores() -> int:
-    """The cores that this process may use.
+    """Number of cores that this process may use.
 
     Processes that torchrun started on one machine share its cores.
     """
@@ -71,9 +89,10 @@ def _available_cores() -> int:
 
 @contextmanager
 def single_threaded(wanted: bool = True) -> Iterator[None]:
-    """Lets torch use the calling thread alone inside.
+    """Context in which torch computes in the calling thread alone.
 
-    On a busy machine, waking other threads takes longer than small work.
+    On a busy machine, waking other threads takes longer than small work. Unless
+    `wanted`, nothing changes.
     """
     threads = torch.get_num_threads()
     if wanted and threads > 1:

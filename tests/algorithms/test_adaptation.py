@@ -1,4 +1,7 @@
-"""Models made each client's own at evaluation: fine-tuning, kNN-Per, Per-FedAvg."""
+"""Models that are adapted to each client at evaluation.
+
+They are those of fine-tuning, kNN-Per and Per-FedAvg.
+"""
 
 import math
 import warnings
@@ -43,7 +46,7 @@ from pflcore.simulation.round import RunConfig
 
 
 def served(s, rounds=3):
-    """FedAvg's state after some rounds, and what it sends everybody."""
+    """FedAvg's state after some rounds, and its download for all clients."""
     state, _ = after(FedAvg(), s, rounds)
     return state, {"x": state.server["x"].expand(s.data.n, -1)}
 
@@ -81,8 +84,10 @@ def test_golden_per_fedavg(variant, name, engine):
 
 
 def test_scaled_differences_are_right_in_float32():
-    """With the paper's delta the two points differ by less than float32 holds, where
-    the gradient is small and the step sizes large."""
+    """A scaled delta gives the right product where the paper's delta does not.
+
+    With small gradients, the two points of the paper's delta are equal in float32.
+    """
 
     def flat(scores, y):
         return 1e-5 * nn.functional.cross_entropy(scores, y)
@@ -103,15 +108,17 @@ def test_scaled_differences_are_right_in_float32():
 
 @ENGINES
 def test_exact_products_with_batch_norm(engine):
-    """Gradient of gradient through batch norm: as finite differences have it."""
+    """Gradients of gradients through batch norm agree with finite differences."""
     algs = (PerFedAvg(variant=how, alpha=0.3, delta=1e-6) for how in ("exact", "hf"))
     s = normal(engine=engine)
     close(*(after(alg, s)[0].server["x"] for alg in algs), 1e-6, 1e-7)
 
 
 def test_the_minibatches_of_per_fedavg_are_independent():
-    """Two samples with optima of their own, one a minibatch: two orders for D and two
-    for D' make four ways to go, D' = D only two."""
+    """Two orders for D and two for D' make four results; D' = D would make two.
+
+    There are two samples with different optima, one a minibatch.
+    """
     s = quadratics([[1.0]], [[0.0]], lr=0.3, start=[3.0], rows=2, noise=1.0)
     ways = set()
     for r in range(1, 60):
@@ -122,7 +129,7 @@ def test_the_minibatches_of_per_fedavg_are_independent():
 
 @pytest.mark.parametrize("alg", [PerFedAvg(steps=3), PFedMe()])
 def test_momentum_that_plays_no_part_is_said(alg):
-    """Nor does it at the evaluation."""
+    """A warning says so, and the models for evaluation are the same without it."""
     views = []
     for options in ({}, {"momentum": 0.9, "weight_decay": 0.5}):
         training = Training(lr=0.3, batch_size=4, **options)
@@ -143,7 +150,7 @@ GRID = FineTune(choose="client", lr_grid=(0.05, 0.5), finetune_epochs=4)
 
 @pytest.mark.parametrize("alg", [PerFedAvg(), FineTune(finetune_epochs=1), GRID])
 def test_nobody_adapts_on_test_data(alg):
-    """A widely used code takes its adaptation step on test batches, labels and all."""
+    """Other test samples and labels do not change the adapted models."""
     s = validated()
     _, down = served(s)
     x, y = s.data.x.clone(), s.data.y.clone()
@@ -185,8 +192,11 @@ def test_the_last_layer_alone_is_trained():
 
 
 def candidates(s, state, down):
-    """Each candidate's accuracy on validation [C, N] and its models [C, N, P]: no
-    fine-tuning first, then every length of each step size."""
+    """Each candidate's validation accuracies [C, N] and models [C, N, P].
+
+    The first candidate is no fine-tuning. Then comes each step size with each number of
+    epochs.
+    """
     tried = [
         FineTune(finetune_lr=lr, finetune_epochs=e)
         for lr in (0.05, 0.5)
@@ -203,7 +213,7 @@ def first_best(values):
 
 
 def test_each_client_gets_its_best_candidate_on_validation():
-    """The earliest of the best: accuracies on a few samples tie often."""
+    """Of candidates with equal accuracies, the earliest is taken."""
     s = validated(6)
     state, down = served(s)
     values, rows = candidates(s, state, down)
@@ -235,8 +245,7 @@ def test_a_client_without_validation_samples_takes_what_is_best_for_the_others()
 
 
 def one_lacks(engine, model, **how):
-    """A run of five clients, the second of which has no validation samples, after
-    two rounds."""
+    """A run of five clients after two rounds; the second has no validation samples."""
     gen = torch.Generator().manual_seed(0)
 
     def samples(n, turn):
@@ -316,7 +325,10 @@ def test_a_client_of_few_samples_votes_alike_beside_clients_of_many(kernel):
     golden("votes"),
 )
 def test_the_mixture_with_the_shared_model(scores, loss, y, options, expected):
-    """A model whose scores do not depend on x, so that only the vote does."""
+    """The mixture of votes and scores has golden values.
+
+    The model's scores do not depend on x, so that only the vote does.
+    """
     net = Net(nn.Linear(2, len(scores), dtype=F64), loss)
     w = torch.cat([torch.zeros(2 * len(scores)), t(scores)])
     labels = torch.from_numpy(np.array(y))
@@ -326,8 +338,7 @@ def test_the_mixture_with_the_shared_model(scores, loss, y, options, expected):
 
 @pytest.mark.parametrize("margin", [None, 0.0, 0.2])
 def test_knnper_is_accepted_where_it_beats_the_shared_model(margin):
-    """Small clients, and those whose validation samples do not speak for it, stay with
-    x: what each gets is what kNN-Per gives, or FedAvg."""
+    """Small clients, and those that it does not help, keep FedAvg's model."""
     s = validated(6)
     state, _ = served(s, 1)
     knn = KnnPer(k=3, lam=0.8)

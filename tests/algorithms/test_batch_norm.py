@@ -1,10 +1,12 @@
-"""Batch norm's running statistics: averaged as the models are mixed, local, or a
-cluster's own."""
+"""Batch norm's running statistics under each policy.
+
+They are averaged as the models are mixed, local, or a cluster's own.
+"""
 
 import pytest
 import torch
 import torch.nn as nn
-from doors import spread
+from entry_points import spread
 from parts.edges import normal
 from small import after, at_work, near, some
 
@@ -23,7 +25,7 @@ from pflcore.simulation.round import RunConfig, initial_state
 
 
 def trained(s, ids):
-    """The statistics of a first round of these clients."""
+    """The statistics after a first round of these clients."""
     return at_work(s, ids).fit(s.net.w0.expand(len(ids), -1)).buffers
 
 
@@ -38,8 +40,10 @@ def trained(s, ids):
     ],
 )
 def test_statistics_are_mixed_as_the_model_is(alg):
-    """Every client, present or not, has the mean with the model's own weights; the
-    bytes are counted."""
+    """All clients, also absent ones, get the mean with the model's weights.
+
+    The statistics' bytes are counted.
+    """
     s = normal()
     ids = [0, 2, 3]
     state, done = after(alg, s, [ids])
@@ -74,8 +78,7 @@ def test_statistics_follow_a_mixing_matrix(alg):
 
 
 class Chosen(FedAvg):
-    """Everybody's model is client 0's, but for the others of the cohort, who keep
-    their own."""
+    """FedAvg that mixes client 0's statistics for client 0, and none for the others."""
 
     dtype = torch.float64
 
@@ -114,8 +117,7 @@ def test_a_round_of_nobodys_statistics_is_void():
     "alg", [HypCluster(k=3), Ensemble(k=3), HypCluster(k=3, warmup_rounds=1)]
 )
 def test_each_cluster_has_statistics_of_its_own(alg):
-    """They are the mean of those who trained that model, and every model is judged
-    with its own."""
+    """A model's statistics are its clients' mean, and its losses use them."""
     s = normal()
     state, _ = after(alg, s, 3)
     x = state.server["x"]
@@ -137,7 +139,7 @@ def test_each_cluster_has_statistics_of_its_own(alg):
     + [("fedrep", "local")],
 )
 def test_a_runs_models_have_the_statistics_that_it_was_evaluated_with(name, policy):
-    """Also those of clients who never took part."""
+    """Clients that never took part have them, too."""
     s = normal((8,) * 6, lr=0.2, batch_size=4)
     options = {"rounds": 2, "participation": 0.34, "batch_norm": policy}
     run = Simulation(name, s.net, s.data, s.training, **options)

@@ -1,4 +1,4 @@
-"""HypCluster, which is IFCA, ensembles and clustered FL: their laws."""
+"""Properties of HypCluster (which is IFCA), ensembles and clustered FL."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_warm_start_trains_every_model_and_forgets_their_momentum():
 
 @pytest.mark.parametrize("optimizer", ["sgd", "heavy_ball", "adam"])
 def test_one_cluster_is_fedavg(optimizer):
-    """Its statistics of batch norm too."""
+    """Its model and its batch norm statistics are FedAvg's."""
     plain, _ = after(FedOpt(optimizer=optimizer), normal(), 3)
     for cls in (HypCluster, Ensemble):
         one, _ = after(cls(k=1, optimizer=optimizer), normal(), 3)
@@ -64,7 +64,7 @@ def test_centres_never_start_equal_and_seeds_follow_the_run():
 
 
 def test_models_of_an_ensemble_shuffle_apart():
-    """Two that start equal go different ways."""
+    """Two models that start equal are trained on different shuffles."""
     s = tiny(batch_size=4)
     state = initial_state(Ensemble(k=2), s.net, 3)
     state.server["x"][:] = s.net.w0
@@ -76,8 +76,7 @@ def test_models_of_an_ensemble_shuffle_apart():
 
 
 def test_clustered_fl_finds_nested_groups_with_absent_clients():
-    """Four groups on a line: two levels of splits, then rounds with a client
-    missing."""
+    """Four groups take two levels of splits, and stay when clients are absent."""
     target = [0.0, 100.0, 10.0, 110.0] * 3
     cohorts = [[i for i in range(12) if r <= 8 or i != r % 12] for r in range(1, 16)]
     alg = ClusteredFL(relative=True, first=2, eps1=0.3)
@@ -90,8 +89,10 @@ def test_clustered_fl_finds_nested_groups_with_absent_clients():
 
 
 def test_a_newcomer_finds_its_cluster():
-    """Two kinds of clients, whose labels differ by one: who comes later is served the
-    model of its kind, not the one before they parted."""
+    """A newcomer is served the model of its kind, not the one before the split.
+
+    There are two kinds of clients, whose labels differ by one.
+    """
     data = images((30,) * 6)
     alg = ClusteredFL(eps1=0.9, relative=True, first=1)
     run = Simulation(alg, tiny_model(), data, Training(lr=0.3, batch_size=10), rounds=6)

@@ -1,5 +1,8 @@
-"""What every algorithm of the registry owes its users: the checks of `pflcore.testing`,
-options that are what their annotations say, and what only we promise."""
+"""The contract of every algorithm of the registry.
+
+It passes the checks of `pflcore.testing`, its options are what their annotations say,
+and it sends as many models as its docstring says.
+"""
 
 import json
 import sys
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.user import Mine, simulation
 from small import swept
 from torch import nn
@@ -19,10 +22,10 @@ from pflcore.algorithms import ALGORITHMS, FedDWA, algorithm_of
 from pflcore.check import PositiveInt
 from pflcore.testing import check
 
-# where the defaults do not fit a federation of four small clients
+# Options for algorithms whose defaults do not fit a federation of four small clients.
 OPTIONS: dict[str, dict[str, Any]] = {
     "knnper": {"k": 3},
-    # else it draws, and nothing is asked of its clients' numbers
+    # With a smaller sample, it draws, and its clients' numbers are not checked.
     "fedala": {"sample": 1.0},
 }
 WEIGHTINGS = ("samples", "uniform")
@@ -74,7 +77,7 @@ def test_an_option_that_is_offered_plays_a_part(name, option, others):
         assert same is (getattr(case.given, option) == other)
 
 
-# an option, what is just outside of its bounds, and the last inside
+# An option, a value just outside of its bounds, and the last one inside.
 EDGES = """\
 apfl | alpha | 1.5 | 1
 apfl | alpha | -0.1 | 0
@@ -133,7 +136,7 @@ NO_ALGORITHMS = {
 
 @pytest.fixture
 def mine(monkeypatch):
-    """A module of somebody's own, of that name."""
+    """Makes a user's module of the name "mine"."""
     module = types.ModuleType("mine")
     module.Mine, module.number = Mine, 3
     monkeypatch.setitem(sys.modules, "mine", module)

@@ -1,6 +1,10 @@
-"""What a docstring says of an algorithm's tensors is what they are: the server's and
-the client's state, what goes down and what comes up, by name and shape."""
+"""The tensors of every algorithm are those that its docstring lists.
 
+Names and shapes are compared: of the server's and the client's state, of downloads and
+of uploads.
+"""
+
+import inspect
 import re
 import warnings
 from collections import defaultdict
@@ -35,7 +39,7 @@ def docstring(cls):
 
 
 def clause(cls, part):
-    """What the docstring says of one of the `PARTS`, with what it says to look up."""
+    """The docstring's words on one of the `PARTS`, with those that it refers to."""
     text = re.search(rf"\b{part}: (.*?)(?: · |\. |\.$)", docstring(cls))[1]
     classes = {c.__name__: c for one in ALGORITHMS.values() for c in one.__mro__}
     for name in re.findall(r"see `(\w+)`", text):
@@ -44,7 +48,7 @@ def clause(cls, part):
 
 
 def stated(cls, part):
-    """Name -> the shapes that the docstring gives it, each a list of words."""
+    """The shapes that the docstring gives each name; a shape is a list of words."""
     shapes = defaultdict(list)
     for names, shape in NAMED.findall(clause(cls, part)):
         for name in re.split(", | and ", names):
@@ -75,14 +79,14 @@ def shape_of(value):
 
 @cache
 def context():
-    """What all of them train on."""
+    """The federation and the options that all algorithms train with."""
     data = held_out(images([10, 15, 20, 10, 15, 20, 10], classes=3))
     training = Training(lr=0.1, batch_size=4)
     return make_setting(Net(layers(BATCH_NORM)), data, training, rounds=4, workers=1)
 
 
 def two_rounds(alg):
-    """What the hooks gave in two rounds: pairs of a part and its names' shapes."""
+    """The tensors of two rounds: pairs of a part and the shapes of its names."""
     seen = []
 
     def note(part, tensors, skip=0):
@@ -118,8 +122,7 @@ def two_rounds(alg):
 
 @cache
 def played(cls):
-    """The rounds of every variant: what was seen, and the sizes that letters stand
-    for."""
+    """The tensors of every variant's rounds, and the sizes that letters stand for."""
     rounds = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -141,8 +144,10 @@ def names(cls, part):
 
 
 def fits(words, shape, sizes):
-    """Whether a shape is what the words say; a letter met alone for the first time
-    takes its size, which it keeps."""
+    """True where a shape is the one that the words describe.
+
+    A letter that stands alone for the first time takes the size, and keeps it.
+    """
     if len(words) != len(shape):
         return False
     sizes_of_shape = dict(sizes)
@@ -193,3 +198,21 @@ def test_a_docstring_speaks_of_options_that_are_there(name):
     own = " ".join((cls.__doc__ or "").split())
     for option in ("server_lr", "weighting"):
         assert f"`{option}`" not in own or option in {f.name for f in fields(cls)}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_docstring_describes_each_option_of_its_class(name):
+    cls = ALGORITHMS[name]
+    bases = [c for c in cls.__mro__ if c.__module__.startswith("pflcore.")]
+    for base in bases:
+        entries = inspect.cleandoc(base.__doc__).partition("\nArgs:\n")[2]
+
+        got = re.findall(r"^    (\w+): ", entries, re.MULTILINE)
+        want = [name for name in inspect.get_annotations(base) if name != "traits"]
+
+        assert got == want, base
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_signature_names_its_types(name):
+    assert "Annotated[" not in str(inspect.signature(ALGORITHMS[name]))

@@ -1,9 +1,9 @@
-"""FactorizedWaffle: what stays with the client, both engines, evaluation."""
+"""FactorizedWaffle: the beliefs that stay with clients, both engines, evaluation."""
 
 import pytest
 import torch
 import torch.nn as nn
-from doors import strengths
+from entry_points import strengths
 from parts.factorized_waffle import federation, model, setting
 from small import after, near
 
@@ -15,8 +15,7 @@ from pflcore.simulation.round import RunConfig, initial_state
 
 @pytest.mark.parametrize("preset", ["recommended", "paper_literal"])
 def test_beliefs_never_leave_the_client(preset):
-    """What travels is the dictionary; the server keeps it, the uniform mean of the
-    factors."""
+    """Only the dictionary travels; the server's is the uniform mean of the factors."""
     seen = {}
 
     class Spy(FactorizedWaffle):
@@ -41,8 +40,7 @@ def test_beliefs_never_leave_the_client(preset):
 
 
 def test_a_cached_dictionary_is_the_clients_last_download():
-    """Section 2.3, without a connection: evaluated as if the server had stood still
-    since."""
+    """A client is evaluated as if the server had not changed since (section 2.3)."""
     s = setting()
     alg = FactorizedWaffle(dictionary="cached")
     state = initial_state(alg, s.net, 3)
@@ -67,7 +65,7 @@ def run_of(alg, rounds, **training):
 
 
 def test_a_server_with_more_factors_serves_what_it_served_and_goes_on():
-    """New factors add nothing at first, even where they are on; then they learn."""
+    """New factors add nothing at first, even where they are on; later they learn."""
     few, many = (
         run_of(FactorizedWaffle(ranks=ranks), rounds, lr=0.1, epochs=2)
         for ranks, rounds in (((4, 3), 2), ((7, 3), 4))
@@ -106,8 +104,7 @@ def test_a_simulation_factorizes_the_model():
 
 
 def test_it_learns_what_one_model_cannot():
-    """Half the clients with their labels turned: one model for all cannot be right,
-    private factors can."""
+    """Private factors fit clients with permuted labels, which one model cannot fit."""
     data = federation((60,) * 6)
     training = Training(lr=0.1, batch_size=10, epochs=5)
 

@@ -1,10 +1,10 @@
-"""FedDWA: golden values, what its weights must obey, and the rounds around them."""
+"""FedDWA: golden values, properties of its weights, and its rounds."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from doors import spread
+from entry_points import spread
 from parts.edges import normal
 from parts.rivals import GOLDEN
 from small import (
@@ -27,8 +27,7 @@ from pflcore.algorithms import FedDWA, FedDWAQP
 
 
 def mixed(alg, w, g):
-    """The server's models and its weights [N, N] after models `w` and guidance `g`
-    came in."""
+    """The server's models and weights [N, N] after uploads `w` and `g`."""
     changes, mix = alg.update(alg.init(w[0], len(w)), {"w": w, "g": g}, some(len(w)))
     return changes["x"].rows, spread(mix.weight, mix.index, len(w))
 
@@ -37,7 +36,7 @@ def mixed(alg, w, g):
     ("guidance", "name"), [("epoch", "epoch"), ("full_grad", "fullgrad")]
 )
 def test_golden_guidance_epoch_against_full_gradient(guidance, name):
-    """One epoch ahead and one gradient step ahead can choose opposite neighbours."""
+    """An epoch ahead and a gradient step ahead can choose opposite neighbours."""
     a9 = GOLDEN["A9_guidance_epoch_vs_fullgrad"]
 
     class Ordered:  # local training in the order that the golden values have
@@ -94,14 +93,16 @@ def test_qp_bridge_runs_from_eq15_to_eq12():
     assert eq15 > between > eq12
 
 
-# what the weights must obey ---------------------------------------------------
+# properties of the weights ----------------------------------------------------
 
 
 @pytest.mark.parametrize("long", [1, 1000], ids=["groups", "blocks"])
 @pytest.mark.parametrize("k", [1, 5, 99])
 def test_a_search_by_groups_changes_no_bit(k, long, monkeypatch):
-    """Clusters, copies of models, a guidance that is another's model; and a cohort of
-    many takes it by itself."""
+    """The bits are the same for clusters, copies of models, and others' models.
+
+    A large cohort is searched by groups without being told to.
+    """
     w = torch.randn(5, 67).repeat(8, 1) + 1e-3 * torch.randn(40, 67)
     w[30:35] = w[5:10]
     guide = w + 1e-3 * torch.randn(40, 67)
@@ -111,8 +112,8 @@ def test_a_search_by_groups_changes_no_bit(k, long, monkeypatch):
     assert all(
         map(torch.equal, FedDWA(k=k, search="groups").mixing_weights(guide, w), want)
     )
-    monkeypatch.setattr("pflcore.algorithms._relations.GROUP_SEARCH_MIN_CLIENTS", 40)
-    monkeypatch.setattr("pflcore.algorithms._relations.GROUP_SEARCH_MIN_COLUMNS", long)
+    monkeypatch.setattr("pflcore.algorithms._feddwa.GROUP_SEARCH_MIN_CLIENTS", 40)
+    monkeypatch.setattr("pflcore.algorithms._feddwa.GROUP_SEARCH_MIN_COLUMNS", long)
     monkeypatch.setattr(ops, "pairwise_sqdist", None)  # not all pairs
     assert all(map(torch.equal, FedDWA(k=k).mixing_weights(guide, w), want))
 
@@ -124,8 +125,7 @@ SIZES = (8, 11, 14, 17, 20, 23)
 
 @ENGINES
 def test_look_ahead_leaves_no_trace(engine):
-    """Whatever the guidance is, training, statistics and later shuffles are those of a
-    run that never looked ahead."""
+    """Training, statistics and later shuffles are those of a run without look ahead."""
     s = normal(SIZES, engine, momentum=0.5, batch_size=6)
     found = []
     for guidance in ("previous", "epoch", "steps", "full_grad"):
@@ -143,8 +143,10 @@ def test_look_ahead_leaves_no_trace(engine):
 
 
 def test_the_full_gradient_guidance_decays_as_training_does():
-    """With one batch a client the guidance is one more epoch of training, momentum from
-    zero and weight decay included."""
+    """With one batch a client, the guidance is one more epoch of training a step.
+
+    Its momentum starts at zero, and weight decay counts.
+    """
     s = double(tiny((6, 7), batch_size=32, momentum=0.5, weight_decay=0.3))
     w = s.net.w0.expand(2, -1)
     ahead = FedDWA(guidance="full_grad", lookahead=3).look_ahead(w, at_work(s))
@@ -152,8 +154,7 @@ def test_the_full_gradient_guidance_decays_as_training_does():
 
 
 def test_a_last_model_kept_by_the_client_is_the_servers_copy_and_is_uploaded():
-    """App. C.6: case i gives what case ii gives, for one more model of traffic, as a
-    guidance that is trained ahead."""
+    """Case i of App. C.6 gives the models of case ii, and uploads one model more."""
     s = tiny(SIZES)
     cohorts = ([0, 1, 2, 3], [1, 2, 5], [0, 1, 2, 3, 4, 5])
     guides = "kept", "epoch", "previous", "current"
@@ -165,7 +166,7 @@ def test_a_last_model_kept_by_the_client_is_the_servers_copy_and_is_uploaded():
 
 
 class Counting(nn.Module):
-    """A line, steeper by one after each batch that it was trained on."""
+    """A line that becomes steeper by one with each batch that it is trained on."""
 
     def __init__(self):
         super().__init__()

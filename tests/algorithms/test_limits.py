@@ -1,5 +1,7 @@
-"""Methods at the options where each is a simpler one: FedAvg, FedProx or local
-training."""
+"""Methods at options with which each is a simpler one.
+
+The simpler ones are FedAvg, FedProx and local training.
+"""
 
 import json
 
@@ -9,8 +11,8 @@ from small import after, double, near, tiny
 
 from pflcore.algorithms import ALGORITHMS
 
-# a method, what it keeps that is the other's model, the other, and where that is not
-# all: whether the steps are the very same, or batches are whole, without shuffles
+# A method, the tensor that is the other's model, and the other method. "same" says that
+# the bits are the same, "whole" that batches are whole, so that there are no shuffles.
 LIMITS = """\
 fedprox {"mu": 0} | x | fedavg {}
 qfedavg {"q": 0} | x | fedavg {}

@@ -1,5 +1,7 @@
-"""APFL, FedALA, FedFomo and L2C: golden values, and for each the law that its known
-bug breaks."""
+"""APFL, FedALA, FedFomo and L2C: golden values and properties.
+
+Each property is one that a known fault of other programs breaks.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from doors import views
+from entry_points import views
 from parts.edges import normal
 from parts.rivals import GOLDEN, close, fomo
 from small import (
@@ -78,7 +80,7 @@ def test_who_never_took_part_is_served_the_global_model():
 
 
 def test_the_first_time_ends():
-    """Where losses never settle, after `max_epochs` epochs."""
+    """It ends after `max_epochs` epochs, even if losses never settle."""
     calls: list[int] = []
 
     class Counted(FedALA):
@@ -97,8 +99,11 @@ def test_the_first_time_ends():
     "previous, candidates, before, after, want, raw", GOLDEN["fedfomo"]
 )
 def test_golden_fedfomo(previous, candidates, before, after, want, raw):
-    """Where nothing is better, at no distance, or has no loss: its own trained
-    model."""
+    """A client goes on from its own trained model where no other one counts.
+
+    A model does not count that is not better, that is at distance 0, or that has no
+    finite loss.
+    """
     new, up = fomo(FedFomo(), previous, candidates, before, after)
     for key in ("w", "old"):
         close(new[key], [want])
@@ -142,7 +147,7 @@ def test_fedfomo_downloads_the_best_models_and_explores():
 
 
 def test_fedfomo_does_not_take_a_model_that_was_not_sent():
-    """Row 0 would be the best for everybody, but -1 is nobody's number."""
+    """Row 0 would be best for both clients, but client 1 was sent -1: no model."""
     s = quadratics([[1.0], [1]], [[0.0], [0]], lr=0.0, rows=4)
     index = {"train": s.data.index["train"], "val": s.data.index["test"]}
     s = s._replace(data=replace(s.data, index=index))
@@ -175,8 +180,11 @@ def test_golden_l2c():
 
 
 def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
-    """However long it is absent: neither its own update nor its neighbours' are lost,
-    and its model rests meanwhile. At first everybody is alike, and that is FedAvg."""
+    """However long a client is absent, it mixes all updates of its last round.
+
+    Its model stays as it is meanwhile. In the first round all weights are equal, which
+    is FedAvg.
+    """
     s = validated()
     alg = L2C()
     state = joined(alg, s)
@@ -224,8 +232,10 @@ def test_a_simulation_holds_validation_data_out_by_itself(alg):
 
 @pytest.mark.parametrize("alg", [FedFomo(m=2), L2C()])
 def test_without_validation_data_nobody_is_drawn_anywhere(alg):
-    """A client with an empty validation split keeps its trained model (FedFomo) or its
-    logits (L2C)."""
+    """With an empty validation split, a client keeps its model or its logits.
+
+    FedFomo keeps the trained model, L2C the logits.
+    """
     s = validated(3)
     val = [rows[:0] if i == 1 else rows for i, rows in enumerate(s.data.index["val"])]
     s = s._replace(data=replace(s.data, index={**s.data.index, "val": val}))

@@ -24,7 +24,7 @@ def test_golden_fedamp_with_too_large_a_step():
     "count, alpha, warns", [(2, 1.0, False), (3, 1.0, True), (5, 0.25, False)]
 )
 def test_fedamp_warns_where_equal_models_would_weigh_more_than_all(count, alpha, warns):
-    """As they all are at first: alpha <= sigma / (N - 1) never does."""
+    """All models are equal at first; alpha <= sigma / (N - 1) never warns."""
     w = torch.ones(count, 6, dtype=torch.float64)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -48,7 +48,7 @@ def test_fedamp_reports_the_rounds_of_its_models_and_who_was_scaled_down():
 
 
 def test_fedamp_evaluates_the_trained_model_also_from_a_mixed_start():
-    """So running statistics stay with their client for either start."""
+    """Running statistics stay with their client, from either start."""
     alg = FedAMP(start="u")
     own, mixed = torch.zeros(2, 3), torch.ones(2, 3)
 
@@ -68,8 +68,10 @@ def test_sfl_of_another_graph_is_another():
 def test_feddwa_qp_tells_models_apart_that_are_a_millionth_of_the_way_to_the_guide(
     ridge, share
 ):
-    """The nearest point of two models' segment to the guide; the ridge makes an even
-    mix."""
+    """The mixture is the point of two models' segment that is nearest to the guide.
+
+    The default ridge makes an even mix instead.
+    """
     a = 1e-6
     w = t([[-a, 0.0], [3 * a, 0.0]])
     guide = t([[0.0, 1.0]] * 2)
@@ -87,7 +89,7 @@ def test_sfl_of_a_graph_that_is_none(wrong):
 
 
 def test_a_run_goes_on_without_the_client_whose_step_size_is_not_the_others():
-    """Its round is that of the others; the record says that it was dropped."""
+    """The round is that of the other clients; the record says which was dropped."""
 
     class Odd(Mocha):
         def train(self, down, client_state, clients):

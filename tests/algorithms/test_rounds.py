@@ -1,6 +1,9 @@
-"""Golden rounds of all families, by programs of the papers' formulas that share no
-code: of clients with small quadratic losses (tests/golden/rounds.json), and of uploads
-alone (tests/golden/uploads.json)."""
+"""Golden rounds of all families.
+
+The numbers come from programs of the papers' formulas, tests/golden/make/, which share
+no code with the package: of clients with small quadratic losses
+(tests/golden/rounds.json), and of uploads alone (tests/golden/uploads.json).
+"""
 
 from dataclasses import replace
 

@@ -1,11 +1,11 @@
-"""Laws of split models, and of FedRoD, whose losses have golden values."""
+"""Properties of split models and of FedRoD, whose losses have golden values."""
 
 import runpy
 
 import pytest
 import torch
 import torch.nn as nn
-from doors import views
+from entry_points import views
 from parts.edges import normal, normed
 from parts.rivals import GOLDEN, close
 from places import ROOT
@@ -53,7 +53,7 @@ def test_the_documents_fedper_is_ours():
     assert torch.equal(one.clients["h"], other.clients["head"])
 
 
-# laws -------------------------------------------------------------------------
+# properties -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,11 @@ def test_the_documents_fedper_is_ours():
     ],
 )
 def test_private_columns_never_travel(alg, width):
-    """Counted are the shared columns, and batch norm's statistics where they are
-    averaged. Who never took part has the initial private part and the others'
-    statistics."""
+    """The bytes are those of shared columns, and of statistics that are averaged.
+
+    A client that never took part has the initial private columns and the others'
+    statistics.
+    """
     s = normal()
     state, done = after(alg, s, [[0, 2]])
     statistics = s.net.b0.numel() if alg.traits.batch_norm[0] == "average" else 0
@@ -140,7 +142,10 @@ def test_heads_with_brackets_in_their_names_are_found_or_rejected():
 
 
 def test_golden_fedrod_losses():
-    """Of a linear model whose generic logits are its input, which begins with 1."""
+    """FedRoD's losses and scores have golden values.
+
+    The model is linear, and its generic logits are its input, which begins with 1.
+    """
     j1, j2 = GOLDEN["J1_fedrod_bsm"], GOLDEN["J2_fedrod_personal"]
     net = Net(nn.Linear(3, 3, bias=False).double())
     x, w = t([j1["logits"]]), torch.eye(3, dtype=F64).view(-1)
@@ -202,7 +207,7 @@ def test_fedrod_goes_by_the_runs_loss_and_takes_a_model_that_knows_more_classes(
 
 
 class Ends(nn.Module):
-    """Models whose head is not the last that they do, or not their own."""
+    """Models whose head is not their last step, or has no weights of its own."""
 
     def __init__(self, kind):
         super().__init__()

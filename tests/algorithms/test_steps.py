@@ -1,5 +1,8 @@
-"""What happens at a second minibatch, epoch, pass or round, where a formula says so;
-and at the very bound where a rule says "at least" or "only"."""
+"""Second minibatches, epochs, passes and rounds, and the bounds of rules.
+
+Some formulas differ at the second one. The bounds are those of rules that say "at
+least" or "only".
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,7 +33,7 @@ from pflcore.simulation.round import RunConfig
 
 
 def away(s, by=0.1):
-    """Personal models beside the initial one."""
+    """Personal models that differ a little from the initial one."""
     gen = torch.Generator().manual_seed(5)
     w0 = s.net.w0.expand(s.data.n, -1)
     return w0 + by * torch.randn(w0.shape, generator=gen)
@@ -56,8 +59,7 @@ def test_apfl_learns_alpha_at_a_rounds_first_step(mix, engine):
 
 @pytest.mark.parametrize("epochs, same", [(1, True), (2, False)])
 def test_dittos_two_passes_shuffle_separately(epochs, same):
-    """From one start with no pull they part where minibatches matter, and only
-    there."""
+    """Without a pull they differ only where there are several minibatches."""
     s = tiny((8, 8, 8), batch_size=8 // epochs)
     x = s.net.w0.expand(3, -1)
 
@@ -68,7 +70,7 @@ def test_dittos_two_passes_shuffle_separately(epochs, same):
 
 
 def test_adagrad_needs_no_correction_of_its_sum():
-    """With bias_correction="keras" its momentum alone is corrected."""
+    """With bias_correction="keras" only its momentum is corrected."""
     alg = FedAdagrad(
         server_lr=0.1, beta1=0.9, tau=1e-3, v0=0.0, bias_correction="keras"
     )
@@ -99,7 +101,7 @@ def test_full_gradients_ahead_keep_their_momentum(ahead):
 
 
 def test_l2cs_logits_take_steps_of_adam():
-    """For three rounds of all three clients, by gradients that are known."""
+    """Three rounds of three clients, with known gradients, give Adam's logits."""
     alg = L2C(alpha_lr=0.1, alpha_decay=0.01)
     everybody, zero = torch.arange(3)[None], torch.zeros(1, 3, dtype=F64)
     delta = t([[1.0, 0.5], [-0.3, 2.0], [0.7, -1.0]])
@@ -129,8 +131,7 @@ def test_l2cs_logits_take_steps_of_adam():
 
 
 def test_fedala_learns_one_epoch_after_the_first_time():
-    """Losses that settle at once end the first time as soon as there are more than
-    `window`."""
+    """Losses that settle at once end the first time after `window` + 1 epochs."""
     epochs = []
 
     class Counted(FedALA):
@@ -152,7 +153,7 @@ def test_fedala_learns_one_epoch_after_the_first_time():
     [("samples", [3, 1, 0]), ("batches", [24, 8, 6]), ("epochs", [6, 6, 6])],
 )
 def test_passes_count_the_rounds_before(unit, passes):
-    """Of clients of 7, 20 and 31 samples after three rounds of batches of 8."""
+    """Three rounds of batches of 8 are counted, for 7, 20 and 31 samples."""
     s = tiny(epochs=2)
     alg = WeightErosion(size_unit=unit)
 
@@ -165,8 +166,10 @@ def test_passes_count_the_rounds_before(unit, passes):
     "round, alone", [(56, (0, 0)), (57, (1, 0)), (58, (1, 0)), (59, (1, 1))]
 )
 def test_waffles_target_is_alone_at_the_end(round, alone):
-    """From round .95 R on, 57 of 60, it is the only one; two rounds later in the
-    means as well."""
+    """From round 57 of 60 (.95 R) on, the target has all the weight.
+
+    Two rounds later, it has all the weight in the means as well.
+    """
     alg, delta = Waffle(target=1, do=0.0), t([[1.0, 0], [1.0, 1], [0.5, 1]])
     cohort = some(3, round, rounds=60)
 
@@ -189,7 +192,7 @@ def test_waffle_averages_the_last_two_rounds():
 
 
 def test_a_newcomer_counts_in_scaffolds_mean():
-    """It is 0: the mean of three becomes one of four."""
+    """The newcomer's c is 0, so the mean of three becomes one of four."""
     state = {"x": t([5.0]), "c": t([1.0, -2.0])}
 
     grown = Scaffold().add_client(state, 3)
@@ -199,7 +202,7 @@ def test_a_newcomer_counts_in_scaffolds_mean():
 
 
 def test_fine_tuning_goes_on_epoch_by_epoch():
-    """With batch norm's statistics and a shuffle of each epoch's own."""
+    """Every epoch has its own shuffle and goes on from the last one's statistics."""
     s = normal()
     clients = now = at_work(s)
     x = rows = s.net.w0.expand(4, -1)
@@ -230,7 +233,7 @@ def test_statistics_stay_frozen_with_their_layers(frozen):
 
 def test_an_unmixed_client_keeps_its_statistics():
     class Nobody(FedAvg):
-        """Mixes the others' models for client 0, and nobody's for client 1."""
+        """Mixes the others' models for client 0, and no model for client 1."""
 
         def update(self, state, up, cohort):
             weight = torch.tensor([[0.0, 0, 0.5, 0.5], [0.0, 0, 0, 0]], dtype=F64)
@@ -254,8 +257,7 @@ def test_an_unmixed_client_keeps_its_statistics():
 
 @pytest.mark.parametrize("hostile, chosen", [(1, 3), (2, 2)])
 def test_krum_looks_at_so_many_of_the_nearest(hostile, chosen):
-    """S - f - 2 of seven: by one more or one less another update has the least
-    score."""
+    """With more or fewer than S - f - 2 of seven, another update would win."""
     rows = t([[0.0], [1], [2], [4], [9], [10], [12]])
 
     mix = FedAvg(defence="krum", num_byzantine=hostile).robust_weights(rows, some(7))[1]
@@ -284,7 +286,7 @@ def test_knnper_takes_clients_of_exactly_min_size():
 
 @pytest.mark.parametrize("k", [2, 5, 6, 10])
 def test_padding_has_no_vote(k):
-    """A client of five samples beside one of eight."""
+    """A client of five samples votes the same when it is padded to eight."""
     net = Net(torch.nn.Linear(2, 3, dtype=F64))
     w, y = net.w0, torch.tensor([0, 1, 0, 1, 0])
     alone = {"w": w, "z": Z, "y": y, "n": torch.tensor(5)}

@@ -1,4 +1,4 @@
-"""WAFFLE, SCAFFOLD and Weight Erosion: golden values, and the laws between them."""
+"""WAFFLE, SCAFFOLD and Weight Erosion: golden values, and how they are related."""
 
 import math
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def close(got, want, atol=1e-9):
 
 
 def test_omega_is_the_papers_sigmoid():
-    """Stable where exp overflows."""
+    """Its values are finite where exp would overflow."""
     for options, r, rounds, value in GOLDEN["omega"]:
         close(Waffle(**options).globality(r, rounds), (value, value), 5e-11)
     assert Waffle(r0=1.0).globality(50, 100)[0] == Waffle().globality(51, 100)[0]
@@ -59,8 +59,10 @@ def test_globalities_and_targets_that_cannot_be():
 
 
 def sequence(d, rounds, upto=None, **options):
-    """The unsmoothed and the smoothed weights of each round of clients whose updates
-    lie at given distances from the target's."""
+    """The unsmoothed and the smoothed weights of each round.
+
+    The clients' updates lie at the distances `d` from the target's.
+    """
     up = dict.fromkeys(("delta", "control"), t(d)[:, None])
     cohorts = [some(len(d), r, rounds=rounds) for r in range(1, (upto or rounds) + 1)]
     found = lead(
@@ -81,15 +83,17 @@ def test_golden_sequence_of_weights(do, golden):
 
 
 def test_ties_and_no_power_left():
-    """The rule's own laws are those of the op."""
+    """Ties follow the option, and without power the target has all the weight."""
     close(sequence([0, 3, 3, 3], 10, 1, tie="uniform")[0][0], [0.25] * 4)
     assert sequence([0, 3, 3, 3], 10, 1)[0][0][0] > 0.25
     assert sequence([2, 0, 1], 10, 1, target=1, psi=lambda r, n: 0.0)[0][0] == [0, 1, 0]
 
 
 def test_absence_is_no_unlikeness_for_waffle():
-    """Equal clients, a quarter of 12 a round: attended rounds alone count, so the
-    target's weight is what one round gives it."""
+    """Only attended rounds count, so equal clients get what one round gives them.
+
+    A quarter of 12 clients takes part in a round.
+    """
     rounds = []
     for round in range(1, 61):
         ids = [0, *sorted((1 + torch.randperm(11)[:2]).tolist())]
@@ -102,7 +106,7 @@ def test_absence_is_no_unlikeness_for_waffle():
     near(weights[:, 0].mean(), alone.mean(), 0, 0.03)
 
 
-# what a control variate is ----------------------------------------------------
+# control variates -------------------------------------------------------------
 
 
 @OPTIONS
@@ -139,8 +143,10 @@ def test_alone_or_without_the_others_it_is_local_training():
     ],
 )
 def test_a_clipped_round_leaves_scaffold_its_optimum(alg):
-    """What the server did not take of a control variate the client does not keep, so c
-    is their mean, and x goes where it would."""
+    """A clipped client keeps as much of its control variate as the server takes.
+
+    So c stays the clients' mean, and x reaches the optimum.
+    """
     s = quadratics([[1], [2], [4]], [[9], [-2], [3]], lr=0.05, epochs=3)
     how = {"robustness": Robustness(clip=0.5), "evaluation": Evaluation(every=0)}
     run = Simulation(alg, s.net, s.data, s.training, rounds=200, **how)
@@ -156,8 +162,7 @@ def test_a_clipped_round_leaves_scaffold_its_optimum(alg):
 
 @dataclass(frozen=True)
 class Forced(Waffle):
-    """WAFFLE with all weights 1/N for the first `even` rounds, and all weight on the
-    target from then on."""
+    """WAFFLE with equal weights for `even` rounds, then all weight on the target."""
 
     even: int = 0
 
@@ -182,8 +187,7 @@ def test_even_weights_are_scaffold_and_all_weight_on_the_target_its_local_traini
 
 
 def test_only_recompute_reaches_the_targets_optimum():
-    """A change of weights leaves its mark on literal c: the gap to the target's own
-    c freezes."""
+    """With literal c, the gap to the target's own c stays after weights change."""
     b = torch.randn(6, 3)
     s = quadratics(
         (0.5 + torch.rand(6, 3)).tolist(), b.tolist(), engine="vmap", epochs=5
@@ -212,8 +216,7 @@ def test_the_contract_with_c_as_printed():
 
 
 def eroded(updates, **options):
-    """The weights after each round of given updates [rounds, clients, P], and the
-    last model."""
+    """The weights after each round of `updates` [rounds, N, P], and the last model."""
     n, rounds, passes = len(updates[0]), len(updates), torch.zeros(len(updates[0]))
     ups = [{"delta": delta, "passes": passes} for delta in updates]
     cohorts = [some(n, r, rounds=rounds) for r in range(1, rounds + 1)]
@@ -243,8 +246,10 @@ def test_any_updates_give_weights(updates, p_d, p_s):
 
 @pytest.mark.parametrize("growth", [0.0, 1.0, 4.0])
 def test_calibrated_erosion_ends_at_80_percent_however_distances_grow(growth):
-    """The median's weight runs out after 0.8 R rounds, the farthest's before, the
-    nearest's not."""
+    """The median client's weight ends after 0.8 R rounds.
+
+    The farthest client's ends before, and the nearest's does not end.
+    """
     rounds = torch.arange(1, 51)[:, None, None]
     updates = 1 + t([[0], [1], [2], [3]]) * (1 + growth * rounds / 50)
     gone = eroded(updates)[0] < 1e-9

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.commands import DIGITS, block, command
 from parts.user import simulation
 from places import ROOT

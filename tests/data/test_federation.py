@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from parts.splits import same, sizes

@@ -4,7 +4,7 @@ loss get of them."""
 import pytest
 import torch
 import torch.nn.functional as F
-from doors import IGNORED, loss_called, sentence
+from entry_points import IGNORED, loss_called, sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from places import tabled
@@ -114,7 +114,7 @@ def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
         assert data.counts("test")[i].tolist() == own.tolist()
 
 
-def test_made_by_all_doors_it_is_the_same():
+def test_every_constructor_makes_the_same_federation():
     x, y, _ = sequences(12)
     halves = [slice(0, 5), slice(5, 12)]
     one = Federation.from_clients(

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from doors import folder, leaf, sentence
+from entry_points import folder, leaf, sentence
 
 from pflcore.data import federation_of, load
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from doors import folder, leaf, sentence
+from entry_points import folder, leaf, sentence
 
 from pflcore import Client, Evaluation, Federation, Simulation, Training
 from pflcore.data import federation_of, partition

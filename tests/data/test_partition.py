@@ -1,12 +1,13 @@
 """Who gets which sample: the papers' counts, the laws every partition obeys, and what
 is refused."""
 
+import doctest
 import hashlib
 
 import numpy as np
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from parts.splits import same, sizes
@@ -194,17 +195,17 @@ def test_dirichlet_falls_back_and_says_so():
 
 
 @pytest.mark.parametrize(
-    "size, n, floor", [(1000, 5, 20), (200, 5, 20), (190, 5, 19), (11, 5, 1)]
+    "size, n, at_least", [(1000, 5, 20), (200, 5, 20), (190, 5, 19), (11, 5, 1)]
 )
 @pytest.mark.parametrize("name", ["dirichlet", "practical2"])
-def test_dirichlets_floor_is_half_of_the_mean_share_in_a_small_pool(
-    name, size, n, floor
+def test_dirichlets_minimum_is_half_of_the_mean_share_in_a_small_pool(
+    name, size, n, at_least
 ):
     part = partition(name, np.arange(size) % 2, n)
     lists = part.index["train"] if name == "dirichlet" else whole(part)
     least = 2 if name == "practical2" else 1  # one to train on, and one to be tested on
-    assert part.facts["min_size"] == max(floor, least)
-    assert min(map(len, lists)) >= max(floor, least)
+    assert part.facts["min_size"] == max(at_least, least)
+    assert min(map(len, lists)) >= max(at_least, least)
 
 
 def test_dirichlet_needs_a_test_sample_for_each_client():
@@ -285,6 +286,25 @@ def test_examples_of_the_docstrings_are_true():
     exact = partition("pathological", y, 2, k=1, mode="exact_k")
     assert sorted(counts(exact, y)[:, :2].tolist()) == [[0, 3], [3, 0]]
     assert exact.facts == {"unused train samples": 2}
+
+    y = np.array([0] * 5 + [1] * 5)
+    uniform = counts(partition("A", y, 2), y)
+    assert uniform[:, :2].tolist() == [[2, 2], [3, 3]]
+    own_class = counts(partition("practical1", y, 2, groups=2, dominant=1), y)
+    assert own_class.sum(1).tolist() == [5, 5] and own_class[[0, 1], [0, 1]].min() >= 4
+    part = partition("unimodal", Y, 10, z=2)
+    assert {len(rows) for rows in whole(part)} == {20}  # 2 shards of 10 samples
+
+
+@pytest.mark.parametrize("function", [partition, sources.pad_sequences])
+def test_docstring_examples_run(function):
+    finder = doctest.DocTestFinder()
+    runner = doctest.DocTestRunner()
+
+    for example in finder.find(function, function.__name__, globs=vars(sources)):
+        runner.run(example)
+
+    assert runner.tries > 0 and runner.failures == 0
 
 
 # -- WAFFLe's subpopulations -------------------------------------------------

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from pflcore import Client, Federation, Training

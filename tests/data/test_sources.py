@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from doors import (
+from entry_points import (
     femnist,
     folder,
     leaf,
@@ -28,7 +28,7 @@ from doors import (
 from places import ROOT, golden, tabled
 from small import equals
 
-from pflcore import data as room
+from pflcore import data as catalogue
 from pflcore.data import federation_of, load
 
 
@@ -157,7 +157,7 @@ def tiny_mnist(tmp_path, monkeypatch):
     """A folder with twenty training and ten test images in MNIST's files, two of them
     not gzipped, and the arrays. They need not be the published ones here."""
     monkeypatch.setitem(
-        room.SOURCES, "mnist", room.SOURCES["mnist"]._replace(digest=None)
+        catalogue.SOURCES, "mnist", catalogue.SOURCES["mnist"]._replace(digest=None)
     )
     draw, arrays = np.random.RandomState(0).randint, []
     (tmp_path / "mnist").mkdir()
@@ -220,7 +220,7 @@ def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch):
 
     def published(name, digest):
         monkeypatch.setitem(
-            room.SOURCES, name, room.SOURCES[name]._replace(digest=digest)
+            catalogue.SOURCES, name, catalogue.SOURCES[name]._replace(digest=digest)
         )
 
     published("mnist", mine)  # packed or not, these are the published ones
@@ -464,12 +464,12 @@ def test_the_page_on_data_has_every_name():
     text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
     named = {name for row in rows for name in re.findall(r"`([\w*]+)`", row)}
-    assert {*room.SOURCES, *room.FEDERATIONS} <= named
-    assert {*room.PARTITIONS} - {"A*", "B*"} <= named
+    assert {*catalogue.SOURCES, *catalogue.FEDERATIONS} <= named
+    assert {*catalogue.PARTITIONS} - {"A*", "B*"} <= named
 
 
 def test_unknown_names_list_the_known_ones():
-    said = *room.SOURCES, *room.FEDERATIONS, "leaf:PATH", "got 'imagenet'"
+    said = *catalogue.SOURCES, *catalogue.FEDERATIONS, "leaf:PATH", "got 'imagenet'"
     sentence(ValueError, lambda: federation_of("imagenet"), *said)
     sentence(
         ValueError, lambda: load("imagenet"), "data: expected one of mnist5k", said[-1]

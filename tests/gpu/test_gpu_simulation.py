@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from doors import held_out
+from entry_points import held_out
 from parts.devices import FORMS, assert_resumed, models, played, rounds
 from parts.user import simulation
 from small import images

@@ -1,10 +1,10 @@
 """Plays runs of every kind and keeps what came out:
-`python tests/internal/same.py play FILE`, before and after a change of the house;
+`python tests/internal/same.py play FILE`, before and after a change of the code;
 `python tests/internal/same.py compare BEFORE AFTER` says which of them are equal bit by
 bit, the engine included.
 
-`door` is the one place where names of pflcore stand, so that other names change that
-function and no run. Kept of a run: its engine; of each round the cohort, who was
+`make_run` is the one place where names of pflcore stand, so that other names change
+that function and no run. Kept of a run: its engine; of each round the cohort, who was
 dropped, the training loss and what was evaluated; digests of all clients' personalized
 models. That a run which broke off, or whose rows are on disk, is the run that was not
 is for the tests.
@@ -42,7 +42,7 @@ MLP = "Linear 6 10, ReLU, Linear 10 4"
 
 
 # runs -----------------------------------------------------------------------
-def door(algorithm, model=MLP, sizes=SIZES, data=None, dtype="float32", **options):
+def make_run(algorithm, model=MLP, sizes=SIZES, data=None, dtype="float32", **options):
     """The simulation of a run: options are the method's own, the training's and the
     run's."""
     dtype, first = getattr(torch, dtype), model.partition(" ")[0]
@@ -65,7 +65,7 @@ def built(model):
 
 
 def play(algorithm, **options):
-    run = door(algorithm, **options)
+    run = make_run(algorithm, **options)
     history, path = run.run(), run.header()["path"]
     return {
         "engine": [path["engine"], path["form"]],
@@ -92,7 +92,7 @@ def with_a_nan():
 
 
 def adapted():
-    history = door("ditto").run()
+    history = make_run("ditto").run()
     return {
         "models": [digest(history.adapt(images((20,), seed=5).client(0), rounds=2))]
     }

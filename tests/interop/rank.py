@@ -125,19 +125,19 @@ def a_mistake_is_one_sentence_on_every_rank():
     )
     for words, call, *args in (
         (
-            "pairwise_sqdist: the call must be .*a with 7 rows of .*a with 6 rows .*on "
-            "rank 2",
+            "pairwise_sqdist: expected the call of rank 0 .*a with 7 rows of .*, got "
+            ".*a with 6 rows .*on rank 2",
             sqdist,
             own[: N - last],
         ),
         (".*torch.float64 on rank 2", sqdist, own.double() if last else own),
         (
-            ".*a must be a tensor, got 'text' of type str",
+            r".*pairwise_sqdist\(a\): expected a tensor, got 'text'",
             sqdist,
             "text" if last else own,
         ),
         (
-            ".*b must be of (1|1900|102) columns like a, got",
+            r".*pairwise_sqdist\(b\): expected (1|1900|102) columns like a, got",
             sqdist,
             own,
             own[:, :-1] if last else own,
@@ -159,7 +159,8 @@ def a_mistake_is_one_sentence_on_every_rank():
             x[:, : P - last],
         ),
         (
-            r"to_columns: width must be 2003 in all over the ranks, got 3 \+ 3 \+ 3",
+            r"to_columns\(width\): expected 2003 in all over the ranks, got "
+            r"3 \+ 3 \+ 3",
             to_columns,
             x,
             None,
@@ -167,7 +168,7 @@ def a_mistake_is_one_sentence_on_every_rank():
         ),
         (".*a width on rank 2", to_columns, x, None, 3 if last else None),
         (
-            r".*a must be Shard\(1\) of \[N, P\] on a 1-D mesh, got ",
+            r".*\(a\): expected Shard\(1\) of \[N, P\] on a 1-D mesh, got ",
             sqdist,
             replicated,
         ),
@@ -178,7 +179,7 @@ def a_mistake_is_one_sentence_on_every_rank():
     some = dist.new_group([0, 1])
     if last:
         found = said(sqdist, own, None, some)
-        assert "group must be a process group that this rank belongs to" in found
+        assert "(group): expected a process group that this rank belongs to" in found
     else:
         sqdist(own, None, some)
     same(sqdist(own), pflcore.pairwise_sqdist(x), 2e-6)

@@ -15,7 +15,7 @@ os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 pytest.importorskip("flwr")
 
 import torch
-from doors import sentence
+from entry_points import sentence
 from flwr.app import (
     Array,
     ArrayRecord,

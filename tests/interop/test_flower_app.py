@@ -31,7 +31,7 @@ from flwr.serverapp import ServerApp
 from flwr.simulation import run_simulation
 from pfl_app import apps
 from pflcore.interop.flower import client_app
-from pflcore.interop.flower import STATE_RECORD
+from pflcore.interop._flower_client import STATE_RECORD
 
 folder, rounds, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 played = eval(sys.argv[4])

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from places import tabled
 from torch import nn
 

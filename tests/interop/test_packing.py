@@ -7,7 +7,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from places import tabled

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from places import tabled
 from small import Line, layers, near, some
 from torch import nn

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.interop import (
     DATA,
     ROUNDS,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
-from doors import sentence
+from entry_points import sentence
 from places import golden, tabled
 
 from pflcore import Net

@@ -164,12 +164,9 @@ def test_bad_input(op):
         for name, values in table.get(op, {}).items()
         for value in values
     ]
-    if op is not ops.nearest:  # which is checked by its annotations
-        names = JUNK.keys() & inspect.signature(op).parameters
-        either = (TypeError, ValueError)
-        tried += [
-            (either, name, {name: value}) for name in names for value in JUNK[name]
-        ]
+    names = JUNK.keys() & inspect.signature(op).parameters
+    either = (TypeError, ValueError)
+    tried += [(either, name, {name: value}) for name in names for value in JUNK[name]]
     tried += [(ValueError, name, change) for of, name, change in SEVERAL if of is op]
     for kind, name, change in tried:
         with refuses(op.__name__, name, kind):

@@ -118,7 +118,7 @@ def test_models_in_safetensors_files(tmp_path):
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"no")
     for bad in ([broken], [tmp_path / "absent.safetensors"], [paths[0], broken]):
-        with pytest.raises(ValueError, match="is no whole safetensors file"):
+        with pytest.raises(ValueError, match="expected whole safetensors files, got "):
             stream.Files(bad)[0:2]
 
 
@@ -197,7 +197,7 @@ SAME = {
 def test_a_result_in_the_memory_of_the_updates_is_refused(models, updates, out):
     rows, target = SAME[updates](models), SAME[out](models)
     with pytest.raises(
-        ValueError, match=r"^aggregate: out must be memory of its own, .* updates"
+        ValueError, match=r"^aggregate\(out\): expected memory of its own, .* updates"
     ):
         stream.aggregate(rows, HALF, INDEX, out=target)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.user import simulation
 from small import images
 from torch import nn

@@ -7,13 +7,13 @@ import os
 import pytest
 from places import ROOT, ran
 
-from pflcore import data as room
+from pflcore import data
 from pflcore.data import load
 
 FILES = [
     p
-    for room in ("pflcore", "bench", "examples")
-    for p in sorted((ROOT / room).rglob("*.py"))
+    for folder in ("pflcore", "bench", "examples")
+    for p in sorted((ROOT / folder).rglob("*.py"))
 ]
 # what runs code that came as data, and what opens connections
 MODULES = """pickle cPickle _pickle marshal shelve dill cloudpickle joblib yaml socket urllib http
@@ -75,7 +75,7 @@ import importlib.util, pkgutil, pflcore
 names = [m.name for m in pkgutil.walk_packages(pflcore.__path__, "pflcore.")]
 flower = importlib.util.find_spec("flwr") is not None
 for name in names:
-    if not name.endswith(("__main__", "._C", ".lib_pflcore")) and (flower or ".flower" not in name):
+    if not name.endswith(("__main__", "._C", ".lib_pflcore")) and (flower or "flower" not in name):
         importlib.import_module(name)
 from pflcore.cli import main
 main("run feddwa --data digits --n 4 --rounds 1 --out made".split())
@@ -117,12 +117,12 @@ def test_every_data_set_that_is_read_by_a_name_has_a_digest_or_a_reason():
         "emnist_balanced",
         "emnist_letters",
     }
-    for name, images in room.SOURCES.items():
+    for name, images in data.SOURCES.items():
         digest = images.digest
         assert (
             digest is None
             if name in torchvisions
             else len(digest) == 16 and int(digest, 16)
         )
-    made_up = {name for name in room.FEDERATIONS if name.startswith("synthetic")}
-    assert room.FEDERATIONS.keys() - made_up == {"school", "vehicle", "femnist"}
+    made_up = {name for name in data.FEDERATIONS if name.startswith("synthetic")}
+    assert data.FEDERATIONS.keys() - made_up == {"school", "vehicle", "femnist"}

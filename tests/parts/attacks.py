@@ -1,7 +1,7 @@
 """What the tests of attacks share."""
 
 import torch
-from doors import synthetic_clusters
+from entry_points import synthetic_clusters
 from parts.user import simulation
 from torch import nn
 

@@ -102,6 +102,6 @@ def on_two_devices(device):
         "target": index[0],
     }
     for op, given, name in tabled(APART):
-        with pytest.raises(ValueError, match=rf": {name} must be .*cpu"):
+        with pytest.raises(ValueError, match=rf"\({name}\): expected .*cpu"):
             getattr(ops, op)(**{key: of.get(v, v) for key, v in given.items()})
     return a, half, index

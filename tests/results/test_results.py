@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from doors import sentence, spread
+from entry_points import sentence, spread
 from parts.results import N, a_long_run, a_run, cells, line, write
 from parts.user import simulation
 from places import tabled

@@ -3,7 +3,7 @@ libraries give, and whoever cannot take one says so."""
 
 import pytest
 import torch
-from doors import sentence, synthetic_linear
+from entry_points import sentence, synthetic_linear
 from parts.attacks import BAD, DATA, defence, run
 from places import tabled
 from small import equals, images, layers, swept, tiny_model

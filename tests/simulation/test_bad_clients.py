@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from doors import held_out
+from entry_points import held_out
 from parts.states import same
 from small import SIX, images, make_setting, swept, tiny_model
 

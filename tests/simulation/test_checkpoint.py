@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.checkpoint import DATA, OPTIONS, TRAINING, make, saved
 from parts.memory import KINDS, fails
 from parts.states import same

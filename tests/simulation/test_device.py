@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from doors import held_out, sentence
+from entry_points import held_out, sentence
 from parts.devices import (
     FORMS,
     assert_resumed,

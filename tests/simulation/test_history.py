@@ -3,7 +3,7 @@ notebook."""
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.user import simulation
 from small import images
 from torch import nn

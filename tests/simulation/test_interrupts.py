@@ -5,7 +5,7 @@ import signal
 from dataclasses import replace
 
 import pytest
-from doors import sentence
+from entry_points import sentence
 from parts.user import simulation
 from small import images, tiny_model
 

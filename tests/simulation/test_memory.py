@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.commands import DIGITS, command
 from parts.memory import CUDA, Making, fails
 from parts.states import same

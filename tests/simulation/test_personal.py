@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.states import same
 from parts.user import simulation
 from small import SIX, equals, images, swept, tiny_model

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.user import TRAINING, simulation
 from small import SIX, equals, images, layers, normed_model, swept, tiny_model
 from torch import nn

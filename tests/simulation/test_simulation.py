@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from doors import held_out, sentence, views
+from entry_points import held_out, sentence, views
 from parts.states import same
 from parts.user import simulation as run
 from small import (

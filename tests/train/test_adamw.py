@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.user import simulation
 from places import tabled
 from small import double, near, play, swept, tiny

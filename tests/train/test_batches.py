@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.user import simulation
 from small import ENGINES, equals, images, normed_model
 from torch import nn

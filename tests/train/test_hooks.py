@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from doors import sentence
+from entry_points import sentence
 from parts import company
 from parts.path import BODIES, body
 from places import golden

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from doors import sentence
+from entry_points import sentence
 from parts.user import simulation
 from small import (
     at_work,

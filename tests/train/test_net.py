@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn as nn
-from doors import sentence
+from entry_points import sentence
 from parts.user import simulation
 from places import tabled
 from small import equals, images, layers, tiny_model

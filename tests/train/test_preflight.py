@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from doors import sentence
+from entry_points import sentence
 from parts.path import Own
 from parts.user import simulation
 from places import golden

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from doors import strengths, views
+from entry_points import strengths, views
 from parts.factorized_waffle import setting
 from places import golden
 from small import after, copied

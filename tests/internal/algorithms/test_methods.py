@@ -17,7 +17,7 @@ from pflcore.algorithms import (
     HypCluster,
     LGFedAvg,
 )
-from pflcore.algorithms._relations import simplex_qp
+from pflcore.algorithms._feddwa import simplex_qp
 from pflcore.simulation._state import batch_norm_policy
 
 SERVED = (

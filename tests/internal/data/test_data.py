@@ -5,12 +5,12 @@ import time
 import numpy as np
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from places import golden
 from small import equals
 
 from pflcore.data import Federation
-from pflcore.data._partition import _proportions, sample_counts
+from pflcore.data._dirichlet import _draw_proportions, sample_counts
 from pflcore.data._ragged import Ragged
 
 
@@ -24,12 +24,20 @@ def test_practical2_draws_like_the_released_code():
     for n, alpha, held, accepted in golden("partitions")["draws"]:
         rng = np.random.RandomState(0)
         draws = [
-            sample_counts(_proportions(totals, n, alpha, True, rng), totals)
+            sample_counts(_draw_proportions(totals, n, alpha, True, rng), totals)
             for _ in range(150)
         ]
         assert all((d.sum(1) == totals).all() for d in draws)
         assert abs(np.mean([(d > 0).sum(0).mean() for d in draws]) - held) < 0.15
         assert abs(np.mean([d.sum(0).min() >= 20 for d in draws]) - accepted) < 0.1
+
+
+def test_example_of_dirichlet_is_true():
+    p = np.array([[0.8, 0.2], [0.4, 0.6]])
+
+    got = sample_counts(p, np.array([5, 5]))
+
+    assert got.T.tolist() == [[4, 2], [1, 3]]
 
 
 def test_lists_of_some_clients_and_of_slices():

@@ -2,6 +2,7 @@
 autograd in float64 and against themselves."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from internal.chains import INF, KINDS, Problem, by_steps
 from laws import integers
-from places import ran
+from places import ROOT, ran
 from tolerance import F32, F64, assert_close
 from torch import Tensor
 from ugly import randn, same_for_any_threads
@@ -347,3 +348,17 @@ def test_a_thread_that_ends_leaves_the_heap_whole():
     to is gone."""
     done = ran("-c", ENDING, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def enumerators(header, name):
+    """The names of an enumeration of csrc/chain, in their order."""
+    text = (ROOT / "csrc" / "chain" / header).read_text()
+    (inside,) = re.findall(rf"enum {name} : int64_t {{([^}}]*)}}", text)
+    return [word.strip() for word in inside.split(",")]
+
+
+def test_numbers_mean_the_same_in_both_languages():
+    activations = [f"k{f.__name__.capitalize()}" for f in chain.ACTIVATIONS]
+
+    assert enumerators("chain.h", "Kind") == list(chain.KINDS)
+    assert enumerators("tile.h", "Act") == ["kNone", *activations]

@@ -160,7 +160,7 @@ def test_lack_of_memory_is_called_so():
 
 
 def test_references_warn_once(monkeypatch):
-    monkeypatch.setattr(library, "references_used", True)
+    monkeypatch.setattr(library, "warning_is_due", True)
     with pytest.warns(UserWarning, match="pip install --force-reinstall"):
         ops.feddwa_weights(torch.ones(2, 2), 1)
     with warnings.catch_warnings():

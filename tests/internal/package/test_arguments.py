@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from places import listed
 from small import images, make_setting, tiny_model
 
@@ -173,9 +173,11 @@ CASES = [
 
 @pytest.mark.parametrize("f, given", CASES)
 def test_what_an_annotation_does_not_allow_is_refused(f, given):
+    is_op = f.__module__.startswith("pflcore.ops")
     for name, kind in given.items():
+        shown = rf"{f.__name__}\({name}\)" if is_op else name
         for value in [v for v in JUNK if not kind.fits(v)]:
-            with sentence(f"{name}: expected .*, got "):
+            with sentence(f"{shown}: expected .*, got "):
                 f(**{**GOOD.get(f.__name__, {}), name: value})
 
 

@@ -148,8 +148,7 @@ def test_a_library_that_does_not_fit_is_refused_in_one_sentence(
     assert kernels is None and fix == library.REINSTALL_COMMAND
     lacks = {None: "", "": "pflcore_built"}.get(code, "torch_of_another_time")
     assert (
-        why.startswith("the kernels do not load beside this torch (")
-        and "\n" not in why
+        why.startswith("the kernels do not load with this torch (") and "\n" not in why
     )
     assert str(file) in why and lacks in why
 

@@ -1,5 +1,5 @@
-"""The rooms of the house: which may import which, that no two files need each other,
-and what importing pflcore pulls in."""
+"""Which package may import which, that no two files import each other, and what
+importing pflcore pulls in."""
 
 import ast
 import re
@@ -14,8 +14,8 @@ from places import ROOT, ran
 from pflcore.check import install_command
 
 PACKAGE = ROOT / "pflcore"
-# from the ground up: each room, and the rooms below it that it imports
-HOUSE = """\
+# Each package, and the packages above its line that it imports.
+TABLE = """\
 _device:
 check:
 ops: check
@@ -31,7 +31,7 @@ testing: check data train algorithms simulation
 tuning: check metrics data train algorithms results simulation
 cli: check ops data metrics nn train algorithms results simulation
 """
-ROOMS = {name: {*below.split()} for name, below in re.findall(r"(\w+):(.*)", HOUSE)}
+LAYERS = {name: {*below.split()} for name, below in re.findall(r"(\w+):(.*)", TABLE)}
 
 
 def name_of(path):
@@ -57,18 +57,18 @@ def imported(path):
     return names & MODULES.keys() - {"pflcore", name_of(path)}
 
 
-DRAWN = runpy.run_path(str(ROOT / ".ci" / "rooms.py"))
+DRAWN = runpy.run_path(str(ROOT / ".ci" / "packages.py"))
 
 
-def test_a_room_imports_what_it_may_and_nothing_else():
-    assert DRAWN["imports"]() == ROOMS
-    order = list(ROOMS)  # no room imports one above it
+def test_a_package_imports_what_it_may_and_nothing_else():
+    assert DRAWN["imports"]() == LAYERS
+    order = list(LAYERS)  # no package imports one that stands below it in the table
     assert all(
-        order.index(b) < order.index(a) for a, below in ROOMS.items() for b in below
+        order.index(b) < order.index(a) for a, below in LAYERS.items() for b in below
     )
 
 
-def test_the_picture_of_the_rooms_is_current():
+def test_the_picture_of_the_packages_is_current():
     assert DRAWN["picture"]().strip() in (ROOT / "CONTRIBUTING.md").read_text()
 
 
@@ -102,12 +102,12 @@ def test_importing_the_ops_loads_the_ops_alone():
         "'pflcore' in m])"
     )
     loaded = set(ran("-c", code).stdout.split())
-    rooms = {m.split(".")[1] for m in loaded - {"pflcore"}}
-    assert rooms <= {"ops", "check"} and len(loaded) <= 15
+    packages = {m.split(".")[1] for m in loaded - {"pflcore"}}
+    assert packages <= {"ops", "check"} and len(loaded) <= 15
 
 
 @pytest.mark.deep("a subprocess")
-def test_flowers_room_says_what_it_needs():
+def test_flowers_module_says_what_it_needs():
     code = (
         "import sys; sys.modules['flwr'] = None\nimport pflcore.interop\nimport "
         "pflcore.interop.flower"
@@ -123,8 +123,8 @@ def test_no_advice_needs_an_index_that_has_pflcore():
     texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     texts += [
         p
-        for room in ("pflcore", "bench", "examples")
-        for p in (ROOT / room).rglob("*.*")
+        for folder in ("pflcore", "bench", "examples")
+        for p in (ROOT / folder).rglob("*.*")
     ]
     texts = [p for p in texts if p.suffix in (".py", ".md")]
     assert [

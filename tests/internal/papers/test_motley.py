@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.memory import fails
 from parts.tuning import federation
 from places import tabled

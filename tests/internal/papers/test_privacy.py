@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from doors import sentence, strengths
+from entry_points import sentence, strengths
 from places import golden, tabled
 from small import layers, near
 

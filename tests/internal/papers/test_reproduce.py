@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from places import ROOT, tabled
 from small import layers
 
@@ -212,7 +212,7 @@ def test_what_is_no_plan_is_one_sentence(line, tmp_path, monkeypatch):
 
 
 def test_the_table_of_tables_names_every_plan_and_no_other():
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    text = (ROOT / "bench" / "papers" / "results.md").read_text(encoding="utf-8")
     rows = text.split("## Papers, table by table")[1].split("## ")[0]
     third = [line.split("|")[3] for line in rows.splitlines() if line.startswith("| ")][
         1:

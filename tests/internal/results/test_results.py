@@ -114,8 +114,8 @@ GROWS = 'file = open(path, "ab")', 'self._file = open(self.path, "ab" if goes_on
 def test_every_file_is_written_by_one_mechanism():
     """Beside its place, and renamed; but for a record, which grows by lines, and a
     lock."""
-    rooms = "pflcore/cli", "pflcore/results", "pflcore/simulation", "bench"
-    texts = [p.read_text() for room in rooms for p in (ROOT / room).rglob("*.py")]
+    folders = "pflcore/cli", "pflcore/results", "pflcore/simulation", "bench"
+    texts = [p.read_text() for folder in folders for p in (ROOT / folder).rglob("*.py")]
     found = [
         line.strip()
         for text in texts

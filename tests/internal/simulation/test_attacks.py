@@ -11,7 +11,7 @@ from small import equals, served, t
 
 from pflcore import ALGORITHMS, FedAvg
 from pflcore.algorithms import Cohort, Scaffold, Traits
-from pflcore.algorithms._fedavg import SORT_BLOCK_COLUMNS, Defence, robust_mean
+from pflcore.algorithms._defences import SORT_BLOCK_COLUMNS, Defence, robust_mean
 from pflcore.results.record import group_runs
 from pflcore.results.table import table
 from pflcore.simulation._attacks import DEFAULT_STRENGTH, Adversary

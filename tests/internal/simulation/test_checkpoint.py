@@ -17,7 +17,7 @@ from small import equals, layers
 from pflcore import cli
 from pflcore.results import _pictures as pictures
 from pflcore.results.record import RecordWriter
-from pflcore.simulation._models import has_custom_predict
+from pflcore.simulation._evaluate import has_custom_predict
 
 # the command line -----------------------------------------------------------
 SMALL = "--data synthetic_linear --n 5 --lr 0.01 --quiet"

@@ -13,8 +13,8 @@ from pflcore.algorithms import SharedRows
 from pflcore.simulation import _evaluate as evaluation
 from pflcore.simulation._state import client_rows
 from pflcore.simulation.round import sample_cohort, step
-from pflcore.train import _clients
-from pflcore.train._clients import assign_blocks, split_by_block
+from pflcore.train import _schedule
+from pflcore.train._schedule import assign_blocks, split_by_block
 
 CASES = [("chain", "mlp", "Tanh"), ("loop", "mlp", "SiLU"), ("vmap", "conv", "SiLU")]
 DEEP = [
@@ -111,7 +111,7 @@ def test_another_cohort_changes_no_bit_of_a_clients_work(name, case):
 @pytest.mark.parametrize("name", swept(quick=QUICK))
 def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatch):
     # so that few samples make several blocks where one model is evaluated for all
-    monkeypatch.setattr(_clients, "SHARED_BATCH_SAMPLES", 20)
+    monkeypatch.setattr(_schedule, "SHARED_BATCH_SAMPLES", 20)
     run = played(name, case)
     whole = evaluation.evaluate(run.config, run._state)
 

@@ -6,7 +6,7 @@ import contextlib
 import pretend_graph
 import pytest
 import torch
-from doors import held_out
+from entry_points import held_out
 from parts.user import simulation
 from pretend_gpu import Pretend, pretended_gpu
 from small import images, layers, tiny_model, without_twins
@@ -14,7 +14,7 @@ from torch import nn
 
 from pflcore import Training
 from pflcore.nn import Dropout
-from pflcore.train import _graphs, _select_engine
+from pflcore.train import _graphs, _probe
 from pflcore.train._engines import Chunk
 
 # one of each kind of step
@@ -173,7 +173,7 @@ def test_frozen_weights_of_one_probe_client_are_found(gpu, monkeypatch):
         weights = inputs.pop("w").clone()
         return key, lambda rest: body({**rest, "w": weights}), inputs
 
-    monkeypatch.setattr(_select_engine, "FULL_PROBE_MAX_WEIGHTS", 0)
+    monkeypatch.setattr(_probe, "FULL_PROBE_MAX_WEIGHTS", 0)
     monkeypatch.setattr(Chunk, "_recordable_step", frozen)
     run = play("fedavg", tiny_model(), gpu, engine="vmap")
 

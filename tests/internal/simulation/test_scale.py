@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from doors import sentence
+from entry_points import sentence
 from parts.memory import Making
 from parts.states import same
 from parts.user import simulation as small

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from doors import held_out
+from entry_points import held_out
 from parts.states import same
 from small import images, make_setting, normed_model, swept
 

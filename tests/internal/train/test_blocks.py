@@ -14,12 +14,9 @@ from parts.company import (
 
 from pflcore import Clients
 from pflcore.algorithms._protocol import map_rows
-from pflcore.train._clients import (
-    CPU_BLOCK_CLIENTS,
-    align_memory,
-    assign_blocks,
-    split_by_block,
-)
+from pflcore.train._context import CPU_BLOCK_CLIENTS
+from pflcore.train._evaluate import align_memory
+from pflcore.train._schedule import assign_blocks, split_by_block
 
 QUICK = [
     ("vmap", "mlp", "SiLU"),

@@ -12,7 +12,8 @@ from pflcore import Federation, Net, Training
 from pflcore.train import _engines as engines
 from pflcore.train import _gpu_flags as card
 from pflcore.train._engines import Engine
-from pflcore.train._select_engine import make_context, make_probe, make_probes
+from pflcore.train._probe import make_probe, make_probes
+from pflcore.train._select_engine import make_context
 
 CARD = torch.device("cuda")
 
@@ -78,7 +79,7 @@ def test_a_residual_net_is_trained_by_vmap_though_convolutions_round():
 
 
 def test_float64_judges_a_large_model_on_a_card(monkeypatch):
-    monkeypatch.setattr("pflcore.train._select_engine.FULL_PROBE_MAX_WEIGHTS", 1000)
+    monkeypatch.setattr("pflcore.train._probe.FULL_PROBE_MAX_WEIGHTS", 1000)
     with pretended_gpu() as gpu:
         net, data = on(gpu, FLAT)
         found = make_probes(net, data)

@@ -13,24 +13,20 @@ from small import at_work, equals, fit, images, make_setting
 import pflcore
 from pflcore import Net, Training
 from pflcore.train import _clients as clients
-from pflcore.train import _engines as engines
-from pflcore.train import _select_engine
+from pflcore.train import _evaluate as evaluation
+from pflcore.train import _optimizers as optimizers
+from pflcore.train import _probe
 from pflcore.train._chain import NotAChain, compile_chain, find_chain
 from pflcore.train._engines import Engine
 from pflcore.train._losses import LOSSES, resolve_loss, squared
-from pflcore.train._select_engine import (
-    Mismatch,
-    first_mismatch,
-    make_context,
-    make_probe,
-    make_probes,
-)
+from pflcore.train._probe import Mismatch, first_mismatch, make_probe, make_probes
+from pflcore.train._select_engine import make_context
 
 
 def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
-    right = clients.chain_grad
+    right = evaluation.chain_grad
     monkeypatch.setattr(
-        clients, "chain_grad", lambda *a: (1.001 * right(*a)[0], right(*a)[1])
+        evaluation, "chain_grad", lambda *a: (1.001 * right(*a)[0], right(*a)[1])
     )
     said = "the chain found for this model is not the model: its gradient is another"
     with pytest.warns(UserWarning, match=f"^pflcore: {said}"):
@@ -53,9 +49,9 @@ def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model):
     )
     found = []
     for kernels in (True, False):
-        for room in (engines, clients):
+        for module in (optimizers, clients):
             monkeypatch.setattr(
-                room, "has_kernels", lambda device, kernels=kernels: kernels
+                module, "has_kernels", lambda device, kernels=kernels: kernels
             )
         done = fit(at_work(setting), start, prox=(0.3, start + 1), mean_grad=True)
         found.append(
@@ -95,7 +91,7 @@ def test_an_error_in_the_models_own_dtype_is_raised(monkeypatch):
             raise ValueError("no probe")
         return make_probe(net, data)
 
-    monkeypatch.setattr(_select_engine, "make_probe", fail_in_float32)
+    monkeypatch.setattr(_probe, "make_probe", fail_in_float32)
 
     with pytest.raises(ValueError, match="no probe"):
         make_probes(Net(mlp), federation())
@@ -114,7 +110,7 @@ def test_an_error_without_message_is_a_mismatch_in_every_probe(monkeypatch, fail
             raise Silent
         return None
 
-    monkeypatch.setattr(_select_engine.EngineProbe, "difference", fail)
+    monkeypatch.setattr(_probe.EngineProbe, "difference", fail)
 
     assert first_mismatch(probes, Engine("vmap")) == Mismatch("Silent")
 

@@ -1,0 +1,193 @@
+"""Flower strategies that need nothing of a client but its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from logging import WARNING
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg, MultiKrum
+from flwr.supercore import log
+
+from pflcore import ops
+from pflcore.algorithms._feddwa import FedDWA
+from pflcore.interop._flower_messages import (
+    matching_positions,
+    model_layout,
+    sender_of,
+    usable_replies,
+)
+from pflcore.interop._packing import pack
+from pflcore.interop._personalize import Krum, method_of, min_models, personalize
+
+Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
+
+
+class FilteredFedAvg(FedAvg):  # type: ignore[misc]
+    """Flower's FedAvg, with an evaluation that leaves out replies of another layout."""
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """The mean of the metrics of the usable replies, as in FedAvg."""
+        replies = usable_replies(replies, self.weighted_by_key, models=False)
+        return super().aggregate_evaluate(server_round, replies)  # type: ignore[no-any-return]
+
+
+class PersonalStrategy(FilteredFedAvg):
+    """Flower's `FedAvg` that sends each client its own model.
+
+    `pflcore.personalize` makes the models of the clients that have trained. A client
+    that has not trained yet receives the mean of the round. It works with any ClientApp
+    that FedAvg works with. Raises ValueError for models that differ in their tensors.
+
+    Args:
+        method: A method of `pflcore.personalize`: "fedamp", "heurfedamp", "sfl",
+            "clusters", "feddwa", or an instance. FedDWA takes the models of the round
+            before as its guidance.
+        include: Patterns of the tensors to mix, as in `pflcore.pack`; by default all.
+        exclude: Patterns of the tensors that stay each client's own.
+        flower: The arguments of Flower's FedAvg.
+    """
+
+    def __init__(
+        self,
+        method: Any = "fedamp",
+        *,
+        include: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
+        **flower: Any,
+    ) -> None:
+        self._looks_back = isinstance(method_of(method, {}), FedDWA)
+        super().__init__(**flower)
+        self.method = method
+        self.chosen: dict[str, Any] = {"include": include, "exclude": exclude}
+        self.models: dict[int, ArrayRecord] = {}  # the personalized models, by node id
+        # The last upload of each node, by node id
+        self._last: dict[int, ArrayRecord] = {}
+        # The layout of the models: that of the model that was sent, or of most uploads.
+        self._expected_layout: Any = None
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> Aggregated:
+        """Makes the clients' next models, and returns the mean as FedAvg does."""
+        replies = usable_replies(replies, self.weighted_by_key, self._expected_layout)
+        contents = {
+            sender_of(reply): reply.content for reply in replies if reply.has_content()
+        }
+        if contents:
+            self._personalize(contents)
+        return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]
+
+    def _personalize(self, contents: Mapping[int, RecordDict]) -> None:
+        """Makes the nodes' next models from the uploads in their replies."""
+        uploads: dict[int, Any] = {
+            node: next(iter(content.array_records.values()))
+            for node, content in contents.items()
+        }
+        least = min_models(method_of(self.method, {}))
+        if len(uploads) < least:
+            text = "%s needs %d models, got %d; everybody keeps the one that it has."
+            log(WARNING, text, self.method, least, len(uploads))
+            return
+        layout, _ = model_layout(next(iter(contents.values())))
+        if layout != self._expected_layout:
+            self._expected_layout = layout
+            self._last = {}  # uploads of another layout cannot be compared
+        previous = None
+        if self._looks_back:
+            previous = {node: self._last.get(node, uploads[node]) for node in uploads}
+        models = personalize(uploads, self.method, previous=previous, **self.chosen)
+        self.models.update(models)
+        self._last.update(uploads)
+
+    def _construct_messages(
+        self, record: RecordDict, node_ids: list[int], message_type: str
+    ) -> Iterable[Message]:
+        """The messages of FedAvg, each with the model of its node."""
+        key = self.arrayrecord_key
+        self._expected_layout = self._expected_layout or model_layout(record)[0]
+        messages = []
+        for node in node_ids:
+            model = self.models.get(node, record[key])
+            content = RecordDict({**record, key: model})
+            messages.append(Message(content, node, message_type))
+        return messages
+
+
+def select_multikrum(
+    contents: list[RecordDict], num_malicious_nodes: int, num_nodes_to_select: int
+) -> list[RecordDict]:
+    """The selected contents by exact distances, best first.
+
+    It takes the place of Flower's `select_multikrum`, also in
+    `Bulyan(selection_rule=select_multikrum)`. That function expands
+    |a|^2 + |b|^2 - 2 a b in float32, with errors larger than the distances of models
+    that differ by a thousandth.
+
+    Models are compared by their floating-point tensors without running statistics. A
+    content without a model of the most frequent layout is logged and left out. A model
+    that is not finite is never selected. Raises ValueError unless 2 f + 2 < N for f
+    malicious nodes and the N contents that are left, because Krum guarantees nothing
+    there.
+
+    Args:
+        contents: The contents of the replies, each with one model.
+        num_malicious_nodes: The number f of bad nodes that Krum withstands.
+        num_nodes_to_select: The number of contents to select.
+    """
+    layouts = []
+    are_possible = []
+    for content in contents:
+        layout, is_possible = model_layout(content)
+        layouts.append(layout)
+        are_possible.append(is_possible)
+    places = matching_positions(layouts)
+    if len(places) < len(contents):
+        odd = [place for place in range(len(contents)) if place not in places]
+        log(WARNING, "contents %s: no models of the others' tensors; left out", odd)
+    models = [next(iter(contents[place].array_records.values())) for place in places]
+    rows, _ = pack(models)
+    possible_rows = torch.tensor([are_possible[place] for place in places])
+    rows[~possible_rows] = torch.nan  # Krum takes it as infinitely far from all others
+    krum = Krum(num_malicious_nodes, num_nodes_to_select)
+    chosen = krum.select(ops.pairwise_sqdist(rows)).tolist()
+    return [contents[places[i]] for i in chosen if possible_rows[i]]
+
+
+class ExactMultiKrum(FilteredFedAvg, MultiKrum):  # type: ignore[misc]
+    """Flower's `MultiKrum` with exact distances, and with the same arguments.
+
+    A node counts as absent if its reply has no model of the most frequent layout, or no
+    number of samples. Where too few replies are left for Krum, these absent nodes count
+    among the malicious ones, and fewer replies are selected. Where still too few are
+    left, the round is skipped with a line in the log.
+    """
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> Aggregated:
+        """The mean of the selected replies, and of their metrics."""
+        replies = list(replies)
+        usable = usable_replies(replies, self.weighted_by_key, finite=False)
+        valid, _ = self._check_and_log_replies(usable, is_train=True)
+        malicious = self.num_malicious_nodes
+        num_odd = len(replies) - len(usable)
+        f = min(malicious, (len(valid) - 3) // 2)
+        if f < max(0, malicious - num_odd):
+            text = (
+                "Krum needs %d replies for %d malicious nodes, got %d; the round is "
+                "skipped."
+            )
+            log(WARNING, text, 2 * malicious + 3, malicious, len(valid))
+            return None, None
+        m = min(self.num_nodes_to_select, len(valid) - f)
+        contents = [reply.content for reply in valid]
+        reply_of = {id(reply.content): reply for reply in valid}
+        selected = select_multikrum(contents, f, m)
+        chosen = [reply_of[id(content)] for content in selected]
+        mean = FedAvg.aggregate_train(self, server_round, chosen)
+        return mean  # type: ignore[no-any-return]

@@ -1,0 +1,522 @@
+"""The server's half of a round, for clients that come and go.
+
+Symbols: N clients of the federation; b numbers of batch norm's statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from numbers import Integral
+from typing import Annotated, Any, Literal, NamedTuple
+
+import annotated_types as at
+import torch
+
+from pflcore.algorithms import algorithm_of
+from pflcore.algorithms._protocol import Algorithm, BadUpload, Cohort, Stop, Tensors
+from pflcore.check import (
+    BatchNormPolicy,
+    Model,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    checked,
+    require,
+    warn_caller,
+)
+from pflcore.interop._message import (
+    BUFFERS_KEY,
+    MAX_CLIENTS,
+    MAX_SAMPLES,
+    DownloadLayout,
+    MessageHeader,
+    UploadLayout,
+    decode_message,
+    encode_message,
+    fingerprint,
+    layout_of,
+    prepare_net,
+)
+from pflcore.simulation._models import with_new_client
+from pflcore.simulation._state import (
+    batch_norm_policy,
+    check_state,
+    flatten_state,
+    initial_state,
+    unflatten_state,
+)
+from pflcore.simulation._uploads import CohortResult, RoundOutcome, accept
+from pflcore.simulation.round import commit, serve
+from pflcore.train._memory import is_out_of_memory
+
+ClientCount = Annotated[int, at.Interval(ge=1, le=MAX_CLIENTS)]
+# Private attributes of a server, without the "_", that `state_dict` holds besides the
+# algorithm's state.
+SAVED_FIELDS = ("accepted", "numbers", "retired", "report")
+# Errors that an algorithm may raise where the uploads are of another algorithm.
+UNUSABLE_UPLOAD_ERRORS = (
+    ArithmeticError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class Upload(NamedTuple):
+    """One client's upload of a round.
+
+    Attributes:
+        number: The client's number.
+        tensors: The tensors of the upload by their keys, without a dimension of
+            clients.
+        num_samples: The number of samples in the client's training split.
+    """
+
+    number: int
+    tensors: Tensors
+    num_samples: int
+
+
+class Server:
+    """The server's half of a round, for every algorithm.
+
+    A round has two calls. `download` makes the tensors that one client needs.
+    `aggregate` ends the round with the uploads of the clients that answered. With
+    `Client`s of the same model, seed and training options the results are those of
+    `Simulation`.
+
+    A client's id is any string or whole number. The server gives each client a number
+    when it first sees the id:
+
+    - An id that is a whole number from 0 to num_clients - 1 is the number itself, if
+      no other client has it. So an algorithm's `target` is the client with that id.
+    - Any other id receives the first free number.
+    - Where no number is free, the state grows by one client, between two rounds.
+
+    Args:
+        algorithm: The algorithm: a name, a class, or an instance with its options.
+        template: The model: an `nn.Module`, a function that makes one, or a `Net`.
+        num_clients: The number of clients that the state has room for at first.
+        rounds: The planned number of rounds, which schedules depend on.
+        seed: The seed of the model's first weights and of the algorithm's draws.
+        batch_norm: The policy for batch norm's running statistics: "average", "local",
+            or "auto" for the algorithm's own, as in `Simulation`.
+        clip: The largest Euclidean norm of an update. Longer updates are shortened to
+            it, as in `Robustness`; None shortens none.
+    """
+
+    @checked
+    def __init__(
+        self,
+        algorithm: Algorithm | type[Algorithm] | str,
+        template: Model,
+        num_clients: ClientCount,
+        *,
+        rounds: PositiveInt = 100,
+        seed: Seed = 0,
+        batch_norm: BatchNormPolicy = "auto",
+        clip: PositiveFloat | None = None,
+    ) -> None:
+        self.algorithm = algorithm_of(algorithm)
+        self.net = prepare_net(self.algorithm, template, "cross_entropy", seed)
+        self.rounds = rounds
+        self.seed = seed
+        self.clip = clip
+        policy = batch_norm_policy(self.algorithm, self.net, batch_norm)
+        self.averages = policy == "average"
+        self._state = initial_state(
+            self.algorithm, self.net, num_clients, clients=False
+        )
+        self._fingerprint = fingerprint(self.algorithm, self.net, self.averages)
+        # `accepted` and `factor` of `MessageHeader`, by the client's number
+        self._accepted: dict[int, tuple[int, float]] = {}
+        self._numbers: dict[Hashable, int] = {}
+        # Numbers of clients that have left. No later client receives one of them.
+        self._retired: list[int] = []
+        self._report: Tensors = {}
+        # The layout of the last round's uploads. None before the first round, and after
+        # the federation has grown, because uploads may then be longer.
+        self._upload_layout: UploadLayout | None = None
+        # True once a client may train for the coming round
+        self._round_started = False
+
+    @property
+    def round(self) -> int:
+        """The number of rounds that have been played."""
+        return self._state.round
+
+    @property
+    def clients(self) -> dict[Hashable, int]:
+        """The number of each known client, by its id."""
+        return dict(self._numbers)
+
+    @property
+    def num_clients(self) -> int:
+        """The number of clients that the state has room for."""
+        return len(self._state.participated)
+
+    @checked
+    def download(
+        self, client_id: Hashable, purpose: Literal["train", "evaluation"] = "train"
+    ) -> Tensors:
+        """The message for one client: tensors by name.
+
+        A new client receives its number here, as by `join`.
+
+        Args:
+            client_id: The client's id, a string or a whole number.
+            purpose: "train" for the client's work of the coming round. "evaluation" for
+                its personalized model after the last round.
+        """
+        number = self.join(client_id)
+        done = self.round
+        if purpose == "train":
+            self._round_started = True
+            cohort = self._cohort([number], [1], done + 1)
+        else:
+            cohort = self._cohort([number], [1], max(1, done), purpose)
+        accepted, factor = self._accepted.get(number, (0, 1.0))
+        header = MessageHeader(
+            number=number,
+            n=self.num_clients,
+            fingerprint=self._fingerprint,
+            round=cohort.round,
+            rounds=self.rounds,
+            done=done,
+            accepted=accepted,
+            factor=factor,
+        )
+        buffers = self._state.buffers[number] if self.averages else None
+        payload = self.algorithm.send(self._state.server, cohort)
+        return encode_message(payload, header, buffers)
+
+    def aggregate(
+        self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool = True
+    ) -> RoundOutcome:
+        """Ends a round with the results of `Client.train`, by client.
+
+        Clients that are not in `uploads` were absent. Fields of the outcome are:
+
+        - `ids`: the clients with an upload that fits.
+        - `dropped`: those of them whose upload is not finite, or of no use to the
+          algorithm. They count as absent.
+        - `void`: True where the round changed nothing, for the reason `void_reason`.
+        - `relative_update_norm`: the length of each update.
+        - `clipped`: the clients whose update was shortened to `clip`.
+
+        Args:
+            uploads: {client id: (upload, number of training samples)}.
+            strict: True raises ValueError, and changes nothing, for an upload that does
+                not fit and for no uploads. It raises ValueError also where the
+                algorithm would end a run. False leaves an upload that does not fit out,
+                with a RuntimeWarning. A round without uploads is then void.
+        """
+        wanted = "{client id: (upload, number of samples)} of at least one client"
+        is_given = isinstance(uploads, Mapping) and (uploads or not strict)
+        require(is_given, "uploads", wanted, uploads)
+        read = self._read_uploads(uploads, strict)
+        names = {upload.number: client for client, upload in read.items()}
+        absent = set(self.algorithm.traits.required_clients) - set(names)
+        if absent:
+            _raise_or_warn(
+                f"uploads: the target, client number {min(absent)}, must take part in "
+                "every round.",
+                strict,
+            )
+        outcome = RoundOutcome(list(names), void=True)
+        if read and not absent:
+            outcome = self._try_round(read, names, strict)
+        if outcome.void:
+            self._state = commit(self._state, {})
+        self._round_started = False
+        return replace(
+            outcome,
+            ids=[names[i] for i in outcome.ids],
+            dropped=[names[i] for i in outcome.dropped],
+            clipped=[names[i] for i in outcome.clipped],
+        )
+
+    def join(self, client_id: Hashable) -> int:
+        """The number of a client, where a new client receives one.
+
+        A new client's first `download` does the same. Raises ValueError where the state
+        would have to grow in a round that has begun.
+        """
+        is_word = isinstance(client_id, str)
+        is_number = isinstance(client_id, Integral) and not isinstance(client_id, bool)
+        wanted = "a string or a whole number"
+        require(is_word or is_number, "client_id", wanted, client_id)
+        if client_id in self._numbers:
+            return self._numbers[client_id]
+        n = self.num_clients
+        number = self._free_number(client_id)
+        if number == n:
+            wanted = f"no newcomer in a round begun with {n} clients"
+            require(not self._round_started, f"client {client_id!r}", wanted, "one")
+            self._state, _ = with_new_client(self.algorithm, self._state, self.net, n)
+            self._upload_layout = None
+        self._numbers[client_id] = number
+        return number
+
+    def _free_number(self, client_id: Hashable) -> int:
+        """A new client's number: its id, the first free one, or N."""
+        n = self.num_clients
+        taken = {*self._numbers.values(), *self._retired}
+        if isinstance(client_id, Integral) and 0 <= client_id < n:
+            number = int(client_id)
+            if number not in taken:
+                return number
+        return next((i for i in range(n) if i not in taken), n)
+
+    def leave(self, client_id: Hashable) -> None:
+        """Forgets a client. Its id may name a new client later.
+
+        The algorithm's state keeps what it has of the client.
+        """
+        self._retired.append(self._numbers.pop(client_id))
+
+    def report(self) -> Tensors:
+        """The algorithm's report of the last round, with mixing weights [N, N].
+
+        Its tensors are those of the algorithm's hook `report`. Clients stand in them
+        by their numbers.
+        """
+        return self._report
+
+    def state_dict(self) -> dict[str, Any]:
+        """The server's state between rounds, for `torch.save`.
+
+        It consists of copies of tensors, numbers, strings and dicts, so that
+        `torch.load` needs no pickled classes.
+        """
+        return {
+            "fingerprint": self._fingerprint,
+            "state": {k: v.clone() for k, v in flatten_state(self._state).items()},
+            "round": self._state.round,
+            "void": self._state.void_rounds,
+            **{k: copy(getattr(self, f"_{k}")) for k in SAVED_FIELDS},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over the state that `state_dict` returned.
+
+        Raises ValueError, and changes nothing, where the state is of another algorithm
+        or model.
+        """
+        is_mapping = isinstance(state, Mapping)
+        if not is_mapping or state.get("fingerprint") != self._fingerprint:
+            raise ValueError(
+                "state: expected what state_dict() of a Server of this algorithm and "
+                "model gives."
+            )
+        tensors = {k: v.clone() for k, v in state["state"].items()}
+        new = unflatten_state(tensors, state["round"], state["void"])
+        check_state(new, self.algorithm, self.net, len(new.participated))
+        self._state = new
+        self._upload_layout = None
+        self._round_started = False
+        for key in SAVED_FIELDS:
+            setattr(self, f"_{key}", copy(state[key]))
+
+    def _cohort(
+        self,
+        ids: Sequence[int],
+        num_samples: Sequence[int],
+        round: int,
+        purpose: str = "send",
+    ) -> Cohort:
+        """The cohort of these clients, for the algorithm's hooks."""
+        return Cohort(
+            torch.tensor(ids),
+            torch.tensor(num_samples),
+            n=self.num_clients,
+            round=round,
+            rounds=self.rounds,
+            seed=self.seed,
+            purpose=purpose,
+        )
+
+    def _try_round(
+        self, uploads: Mapping[Any, Upload], names: Mapping[int, Any], strict: bool
+    ) -> RoundOutcome:
+        """Plays the round with these uploads if it can be played.
+
+        Where it cannot be played, this raises ValueError if `strict`, and else returns
+        a void outcome.
+
+        Args:
+            uploads: The uploads by the clients' ids.
+            names: The client's id of each number.
+        """
+
+        def report_refused(bad: BadUpload) -> None:
+            sentences = [
+                f"client {names[number]!r}: {reason}"
+                for number, reason in bad.reasons.items()
+            ]
+            if strict:
+                raise RefusedUpload(sentences[0])
+            for sentence in sentences:
+                _raise_or_warn(sentence, strict)
+
+        void = RoundOutcome(list(names), void=True)
+        try:
+            return self._run_round([*uploads.values()], report_refused)
+        except RefusedUpload:
+            raise
+        except Stop as stop:  # it ends a run, but a server waits for other uploads
+            void.void_reason = str(stop)
+            _raise_or_warn(f"uploads: {stop}", strict)
+        except UNUSABLE_UPLOAD_ERRORS as error:
+            # Where an earlier round used uploads of this layout, the error is a fault
+            # of the algorithm and not of the uploads.
+            is_usable_layout = self._upload_layout is not None
+            if is_out_of_memory(error) or (strict and is_usable_layout):
+                raise
+            first = next(iter(uploads.values()))
+            layout = _describe_layout(layout_of(first.tensors))
+            void.void_reason = str(error).partition("\n")[0].rstrip(".")
+            _raise_or_warn(
+                f"uploads: {type(self.algorithm).__name__} cannot use what each holds, "
+                f"{layout} ({void.void_reason}); give both sides one algorithm and "
+                "model.",
+                strict,
+            )
+        return void
+
+    def _run_round(
+        self, uploads: Sequence[Upload], on_refused: Callable[[BadUpload], None]
+    ) -> RoundOutcome:
+        """Plays the round with these uploads, which have one layout.
+
+        Args:
+            on_refused: Is called with the clients whose uploads the algorithm refuses.
+        """
+        state = self._state
+        alg = self.algorithm
+        ids = [upload.number for upload in uploads]
+        num_samples = [upload.num_samples for upload in uploads]
+        cohort = self._cohort(ids, num_samples, state.round + 1)
+        first = uploads[0].tensors
+        up = {}
+        for key in first:
+            up[key] = torch.stack([upload.tensors[key] for upload in uploads])
+        buffers = up.pop(BUFFERS_KEY, state.buffers[cohort.ids])
+        # The root of a negative variance would be NaN in every client's model, so the
+        # upload counts as not finite.
+        negative = (buffers[:, self.net.variances] < 0).any(1)
+        buffers[negative] = torch.nan
+        down = alg.send(state.server, cohort)
+        no_loss = torch.zeros(len(ids))  # clients do not upload theirs
+        result = CohortResult(
+            cohort,
+            down,
+            up,
+            states_before={},
+            client_states={},
+            buffers=buffers,
+            loss=no_loss,
+        )
+        result, outcome = accept(result, alg.traits, state.server, self.clip)
+        changes = serve(alg, state, result, outcome, self.averages, on_refused)
+        if not outcome.void:
+            self._state = commit(state, changes)
+            self._upload_layout = layout_of(first)
+            self._record_accepted(outcome, outcome.cohort or cohort)
+        return replace(outcome, train_loss=None)
+
+    def _record_accepted(self, outcome: RoundOutcome, cohort: Cohort) -> None:
+        """Stores the facts of a round for later downloads and for `report`."""
+        factor = outcome.clip_factor
+        if factor is None:
+            factor = torch.ones(len(cohort.ids))
+        for number, part in zip(cohort.ids.tolist(), factor.tolist(), strict=True):
+            self._accepted[number] = (self.round, part)
+        self._report = self.algorithm.report(self._state.server, outcome.mix, cohort)
+
+    def _read_uploads(
+        self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool
+    ) -> dict[Any, Upload]:
+        """The uploads that fit, by the clients' ids, ascending by their numbers.
+
+        All of them have one layout.
+        """
+        read: dict[Any, Upload] = {}
+        for client, upload in uploads.items():
+            try:
+                read[client] = self._read_upload(client, upload)
+            except ValueError as error:
+                _raise_or_warn(str(error), strict)
+        layouts = {client: layout_of(upload.tensors) for client, upload in read.items()}
+        expected = self._expected_layout([*layouts.values()])
+        for client, layout in layouts.items():
+            if layout != expected:
+                _raise_or_warn(
+                    f"client {client!r}: its upload holds {_describe_layout(layout)}, "
+                    f"expected {_describe_layout(expected)}.",
+                    strict,
+                )
+                del read[client]
+        return dict(sorted(read.items(), key=lambda item: item[1].number))
+
+    def _expected_layout(self, layouts: list[UploadLayout]) -> UploadLayout:
+        """The layout of the last round's uploads, or the most frequent one."""
+        layout = self._upload_layout or max(layouts, key=layouts.count, default={})
+        if self.averages:
+            layout = layout | layout_of({BUFFERS_KEY: self.net.b0})
+        return layout
+
+    def _read_upload(self, client: Any, upload: Any) -> Upload:
+        """One client's upload. Raises ValueError where it does not fit."""
+        name = f"client {client!r}"
+        known = list(self._numbers)
+        is_known = client in self._numbers
+        require(is_known, name, "one of those who have downloaded", known)
+        is_pair = isinstance(upload, tuple) and len(upload) == 2
+        require(is_pair, name, "(upload, number of samples)", upload)
+        message, num_samples = upload
+        # An upload has one row for its client, and no shared rows.
+        layout = DownloadLayout({}, {})
+        device = self.net.w0.device
+        payload, header, buffers = decode_message(
+            message, device, self._fingerprint, name, layout
+        )
+        number = self._numbers[client]
+        round = self.round + 1
+        if header.number != number or header.round != round:
+            raise ValueError(
+                f"{name}: its upload is number {header.number}'s of round "
+                f"{header.round}, expected {number}'s of round {round}; leave it out."
+            )
+        is_whole = isinstance(num_samples, Integral)
+        is_whole = is_whole and not isinstance(num_samples, bool)
+        fits = is_whole and 1 <= int(num_samples) <= MAX_SAMPLES
+        wanted = f"a whole number from 1 to {MAX_SAMPLES}"
+        require(fits, f"{name}, number of samples", wanted, num_samples)
+        tensors = {key: value[0] for key, value in payload.items()}
+        if buffers is not None:
+            tensors[BUFFERS_KEY] = buffers
+        return Upload(number, tensors, int(num_samples))
+
+
+class RefusedUpload(ValueError):
+    """An upload of a strict round that the algorithm refuses."""
+
+
+def _raise_or_warn(sentence: str, strict: bool) -> None:
+    """Raises ValueError if `strict`, and else warns."""
+    if strict:
+        raise ValueError(sentence)
+    warn_caller(sentence, RuntimeWarning)
+
+
+def _describe_layout(layout: UploadLayout) -> str:
+    """The text of a layout, such as "delta [10] float32"."""
+    parts = [
+        f"{key} {list(shape)} {str(dtype).removeprefix('torch.')}"
+        for key, (shape, dtype) in layout.items()
+    ]
+    return ", ".join(parts) or "nothing"

@@ -1,0 +1,104 @@
+"""Groups of runs that differ in the seed, and their labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from pflcore.results.record import DATA_FIELDS, Line, Run, Runs
+
+# Fields of a header that hold options, in the order in which labels name them.
+OPTION_GROUPS = ("model_options", "training", "options")
+# Fields of a header that all runs of one table share.
+TABLE_FIELDS = ("data", "partition", "model", "n")
+# Fields of a header that a reader expects to be equal in all rows of a table. Where
+# they differ, the labels show them.
+COMPARED_FIELDS = (
+    *TABLE_FIELDS,
+    "clients",
+    "eval_clients",
+    "rounds",
+    "participation",
+    "batch_norm",
+    "loss",
+    "clip",
+    "adversary",
+    "eval_split",
+    "stream",
+    *DATA_FIELDS,
+)
+
+
+def label_runs(runs: Runs) -> dict[str, list[Run]]:
+    """Groups of runs that differ in the seed alone, by label.
+
+    A label is the algorithm's name, followed by the options in which the group differs
+    from other groups: from those of the same algorithm in the algorithm's options, and
+    from all in the `COMPARED_FIELDS`.
+    """
+    by_options: dict[str, list[Run]] = {}
+    for run in runs:
+        key = json.dumps([run.algorithm, run_options(run)], sort_keys=True)
+        by_options.setdefault(key, []).append(run)
+    groups = list(by_options.values())
+    options = [run_options(members[0]) for members in groups]
+    by_label: dict[str, list[Run]] = {}
+    for members, own_options in zip(groups, options, strict=True):
+        algorithm = members[0].algorithm
+        namesakes = []
+        for others, other_options in zip(groups, options, strict=True):
+            if others[0].algorithm == algorithm:
+                namesakes.append(other_options)
+        words = _distinctive_options(own_options, options, namesakes)
+        label = f"{algorithm} ({', '.join(words)})" if words else algorithm
+        by_label.setdefault(label, []).extend(members)
+    return by_label
+
+
+def _distinctive_options(
+    options: Line, all_options: Sequence[Line], namesakes: Sequence[Line]
+) -> list[str]:
+    """The options that distinguish a group from others, as "name=value".
+
+    Args:
+        options: The options of the group.
+        all_options: The options of all groups. `COMPARED_FIELDS` and the partition's
+            options are compared with these.
+        namesakes: The options of the groups of the same algorithm. All other options
+            are compared with these.
+    """
+    distinctive = []
+    for name, value in options.items():
+        is_shared = name in COMPARED_FIELDS or name.startswith("partition.")
+        peers = all_options if is_shared else namesakes
+        if any(name not in peer or peer[name] != value for peer in peers):
+            distinctive.append(f"{name}={value}")
+    return distinctive
+
+
+def find_runs(groups: Mapping[str, list[Run]], name: str) -> list[Run] | None:
+    """The group with this label, or the first of this algorithm.
+
+    None where there is no such group.
+    """
+    if name in groups:
+        return groups[name]
+    return next((runs for runs in groups.values() if runs[0].algorithm == name), None)
+
+
+def run_options(run: Run) -> Line:
+    """The options of a run except its seed, the algorithm's last."""
+    header = run.header
+    shared_names = [*COMPARED_FIELDS, "parameters"]
+    groups = [{name: header[name] for name in shared_names if name in header}]
+    partition = header.get("partition_options") or {}
+    # The prefix is there because an algorithm may have an option "alpha", too.
+    groups.append({f"partition.{name}": value for name, value in partition.items()})
+    groups += [header.get(group) or {} for group in OPTION_GROUPS]
+    options = {}
+    for group in groups:
+        for name, value in group.items():
+            # A run without clipping is the usual case, so a label does not name it.
+            if name != "clip" or value is not None:
+                options[name] = value
+    return options

@@ -1,0 +1,183 @@
+"""The first batch: a trial of model, data and loss before round 1.
+
+One batch runs through a copy of the module, which shows whether they fit together. It
+also shows facts of the model that only data can show, such as its head. Those are set
+in the net.
+
+Symbols: B samples of a batch; x, y samples and labels.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pflcore.data._federation import Federation
+from pflcore.metrics import ArgumentForm
+from pflcore.nn._context import forward_context
+from pflcore.train import _validate as validate
+from pflcore.train._net import Net
+from pflcore.train._training import Training
+from pflcore.train._validate import MismatchError
+
+FIRST_BATCH_SIZE = 8  # samples
+
+
+def prepare_net(net: Net, data: Federation, training: Training) -> None:
+    """Runs one batch through a copy of the module, and sets facts of `net`.
+
+    The facts are: which part is the head, whether there is one score for each label, in
+    which form the loss takes that score (`argument_form`), and whether the module can
+    train on a single sample (`merge_last_sample`). Raises MismatchError where model,
+    data and loss do not fit together.
+    """
+    validate.check_torch_modes()
+    validate.check_dtypes(net, data)
+    count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
+    x, y = spread_samples(data, count)
+    net.argument_form = ArgumentForm()
+    # The first pass finds the form of the loss's arguments, and the second uses it.
+    for train in (False, True):
+        run = partial(first_batch_loss, net, data, x, y, train, find_form=not train)
+        validate.run_without_global_draws(run)
+    plan_single_samples(net, data, training)
+
+
+def plan_single_samples(net: Net, data: Federation, training: Training) -> None:
+    """Sets `net.merge_last_sample` where the model cannot train on a single sample.
+
+    Batch norm, for example, cannot. Where a client's last batch would be one sample,
+    that sample then joins the batch before it. Raises MismatchError where a client has
+    no other batches than those of one sample.
+    """
+    size = data.size("train")
+    batch_size = training.batch_size
+    has_only_singles = (size == 1) | (batch_size == 1)
+    ends_with_single = size % batch_size == 1
+    if not (has_only_singles | ends_with_single).any():
+        return
+    x, y = spread_samples(data, 1)
+    try:
+        first_batch_loss(net, data, x, y, train=True)
+    except MismatchError as error:
+        net.merge_last_sample = True
+        if not has_only_singles.any():
+            return
+        if isinstance(error, validate.NoBatchAxis):
+            raise  # its text names the remedy
+        client = int(has_only_singles.nonzero()[0])
+        reason = _single_sample_reason(net, error)
+        raise MismatchError(
+            f"data: client {client} ({int(size[client])} samples, batch_size "
+            f"{batch_size}) has a batch of one sample, on which this model cannot "
+            f"train{reason}; take another batch_size, or leave clients of one sample "
+            "out."
+        ) from error
+
+
+def _single_sample_reason(net: Net, error: MismatchError) -> str:
+    """End of a sentence, with the reason why one sample is not enough."""
+    if any(isinstance(layer, _BatchNorm) for layer in net.module.modules()):
+        return ", as batch norm cannot"
+    return f" ({str(error).rstrip('.')})"
+
+
+def first_batch_loss(
+    net: Net,
+    data: Federation,
+    x: Tensor,  # [B, ...]
+    y: Tensor,  # [B, ...]
+    train: bool,
+    find_form: bool = False,
+) -> Tensor:
+    """Loss of one batch by a copy of the module.
+
+    Sets `net.single_score`. In training mode the backward pass runs too, and the head
+    of `net` is located. With `find_form` the form in which the loss takes scores and
+    targets is set in `net`. Raises MismatchError where a pass fails.
+    """
+    module = copy.deepcopy(net.module).train(train)
+    calls = _record_calls(module)
+
+    def explain_forward_error(error: Exception) -> str:
+        return validate.explain_layer_error(*calls[-1], data, error)
+
+    seed = x.new_zeros((), dtype=torch.int64)
+    with forward_context(train, None, seed), torch.enable_grad():
+        with validate.reraise_as(explain_forward_error):
+            scores = module(x)
+        validate.check_scores(net, data, scores, y)
+        net.single_score = scores.numel() == y.numel()
+        if find_form:
+            net.argument_form = validate.loss_argument_form(net, scores, y)
+        with validate.reraise_as(partial(validate.explain_loss_error, net, scores, y)):
+            loss = net.batch_loss(scores, y)
+        validate.check_loss(loss)
+    if train:
+        layers = [name for name, _, _ in calls[1:]]
+        _first_batch_backward(net, module, loss, layers)
+    return loss.detach()
+
+
+def _record_calls(module: nn.Module) -> list[tuple[str, nn.Module, Any]]:
+    """List to which each call of a layer adds (name, layer, inputs).
+
+    The layers are those without submodules, and every `nn.Linear`. The list begins with
+    the module itself, so an error before the first layer has a last call, too. The
+    inputs of that entry are None.
+    """
+    calls: list[tuple[str, nn.Module, Any]] = [("", module, (None,))]
+
+    def record(name: str, layer: nn.Module, inputs: Any) -> None:
+        calls.append((name, layer, inputs))
+
+    for name, layer in module.named_modules():
+        is_leaf = not layer._modules
+        # A parametrized `nn.Linear` has submodules and is still the head of a model.
+        if is_leaf or isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(partial(record, name))
+    return calls
+
+
+def _first_batch_backward(
+    net: Net,
+    module: nn.Module,
+    loss: Tensor,
+    layers: list[str],  # names in the order of the calls
+) -> None:
+    """Runs the backward pass and tells the net which parameters the loss depends on.
+
+    `Net.locate_head` takes the last of the called layers that has such a parameter.
+    """
+
+    def explain_backward_error(error: Exception) -> str:
+        return f"model: its backward pass fails: {validate.first_line(error)}."
+
+    parameters = dict(module.named_parameters())
+    trained = [parameters[name] for name in net.names]
+    with validate.reraise_as(explain_backward_error):
+        # The loss is a scalar, or has one element. `allow_unused`: the gradient of a
+        # parameter that is not used is None.
+        grads = torch.autograd.grad(loss.sum(), trained, allow_unused=True)
+    validate.check_gradients(grads)
+    named_grads = zip(net.names, grads, strict=True)
+    used = [name for name, grad in named_grads if grad is not None]
+    net.locate_head(used, layers)
+
+
+def spread_samples(data: Federation, count: int) -> tuple[Tensor, Tensor]:
+    """Training samples [B, ...] and labels [B, ...], B = `count`.
+
+    They lie at even distances in the list of all clients' samples, and repeat where the
+    federation has fewer.
+    """
+    samples = data.lists("train").flat
+    positions = torch.linspace(0, len(samples) - 1, count).long()
+    index = samples[positions.to(samples.device)]
+    return data.x[index], data.y[index]

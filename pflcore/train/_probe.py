@@ -1,0 +1,333 @@
+"""Probes: trials of an engine against the module itself.
+
+A probe is a federation of a few small clients (of one client, for a large model),
+together with their losses and gradients by the module itself under plain autograd: the
+reference. An engine computes the same losses and gradients at the initial weights plus
+noise. It must match the reference in training mode and, for "loop" and a chain, in
+evaluation mode.
+
+There is a probe in the model's own dtype, and one in float64. The one in float64 is
+missing
+
+- where the model is in float64 already,
+- where a part of the model fixes its dtype,
+- where memory is short,
+- for a large model on a CPU.
+
+On a CPU all numbers count. On a GPU only those in float64 count, where there are any;
+in the other dtype the engine must only run without an error. The reason: a GPU sums
+float32 products in another order for each shape, and rounds them to TF32 where a
+library does not heed the flag that forbids it. Rectifiers and maxima magnify that
+rounding.
+
+Symbols: s clients of a probe; P weights of the model; B samples of a batch; w [s, P]
+the clients' weights; x, y samples and labels.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from pflcore.data._federation import Federation
+from pflcore.nn._context import forward_context
+from pflcore.train import _memory as memory
+from pflcore.train import _validate as validate
+from pflcore.train._batches import Batches, BatchPlan
+from pflcore.train._clients import Clients
+from pflcore.train._context import TrainContext
+from pflcore.train._engines import Engine
+from pflcore.train._first_batch import spread_samples
+from pflcore.train._graphs import GradientGraphs
+from pflcore.train._net import Net
+from pflcore.train._training import Training
+from pflcore.train._workers import Workers
+
+# A larger model has probes of one client, and on a CPU none in float64: the copies
+# would cost too much.
+FULL_PROBE_MAX_WEIGHTS = 1 << 19
+# Samples of the probe's clients, in descending order, as `Batches` requires. There are
+# two clients of each size, so that a block has clients of equal and of other size.
+# Batch norm cannot train on fewer than two samples.
+PROBE_SIZES = (5, 5, 2, 2)
+# A difference may be as large as this share of the largest value of the reference.
+FLOAT64_TOLERANCE = 1e-10
+FLOAT32_TOLERANCE = 1e-3
+# Rounding errors of one pass, in units of the dtype's epsilon.
+MAX_ROUNDING_ERRORS = 64
+
+
+class Mismatch(NamedTuple):
+    """A difference between an engine and the module.
+
+    It is a reason to take another engine. A `MismatchError` is for users: model, data
+    and loss do not fit together.
+
+    Attributes:
+        words: A phrase on the difference.
+        is_numeric: True where the engine gives other numbers than the module. False
+            where it gives no numbers, since it raised an error.
+    """
+
+    words: str
+    is_numeric: bool = False
+
+
+@dataclass
+class EngineProbe:
+    """A few small clients with the losses and gradients of the module itself.
+
+    Attributes:
+        clients: The clients. `difference` gives them the engine that is tried.
+        w: The clients' weights [s, P].
+        expected: The losses [s] and gradients [s, P] of the module, by mode: "training"
+            and "evaluation".
+        is_decisive: True where the engine's numbers count. False where only an error
+            does.
+    """
+
+    clients: Clients
+    w: Tensor
+    expected: dict[str, list[Tensor]]
+    is_decisive: bool = True
+
+    def difference(
+        self, engine: Engine, graphs: GradientGraphs | None = None
+    ) -> Mismatch | None:
+        """The first difference of an engine's losses and gradients, or None.
+
+        With `graphs` the gradients of a replayed step are compared. The step is
+        captured before, at weights of half the size and with other random numbers. So a
+        replay that still uses those is found.
+        """
+        context = self.clients.context._replace(engine=engine, graphs=graphs)
+        clients = replace(self.clients, context=context)
+        if graphs is not None:
+            replace(clients, round=1).fit(0.5 * self.w, epochs=1, lr=1.0)
+        relative, absolute = self._tolerances()
+        for mode, values in self._computed(clients).items():
+            names = ("loss", "gradient")
+            for name, got, want in zip(names, values, self.expected[mode], strict=True):
+                gap = _describe_gap(got, want, relative, absolute)
+                if gap is not None:
+                    words = f"its {name} is another in {mode} mode ({gap})"
+                    return Mismatch(words, is_numeric=True)
+        return None
+
+    def _computed(self, clients: Clients) -> dict[str, tuple[Tensor, Tensor]]:
+        """Losses [s] and gradients [s, P] of each mode, by the clients' engine."""
+        engine = clients.context.engine
+        fit = clients.fit(self.w, epochs=1, lr=1.0)
+        # Each client has one batch, and takes one step of plain SGD, without momentum
+        # and weight decay. With lr=1 that step subtracts the gradient, so w - fit.w is
+        # the gradient, up to rounding.
+        computed = {"training": (fit.loss, self.w - fit.w)}
+        # vmap is for training alone; evaluation then runs as it does with "loop".
+        if engine.name == "loop" or engine.chain:
+            # The split "test" is computed in evaluation mode.
+            loss = clients.loss(self.w, "test")
+            grad = clients.grad(self.w, "test")
+            computed["evaluation"] = (loss, grad)
+        return computed
+
+    def _tolerances(self) -> tuple[float, float]:
+        """The tolerance of a difference: a relative and an absolute part, to be added.
+
+        The relative part is a share of the largest expected value, also where that is
+        below 1.
+
+        The gradient of the training mode is `w - fit.w`, so it carries the rounding of
+        the weights. The absolute part is the rounding of numbers as large as the
+        largest weight or sample, or as 1 where all are smaller. Values below it, such
+        as a gradient of 1e-6 in float32, are not tested in this dtype. The probe in
+        float64 tests those of a loss in small units.
+        """
+        relative = FLOAT32_TOLERANCE
+        if self.w.dtype == torch.float64:
+            relative = FLOAT64_TOLERANCE
+        x = self.clients.context.data.x
+        largest = max(1.0, float(self.w.abs().max()), float(x.abs().max()))
+        epsilon = torch.finfo(self.w.dtype).eps
+        # The minimum is for tokens, whose large numbers are no sizes of values.
+        return relative, min(relative, MAX_ROUNDING_ERRORS * epsilon * largest)
+
+
+def _describe_gap(
+    got: Tensor, want: Tensor, relative: float, absolute: float
+) -> str | None:
+    """Phrase on the largest difference, or None within the tolerances.
+
+    NaN matches NaN, and nothing else.
+    """
+    largest = float(want.abs().nan_to_num(0.0).max())
+    gap = float((got - want).abs().nan_to_num(0.0).max())
+    same_nan = torch.equal(got.isnan(), want.isnan())
+    if same_nan and gap <= relative * largest + absolute:
+        return None
+    return f"off by {gap:.1e}, the largest is {largest:.1e}"
+
+
+def make_probes(net: Net, data: Federation) -> list[EngineProbe]:
+    """The probes of a net: one in float64, where possible, and one in its own dtype.
+
+    On a CPU the numbers of both decide. On a GPU only those in float64 do, where there
+    is that probe.
+    """
+    probes = []
+    device = net.w0.device
+    on_gpu = device.type == "cuda"
+    is_small = net.size <= FULL_PROBE_MAX_WEIGHTS
+    if net.dtype != torch.float64 and (on_gpu or is_small):
+        # A part that fixes its dtype raises one of these errors, and so does a lack of
+        # memory. Errors of the second probe, below, are not suppressed.
+        with suppress(RuntimeError, TypeError, ValueError):
+            wide_net = net.to(device, torch.float64)
+            probes.append(make_probe(wide_net, data))
+    probe = make_probe(net, data)
+    probe.is_decisive = not (on_gpu and probes)
+    return [*probes, probe]
+
+
+def make_probe(net: Net, data: Federation) -> EngineProbe:
+    """A probe in the dtype of `net`, at its initial weights plus noise.
+
+    The noise lets clients differ, and lets a weight that starts at 0 take part.
+    """
+    sizes = PROBE_SIZES if net.size <= FULL_PROBE_MAX_WEIGHTS else PROBE_SIZES[:1]
+    federation = _probe_federation(net, data, sizes)
+    # Each client has one batch.
+    training = Training(batch_size=max(sizes))
+    workers = Workers(1, federation.x.device)
+    context = TrainContext(net, federation, training, Engine("loop"), workers)
+    ids = torch.arange(len(sizes))
+    buffers = net.b0.repeat(len(sizes), 1)
+    clients = Clients(context, ids, round=0, buffers=buffers)
+    w = _noisy_weights(net, len(sizes))
+    # `Clients.fit` draws its minibatches by the same arguments. The sizes are in
+    # descending order, as `Batches` requires.
+    key = (context.seed, clients.round)
+    batches = Batches(federation, training, key, ids, BatchPlan(epochs=1), ragged=False)
+    seeds = batches.seeds[:, 0]
+    order = batches.order[:, 0]
+    train_index = [order[i, :size] for i, size in enumerate(sizes)]
+    test_index = list(federation.lists("test"))
+    expected = {
+        "training": _reference(net, federation, w, train_index, seeds, train=True),
+        "evaluation": _reference(net, federation, w, test_index, seeds, train=False),
+    }
+    return EngineProbe(clients, w, expected)
+
+
+def _noisy_weights(net: Net, clients: int) -> Tensor:
+    """Weights [s, P] of the clients: the initial ones plus noise.
+
+    The noise has half of each weight's size, and a little more. Its random stream
+    belongs to the probe.
+    """
+    generator = torch.Generator().manual_seed(0)
+    # It is drawn in float64, so the probes of both dtypes have the same noise.
+    noise = torch.randn(clients, net.size, generator=generator, dtype=torch.float64)
+    return net.w0 + noise.to(net.w0) * (0.5 * net.w0.abs() + 0.01)
+
+
+def _probe_federation(net: Net, data: Federation, sizes: tuple[int, ...]) -> Federation:
+    """Federation of clients of these sizes, with a split "train" and a split "test".
+
+    The test samples are copies of the training samples, because no sample may be in two
+    splits.
+    """
+    x, y = spread_samples(data, sum(sizes))
+    if x.is_floating_point():
+        x = x.to(net.dtype)
+    if y.is_floating_point():
+        y = y.to(net.dtype)
+    x = add_padding(x, net.module)
+    x = torch.cat([x, x])
+    y = torch.cat([y, y])
+    index = torch.arange(len(x), device=x.device)
+    # First the lists "train" of all clients, then their lists "test".
+    lists = index.split([*sizes, *sizes])
+    splits = {"train": lists[: len(sizes)], "test": lists[len(sizes) :]}
+    return Federation(x, y, splits, data.classes, fields=data.fields)
+
+
+def _reference(
+    net: Net,
+    data: Federation,
+    w: Tensor,  # [s, P]
+    index: list[Tensor],  # each client's samples in the pool
+    seeds: Tensor,  # [s]
+    *,
+    train: bool,
+) -> list[Tensor]:  # losses [s], gradients [s, P]
+    """Losses and gradients by the module itself, client after client."""
+    module = copy.deepcopy(net.module)
+    losses = []
+    grads = []
+    for row, samples, seed in zip(w, index, seeds, strict=True):
+        net.load(module, row, net.b0).train(train)
+        x = data.x[samples]
+        y = data.y[samples]
+        loss, grad = reference_gradient(net, module, x, y, seed)
+        losses.append(loss)
+        grads.append(grad)
+    return [torch.stack(losses), torch.stack(grads)]
+
+
+def reference_gradient(
+    net: Net,
+    module: nn.Module,
+    x: Tensor,  # [B, ...]
+    y: Tensor,  # [B, ...]
+    seed: Tensor,  # []
+) -> tuple[Tensor, Tensor]:  # [], [P]
+    """Loss and gradient of the module by plain autograd, as a user would take them."""
+    with forward_context(module.training, None, seed), torch.enable_grad():
+        loss = net.batch_loss(module(x), y)
+    parameters = dict(module.named_parameters())
+    trained = [parameters[name] for name in net.names]
+    # The gradient of a parameter that the loss does not depend on is 0.
+    grads = torch.autograd.grad(
+        loss, trained, allow_unused=True, materialize_grads=True
+    )
+    return loss.detach(), torch.cat([grad.reshape(-1) for grad in grads])
+
+
+def add_padding(x: Tensor, module: nn.Module) -> Tensor:
+    """`x` with a padding token at the end of every other sample.
+
+    An embedding gives the row of its padding token no gradient. Samples of a probe that
+    have no such token would hide an engine that trains that row.
+    """
+    for layer in module.modules():
+        padding = layer.padding_idx if isinstance(layer, nn.Embedding) else None
+        if padding is not None and not x.is_floating_point():
+            x = x.clone()
+            x.view(len(x), -1)[::2, -1] = padding
+    return x
+
+
+def first_mismatch(
+    probes: list[EngineProbe], engine: Engine, graphs: GradientGraphs | None = None
+) -> Mismatch | None:
+    """The first mismatch of an engine in the probes, or None.
+
+    An error in any of the probes is a mismatch, with or without a message. Running out
+    of memory is not the engine's fault and is raised.
+    """
+    try:
+        for probe in probes:
+            mismatch = probe.difference(engine, graphs)
+            if mismatch is not None and probe.is_decisive:
+                return mismatch
+    except Exception as error:
+        if memory.is_out_of_memory(error):
+            raise
+        return Mismatch(validate.first_line(error))
+    return None

@@ -1,0 +1,91 @@
+"""Golden numbers of the defences that replace FedAvg's mean.
+
+Symbols: d_i [P] are the updates of S clients, p_i their shares; f clients may be bad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from cases import Result, main, upload_results
+
+
+def clipped_mean(d: np.ndarray, p: np.ndarray) -> np.ndarray:
+    """The mean of updates that are cut to the median norm M.
+
+    It is `sum p_i d_i min(1, M / |d_i|)`. Sun et al. 2019 cut at a fixed bound.
+    """
+    norms = np.linalg.norm(d, axis=1)
+    return (p * np.minimum(1, np.median(norms) / norms)) @ d
+
+
+def trimmed_mean(d: np.ndarray, f: int) -> np.ndarray:
+    """Each coordinate's mean without its f least and f largest (Yin et al. 2018).
+
+    It is Definition 2 there.
+    """
+    return np.sort(d, 0)[f : len(d) - f].mean(0)
+
+
+def krum_order(d: np.ndarray, f: int) -> list[int]:
+    """The clients in the order of Krum's score (Blanchard et al. 2017, section 4).
+
+    A score is the sum of the squared distances to the S - f - 2 nearest others.
+    """
+    scores = []
+    for i in range(len(d)):
+        to_others = [((d[i] - d[j]) ** 2).sum() for j in range(len(d)) if j != i]
+        scores.append(sum(sorted(to_others)[: len(d) - f - 2]))
+    return sorted(range(len(d)), key=lambda i: scores[i])
+
+
+def trusted_mean(d: np.ndarray, trusted: int) -> np.ndarray:
+    """FLTrust (Cao et al. 2021, Eqs. 2 to 4).
+
+    It is `sum t_i (|r| / |d_i|) d_i / sum t_i`. r is the trusted client's update, and
+    `t_i = max(0, cos(d_i, r))`. The package has the trusted client itself in the sum.
+    """
+    r = d[trusted]
+    norms = np.linalg.norm(d, axis=1)
+    t = np.maximum(0, d @ r / (norms * np.linalg.norm(r)))
+    return (t * np.linalg.norm(r) / norms) @ d / t.sum()
+
+
+def robust_mean(d, p, defence, f, trusted) -> np.ndarray:
+    """The result of a defence; the mean without one."""
+    if defence is None:
+        return p @ d
+    if defence == "clip":
+        return clipped_mean(d, p)
+    if defence == "median":  # Yin et al. 2018, Definition 1
+        return np.median(d, 0)
+    if defence == "trimmed_mean":
+        return trimmed_mean(d, f)
+    if defence == "fltrust":
+        return trusted_mean(d, trusted)
+    count = 1 if defence == "krum" else len(d) - f
+    return d[krum_order(d, f)[:count]].mean(0)
+
+
+def fedavg(
+    rounds, x0, n, start, defence=None, num_byzantine=1, trusted_client=None
+) -> Iterator[dict]:
+    """FedAvg (McMahan et al. 2017, Algorithm 1) with a defence: `x <- x + mean d`.
+
+    Without a defence, the mean weighs clients by their samples.
+    """
+    x = x0
+    for cohort, up in rounds:
+        p = cohort.sizes / cohort.sizes.sum()
+        x = x + robust_mean(up["delta"], p, defence, num_byzantine, trusted_client)
+        yield {"state": {"x": x}}
+
+
+def results() -> Iterator[Result]:
+    """The numbers of FedAvg's cases in uploads.json."""
+    yield from upload_results({"fedavg": fedavg})
+
+
+if __name__ == "__main__":
+    main(results())

@@ -1,0 +1,120 @@
+"""What the logger "pflcore" says of a run."""
+
+import logging
+
+import pytest
+import torch
+from parts.user import simulation
+from small import equals, images, layers
+
+
+@pytest.fixture
+def messages(caplog):
+    """Plays a run with the logger at a level; the messages of that level."""
+
+    def play(level, run):
+        caplog.clear()
+        with caplog.at_level(level, "pflcore"):
+            run.run()
+        records = [r for r in caplog.records if r.name == "pflcore"]
+        assert all(r.levelno >= level for r in records)
+        return [r.getMessage() for r in records if r.levelno == level]
+
+    return play
+
+
+def with_bad_clients(*bad, **options):
+    """A run of four clients in which the updates of the clients `bad` overflow."""
+    data = images((20,) * 4)
+    for client in bad:
+        data.x[data.index["train"][client]] *= 1e30
+    model = layers("Linear 6 5, ReLU, Linear 5 4")
+    return simulation("scaffold", data, model=model, **options)
+
+
+def test_nothing_is_printed_by_default(capfd):
+    simulation().run()
+
+    assert capfd.readouterr() == ("", "")
+
+
+def test_info_is_a_line_for_each_round(messages):
+    run = simulation()
+    lines = messages(logging.INFO, run)
+
+    assert len(lines) == run.rounds
+    last = lines[-1]
+    record = run.history.rounds[-1]
+    accuracy = torch.tensor(record["eval"]["accuracy"]).mean().item()
+    assert last.startswith("fedavg, seed 0, round 3 of 3: 3 clients, ")
+    assert f"mean training loss {record['train_loss']:.4g}, " in last
+    assert f"{record['seconds']:.3g} s, " in last
+    assert f"accuracy {accuracy:.4g}" in last
+
+
+def test_info_names_dropped_clients_and_void_rounds(messages):
+    one = with_bad_clients(1, rounds=1)
+    every = with_bad_clients(*range(4), rounds=1)
+    with pytest.warns(RuntimeWarning, match="were dropped"):
+        (dropped,) = messages(logging.INFO, one)
+    with pytest.warns(RuntimeWarning, match="diverged"):
+        (void,) = messages(logging.INFO, every)
+
+    assert "4 clients, dropped [1], mean training loss " in dropped
+    assert ": 4 clients, dropped [0, 1, 2, 3], void (not finite), " in void
+
+
+def test_debug_is_a_line_for_each_client_and_round(messages):
+    run = simulation(rounds=2)
+    engine, *lines = messages(logging.DEBUG, run)
+
+    path = run.header()["path"]
+    words = f"engine {path['engine']} ({path['form']}): {path['why']}"
+    assert engine == f"fedavg, seed 0: {words}"
+    starts = [line.partition(": ")[0] for line in lines]
+    pairs = [(round, client) for round in (1, 2) for client in range(3)]
+    assert starts == [f"fedavg, round {r}, client {i}" for r, i in pairs]
+    assert all(": update norm " in line and ", loss " in line for line in lines)
+    assert all(line.endswith(" B sent") for line in lines)
+
+
+def test_debug_names_the_reason_of_a_dropped_client(messages):
+    with pytest.warns(RuntimeWarning):
+        _, *lines = messages(logging.DEBUG, with_bad_clients(1, rounds=1))
+
+    dropped = [line for line in lines if "dropped: " in line]
+    assert len(lines) == 4 and dropped == [lines[1]]
+    assert lines[1].endswith("dropped: the upload or the new state is not finite")
+
+
+def test_debug_names_clipped_clients(messages):
+    run = simulation(rounds=1, clip=1e-3)
+    _, *lines = messages(logging.DEBUG, run)
+
+    assert all(line.endswith(", clipped") for line in lines)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "ditto", "feddwa"])
+def test_log_changes_no_bit(algorithm, messages):
+    quiet = simulation(algorithm, clip=0.1)
+    quiet.run()
+    loud = simulation(algorithm, clip=0.1)
+    messages(logging.DEBUG, loud)
+
+    def numbers(run):
+        records = [{**record, "seconds": 0.0} for record in run.history.rounds]
+        return records, run.state.server, run.state.clients
+
+    assert numbers(loud)[0] == numbers(quiet)[0]
+    equals(numbers(loud)[1:], numbers(quiet)[1:])
+
+
+def test_log_costs_nothing_when_it_is_off(monkeypatch):
+    def unexpected(*_):
+        raise AssertionError("a level that is off was computed")
+
+    for name in ("update_norms", "mean", "name_of"):
+        monkeypatch.setattr(f"pflcore.simulation._log.{name}", unexpected)
+    history = simulation().run()
+
+    assert len(history.rounds) == 3
