@@ -39,7 +39,7 @@ __all__ = [
     "hurt",
     "worst_decile",
 ]
-# `vector` itself says what is wrong with a value that is no vector.
+# The function `vector` raises the error for a value that is no vector.
 Vector = Annotated[Tensor | Sequence[float | None], EXPECT_ANYTHING]
 Percent = Annotated[float, at.Interval(ge=0, le=100), at.doc("a number in [0, 100]")]
 # A number of one client, from its scores [n, ...] and its labels or targets [n, ...].

@@ -166,8 +166,8 @@ def _run_command(
     about = _about(command)
     groups: dict[str, type] = {} if is_run else {"compare": CompareOptions}
     groups |= {"run": Options, "training": Training, "output": OutputOptions}
-    # The values of these options decide on the options that there are besides. So these
-    # are parsed alone first, and then all options together.
+    # The values of these options decide which other options there are. So these are
+    # parsed alone first, and then all options together.
     first = parse(prog, about, groups, argv, complete=False)
     if not is_run:
         names = first["compare"]["algorithms"]

@@ -360,7 +360,7 @@ class Federation(ClientSamples):
             for split, share in shares.items():
                 order = random_permutation(len(rest), seed)
                 count = math.ceil(share * len(rest))
-                if count >= len(rest):  # none would be left to train on
+                if count >= len(rest):  # no sample would be left to train on
                     count = 0
                 dealt[split] = rest[order[:count]]
                 rest = rest[order[count:]]

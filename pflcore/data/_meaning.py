@@ -103,7 +103,7 @@ def interpret_targets(
     if reader.classes is None or y.is_floating_point():
         stays = y.is_floating_point() and reader.dtype is None
         numbers = y if stays else y.to(reader.dtype or float_dtype)
-        # Floats beside a number of classes are refused with the pool.
+        # Floats with a number of classes are refused later, by the checks of the pool.
         return numbers, None if reader.classes == "infer" else reader.classes
     if is_column:
         y = y[:, 0]

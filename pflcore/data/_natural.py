@@ -37,7 +37,8 @@ from pflcore.data._sources import (
 )
 
 AnyPath = str | os.PathLike[str]
-EXTRA_FILE_PREFIXES = ("README", "LICENSE")  # of files that may lie beside data
+# Starts of the names of files that may be in a folder of data.
+EXTRA_FILE_PREFIXES = ("README", "LICENSE")
 Pairs = dict[str, dict[str, tuple[Any, Any]]]  # client -> split -> (x, y)
 
 
@@ -231,8 +232,8 @@ def _split_folders(base: Path, *kinds: str) -> dict[str, Path]:
         raise FileNotFoundError(
             f"{base}: expected a folder train/ beside {names}, got none."
         )
-    beside = sorted(file.name for file in base.glob("*") if file.suffix in kinds)
-    require(not beside, str(base), f"no samples beside {names}", beside[:5])
+    outside = sorted(file.name for file in base.glob("*") if file.suffix in kinds)
+    require(not outside, str(base), f"no samples beside {names}", outside[:5])
     return parts
 
 

@@ -211,7 +211,7 @@ def single_client_federation(samples: Any, **options: Any) -> Federation:
     if isinstance(samples, Federation):
         data = samples
     else:
-        # One client does not show the meaning of labels, a fact of all clients.
+        # The meaning of labels is decided by all clients together, not by one of them.
         reader = ReaderOptions(**options, single_client=True)
         data = Federation._from_reader([samples], reader)
     require(data.n == 1, "samples", "those of one client", data)

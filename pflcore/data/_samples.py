@@ -162,8 +162,8 @@ class ClientSamples:
         y = y.where(known, 0)
         if self.relabel is not None:
             y = self.relabel[to_device(ids, self.device)[owner], y]
-        # Steps without a label are counted in one more cell, which is cut off. To
-        # select the others by a mask, the CPU would wait for the device.
+        # Steps without a label are counted in one more cell, which is cut off. A mask
+        # that selects the others would make the CPU wait for the device.
         num_cells = len(lists) * self.classes
         cell = (owner * self.classes + y).where(known, num_cells).flatten()
         counts = torch.bincount(cell, minlength=num_cells + 1)[:num_cells]
