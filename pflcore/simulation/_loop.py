@@ -376,7 +376,8 @@ class Simulation:
             ),
             "number of rounds played": self._state.round,
             "digest of the state": describe.content_digest(flatten_state(self._state)),
-            "kernels": str(backend()),
+            # The number of threads changes no bit.
+            "kernels": str(backend()._replace(threads=1)),
             "CPU capability": torch.backends.cpu.get_cpu_capability(),
         }
         descriptions = ranks.exchange("the comparison of the ranks", description)
