@@ -1,10 +1,9 @@
-"""All that tries to break pflcore on purpose, and its figures: `make trust`, in some 45
-minutes on two quiet cores.
+"""Runs everything that tries to break pflcore on purpose: `make trust`.
 
-Not collected by pytest. Each line is a run of tests that the suites have anyway, but
-for the mutants (tests/mutants.py), half an hour of it: sixty that a library draws,
-others every day. Names of lines may be given: `python tests/trust.py "altered data"
-sanitizers`.
+It takes some 45 minutes on two quiet cores, half an hour of it for the mutants
+(tests/mutants.py), which are others every day. All other parts are tests that the
+suites have, too. pytest does not collect this file. Parts may be named:
+`python tests/trust.py "altered data" sanitizers`.
 """
 
 import os
@@ -13,65 +12,84 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from places import ROOT, ran
 
 
-def run(*words):
+class Counts(NamedTuple):
+    """The result of a run of tests.
+
+    Attributes:
+        tests: numbers of tests by outcome: "passed", "failed", "skipped", "error"
+        examples: inputs that hypothesis drew
+        holds: True where a test passed and none failed
+    """
+
+    tests: dict[str, int]
+    examples: int
+    holds: bool
+
+
+class Finding(NamedTuple):
+    """The result of a part: a sentence with figures, and whether all of it held."""
+
+    sentence: str
+    holds: bool
+
+
+def run_python(*words):
+    """A process of this Python that has run with these words."""
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     return ran(*words, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
 
 
-def tested(*words):
-    """How many tests passed, failed and were skipped, how many examples hypothesis
-    made, and whether some passed and nothing failed."""
-    # with -q the last line has no counts
-    loud = ["-o", "addopts=--import-mode=importlib", "--hypothesis-show-statistics"]
-    loud += ["--suite", "all"] if words[0].startswith("tests") else []
-    done = run(
-        "-m", "pytest", "-p", "no:cacheprovider", "--disable-warnings", *loud, *words
-    )
-    last = (done.stdout.splitlines() or [""])[-1]
-    count = {
-        kind: int(n)
-        for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)
-    }
+def run_tests(*words):
+    """The counts of a run of pytest with these words."""
+    # With the project's option -q, pytest's last line would have no counts.
+    options = ["-o", "addopts=--import-mode=importlib", "--hypothesis-show-statistics"]
+    options += ["-p", "no:cacheprovider", "--disable-warnings", "--suite", "all"]
+    done = run_python("-m", "pytest", *options, *words)
+    last_line = (done.stdout.splitlines() or [""])[-1]
+    outcomes = re.findall(r"(\d+) (passed|failed|skipped|error)", last_line)
+    tests = {outcome: int(count) for count, outcome in outcomes}
     # "60 passing, 0 failing" or "60 passing examples, ..."
-    examples = sum(int(n) for n in re.findall(r"- (\d+) passing", done.stdout))
-    good = done.returncode == 0 and count.get("passed", 0) > 0
-    if not good:
+    examples = sum(map(int, re.findall(r"- (\d+) passing", done.stdout)))
+    holds = done.returncode == 0 and tests.get("passed", 0) > 0
+    if not holds:
         print(done.stdout[-3000:], done.stderr[-3000:])
-    return count, examples, good
+    return Counts(tests, examples, holds)
 
 
 def mutants():
-    """Sixty that nobody chose: `make mutants`."""
-    done = run("tests/mutants.py", "--minutes", "30", "--survivors", "12")
-    *each, last = done.stdout.splitlines() or [done.stderr[-300:]]
-    print(*(f"    {s}" for s in each if s.startswith("survived")), sep="\n")
-    return last, done.returncode == 0
-
-
-def figure(said, *words):
-    """Runs of tests: `said` with how many passed, were skipped, and how many
-    examples were made."""
-    count, examples, good = tested(*words)
-    zero = {"passed": 0, "skipped": 0, "examples": examples}
-    return said.format(**zero | count), good
+    """Tries sixty mutants that a library draws, as `make mutants` does."""
+    done = run_python("tests/mutants.py", "--minutes", "30", "--survivors", "12")
+    *lines, last_line = done.stdout.splitlines() or [done.stderr[-300:]]
+    for line in lines:
+        if line.startswith("survived"):
+            print(f"    {line}")
+    return Finding(last_line, done.returncode == 0)
 
 
 def hostile_clients():
-    """Bad uploads on every algorithm, and attacks against defences:
-    `python -m bench.hostile inputs attacks`, its lines are the figure."""
-    done = run("-m", "bench.hostile", "inputs", "attacks")
-    lines = re.findall(r"^(?:bad inputs tried|attacks x defences).*", done.stdout, re.M)
-    return "; ".join(lines) or done.stderr[-300:], done.returncode == 0 and len(
-        lines
-    ) == 2
+    """Tries bad uploads on every algorithm, and attacks against defences."""
+    done = run_python("-m", "bench.hostile", "inputs", "attacks")
+    pattern = r"^(?:bad inputs tried|attacks x defences).*"
+    figures = re.findall(pattern, done.stdout, re.MULTILINE)
+    sentence = "; ".join(figures) or done.stderr[-300:]
+    return Finding(sentence, done.returncode == 0 and len(figures) == 2)
+
+
+def tests_of(sentence, *words):
+    """Runs tests; `sentence` has places for what passed, was skipped and was drawn."""
+    counts = run_tests(*words)
+    figures = {"passed": 0, "skipped": 0, "examples": counts.examples}
+    return Finding(sentence.format(**figures | counts.tests), counts.holds)
 
 
 LOST = "killed or altered or damaged or full or lost or ends or cut"
-RUNS = {  # what is said of them, and the tests
+# Each part: a sentence with places for figures, then words for pytest.
+TESTS = {
     "bad inputs": (
         "{passed} wrong arguments and unsafe readers, each answered with one sentence",
         "tests/internal/package/test_arguments.py",
@@ -101,28 +119,29 @@ RUNS = {  # what is said of them, and the tests
         LOST,
     ),
 }
-# each gives what was tried, in words with numbers, and whether all of it held
-PARTS: dict[str, Callable[[], tuple[str, bool]]] = {
+PARTS: dict[str, Callable[[], Finding]] = {
     "mutants of the code": mutants,
     "hostile clients": hostile_clients,
-    **{name: partial(figure, *words) for name, words in RUNS.items()},
+    **{name: partial(tests_of, *words) for name, words in TESTS.items()},
 }
 
 
 def main():
-    wanted = sys.argv[1:] or list(PARTS)
-    if unknown := [w for w in wanted if w not in PARTS]:
+    names = sys.argv[1:] or list(PARTS)
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
         print(f"expected some of {', '.join(PARTS)}, got {', '.join(unknown)}.")
         return 2
-    all_good = True
-    for name in wanted:
+    all_hold = True
+    for name in names:
         began = time.monotonic()
-        said, good = PARTS[name]()
-        seconds, word = time.monotonic() - began, "holds" if good else "FAILS"
-        print(f"{word}  {name}: {said} ({seconds:.0f} s)", flush=True)
-        all_good &= good
-    print("all of it holds" if all_good else "not all of it holds")
-    return int(not all_good)
+        finding = PARTS[name]()
+        seconds = time.monotonic() - began
+        word = "holds" if finding.holds else "FAILS"
+        print(f"{word}  {name}: {finding.sentence} ({seconds:.0f} s)", flush=True)
+        all_hold &= finding.holds
+    print("all of it holds" if all_hold else "not all of it holds")
+    return int(not all_hold)
 
 
 if __name__ == "__main__":

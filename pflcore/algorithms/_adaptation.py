@@ -4,7 +4,9 @@ FineTune trains it further on the client's data. KnnPer adds a vote of the clien
 nearest samples. PerFedAvg trains a start that is one step away from every client.
 
 Symbols: S clients are in the cohort, s of them take a step together; a model has P
-parameters; x is the shared model; z are features [.., H] of samples, y their labels.
+parameters; x is the shared model. A client has n training samples, and B samples are
+predicted; z are features [.., H] of samples, y their labels. p and q are predictions of
+the shared model and of the neighbours.
 """
 
 from __future__ import annotations
@@ -149,6 +151,7 @@ class FineTune(FedProx, FedOpt):
         With `choose="client"` they are each client's best ones on its validation split.
         """
         if self.choose == "fixed":
+            # Only the last fit is kept in memory.
             last_fit = deque(self.candidate_fits(x, clients), maxlen=1)[0]
             return last_fit.w, last_fit.buffers
         w = x
@@ -169,23 +172,30 @@ class FineTune(FedProx, FedOpt):
 
         With frozen layers batch norm's statistics stay frozen as well.
         """
+        step_sizes = self.lr_grid or (self.finetune_lr,)
+        for lr in step_sizes:
+            yield from self._epoch_fits(x, clients, lr)
+
+    def _epoch_fits(
+        self, x: Tensor, clients: Clients, lr: float | None
+    ) -> Iterator[Fit]:
+        """The fits of x [S, P] after every epoch by one step size."""
         net = clients.net
         reshuffles = clients.context.training.reshuffle
         mask = None
         if self.layers != "all":
             mask = head_mask(net) if self.layers == "last" else net.mask(self.layers)
         objective = Objective(mask=mask)
-        for lr in self.lr_grid or (self.finetune_lr,):
-            tuned = clients
-            rows = x
-            for epoch in range(1, self.finetune_epochs + 1):
-                stream = f"finetune {epoch}" if reshuffles else "finetune"
-                fit = tuned.fit(rows, objective, epochs=1, lr=lr, stream=stream)
-                if mask is not None:
-                    fit = fit._replace(buffers=clients.buffers)
-                tuned = clients.after(fit)
-                rows = fit.w
-                yield fit
+        tuned = clients
+        rows = x
+        for epoch in range(1, self.finetune_epochs + 1):
+            stream = f"finetune {epoch}" if reshuffles else "finetune"
+            fit = tuned.fit(rows, objective, epochs=1, lr=lr, stream=stream)
+            if mask is not None:
+                fit = fit._replace(buffers=clients.buffers)
+            tuned = clients.after(fit)
+            rows = fit.w
+            yield fit
 
 
 def fill_missing(values: Tensor) -> Tensor:

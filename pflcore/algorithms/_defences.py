@@ -1,7 +1,8 @@
 """Defences: robust aggregates in place of the mean of the clients' updates.
 
-Symbols: S clients are in the cohort, at most f of them bad; `delta` [S, P] are their
-updates of P parameters each; `share` [1, S] are their shares in the mean.
+Symbols: S clients are in the cohort, f of them are expected to be bad; `delta` [S, P]
+are their updates of P parameters each; `share` [1, S] are their shares in the mean. The
+weighted sum of R rows replaces the mean; m clients are chosen by Krum.
 """
 
 from __future__ import annotations

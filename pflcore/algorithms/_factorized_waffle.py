@@ -310,14 +310,8 @@ class FactorizedWaffle(FedAvg):
             noise = rows["noise"][torch.arange(len(x)), taken]
             rows["t"] += 1
             b, by_logit, slope = self.sample_beliefs(rows, noise, clients.net)
-            r = x[:, columns]
-            # Only for the gradient, the row is the client's own model.
-            x[:, columns] = r * b
-            g = grad(x)
-            x[:, columns] = r
-            by_strength = g[:, columns]
-            g[:, columns] = by_strength * b
-            slope[:, :factors] += by_strength * r * by_logit
+            g, by_choice = _gradients_by_choices(x, b, columns, grad)
+            slope[:, :factors] += by_choice * by_logit
             ops.sgd_step_(
                 x,
                 g,
@@ -456,6 +450,26 @@ class FactorizedWaffle(FedAvg):
         if are_numbers or len(scores) == 1 or not has_classes:
             return scores.mean(0)
         return scores.log_softmax(2).logsumexp(0)
+
+
+def _gradients_by_choices(
+    x: Tensor,  # [s, P]
+    b: Tensor,  # [s, F]
+    columns: Tensor,  # [F]
+    grad: GradientFn,
+) -> tuple[Tensor, Tensor]:  # [s, P], [s, F]
+    """Gradients of the dictionaries `x` and of the choices `b`.
+
+    The loss is that of the clients' own models, whose strengths are multiplied by b.
+    Only for it the rows are changed, and then restored: nothing is copied.
+    """
+    r = x[:, columns]
+    x[:, columns] = r * b
+    g = grad(x)
+    x[:, columns] = r
+    by_strength = g[:, columns]
+    g[:, columns] = by_strength * b
+    return g, by_strength * r
 
 
 def client_uniforms_of(clients: Clients, stream: str, count: int) -> Tensor:

@@ -5,7 +5,7 @@ parameter.
 
 Symbols:
 
-- S clients are in the cohort; a model has P parameters.
+- S clients are in the cohort, s of them take a step together; a model has P parameters.
 - x is the model that a client downloads, w its copy in training.
 - APFL's v [S, P] are personal models, alpha [S, 1] their weights in the mixtures.
 - FedALA's theta [S, P] are the clients' models, W [S, Q] the weights of the last Q
@@ -112,38 +112,27 @@ class APFL(FedAvg):
         x = down["x"]
         training = clients.context.training
         lr = clients.lr
-        size = clients.net.size
         alpha_lr = lr if self.alpha_lr is None else self.alpha_lr
         # Without batch norm two separate gradients of the model's own loss do: kernels
         # may compute them.
         separate = self.mix == "weights" and not clients.net.buffer_names
+        gradients = _separate_gradients if separate else _joint_gradients
 
         # A step works on the rows in place: nothing is copied.
         def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
-            w = rows["w"]
-            v = rows["v"]
-            alpha = rows["alpha"]
             learns = self.adaptive and int(taken[0]) == 0
-            if separate:
-                by_w = grad(w)
-                by_mixed = grad(torch.lerp(w, v, alpha))
-                slope = alpha  # not used, unless alpha learns
-                if learns:
-                    slope = ((v - w) * by_mixed).sum(1, keepdim=True)
-                by_v = by_mixed.mul_(alpha)
-            else:
-                joint = grad(torch.cat([w, v, alpha], 1))
-                by_w, by_v, slope = joint.split([size, size, 1], 1)
-            for key, g in (("w", by_w), ("v", by_v)):
+            by_w, by_v, slope = gradients(rows, grad, learns)
+            for key, by_row in (("w", by_w), ("v", by_v)):
                 ops.sgd_step_(
                     rows[key],
-                    g,
+                    by_row,
                     lr,
                     momentum=training.momentum,
                     buffer=rows.get(f"old {key}"),
                     weight_decay=training.weight_decay,
                 )
-            if learns:
+            if slope is not None:
+                alpha = rows["alpha"]
                 alpha.sub_(alpha_lr * (slope + self.alpha_decay * alpha)).clamp_(0, 1)
             return {}
 
@@ -188,6 +177,33 @@ class APFL(FedAvg):
         Where the option mix is "logits", the same mixture of both models' scores.
         """
         return self.mixture_scores(net, model["w"], model["v"], model["alpha"], x)
+
+
+# Gradients [s, P] of w and of v, and the slope [s, 1] of alpha; None where alpha does
+# not learn in this step.
+MixtureGradients = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _separate_gradients(
+    rows: Tensors, grad: GradientFn, learns: bool
+) -> MixtureGradients:
+    """APFL's gradients by two passes, of w and of the mixture."""
+    w = rows["w"]
+    v = rows["v"]
+    alpha = rows["alpha"]
+    by_w = grad(w)
+    by_mixed = grad(torch.lerp(w, v, alpha))
+    slope = ((v - w) * by_mixed).sum(1, keepdim=True) if learns else None
+    by_v = by_mixed.mul_(alpha)
+    return by_w, by_v, slope
+
+
+def _joint_gradients(rows: Tensors, grad: GradientFn, learns: bool) -> MixtureGradients:
+    """APFL's gradients by one pass, of `APFL.joint_loss`."""
+    size = rows["w"].shape[1]
+    joint = grad(torch.cat([rows["w"], rows["v"], rows["alpha"]], 1))
+    by_w, by_v, slope = joint.split([size, size, 1], 1)
+    return by_w, by_v, slope if learns else None
 
 
 @algorithm_options

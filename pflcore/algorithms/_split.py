@@ -359,21 +359,29 @@ def check_additive_head(clients: Clients) -> None:
     """
     net = clients.net
     x = clients.context.data.x[:2]
-    fits = not any(name.startswith(f"{net.head_name}.") for name in net.buffer_names)
+    head_buffers = [
+        name for name in net.buffer_names if name.startswith(f"{net.head_name}.")
+    ]
     noise = torch.linspace(-0.1, 0.1, net.size, dtype=net.dtype, device=net.w0.device)
     point = net.w0 + noise
     negative_head = point.clone()
     negative_head[net.head_slice] *= -1
     try:
-        with torch.no_grad(), forward_context(False, net.b0):
-            for w in (point, negative_head):
-                by_head = net.head(w, net.features(w, x))
-                fits &= torch.allclose(by_head, net(w, x), rtol=1e-3, atol=1e-4)
+        is_additive = _scores_are_of_head(net, point, x)
+        is_additive &= _scores_are_of_head(net, negative_head, x)
     except (RuntimeError, TypeError, IndexError, ValueError):
-        fits = False  # a model that does not fit may fail in any of these ways
-    if not fits:
+        # A model of another form may fail in any of these ways.
+        is_additive = False
+    if head_buffers or not is_additive:
         raise ValueError(
             "model: FedRoD adds a second head's scores, so a head must be the last "
             "that the model does, with weights of its own and no statistics, and "
             f"{net.head_name!r} is not so; name it with Net(..., head=...)."
         )
+
+
+def _scores_are_of_head(net: Net, w: Tensor, x: Tensor) -> bool:
+    """True where the scores of a model `w` [P] are those of its head."""
+    with torch.no_grad(), forward_context(False, net.b0):
+        by_head = net.head(w, net.features(w, x))
+        return torch.allclose(by_head, net(w, x), rtol=1e-3, atol=1e-4)

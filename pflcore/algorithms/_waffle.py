@@ -7,7 +7,7 @@ Weight Erosion's weights fall with a client's distance from one target.
 
 Symbols: S clients are in the cohort, N in the federation; a model has P parameters; R
 is the number of rounds. x is the server's model, c the server's control variate and c_i
-a client's; `delta` are the updates.
+a client's; `delta` are the updates. Weight Erosion's alpha [N] are clients' weights.
 """
 
 from __future__ import annotations

@@ -204,15 +204,15 @@ class Server:
         - `dropped`: those of them whose upload is not finite, or of no use to the
           algorithm. They count as absent.
         - `void`: True where the round changed nothing, for the reason `void_reason`.
-        - `relative_update_norm`: the length of each update.
+        - `relative_update_norm`: each update's norm divided by the median norm.
         - `clipped`: the clients whose update was shortened to `clip`.
 
         Args:
             uploads: {client id: (upload, number of training samples)}.
             strict: True raises ValueError, and changes nothing, for an upload that does
                 not fit and for no uploads. It raises ValueError also where the
-                algorithm would end a run. False leaves an upload that does not fit out,
-                with a RuntimeWarning. A round without uploads is then void.
+                algorithm would end a run. False warns with a RuntimeWarning instead: it
+                leaves the upload out, and a round that cannot be played is void.
         """
         wanted = "{client id: (upload, number of samples)} of at least one client"
         is_given = isinstance(uploads, Mapping) and (uploads or not strict)

@@ -67,13 +67,13 @@ class Part(NamedTuple):
 
     Attributes:
         name: The name of A, or of the tensor that is no factor.
-        other: The name of B, or "" for a tensor that is no factor.
+        other: The name of B; None for a tensor that is no factor.
         basis: The bases of the core matrix; None for a tensor that is no factor.
         width: The number of columns.
     """
 
     name: str
-    other: str
+    other: str | None
     basis: Basis | None
     width: int
 
@@ -203,7 +203,10 @@ def pack(states: Models, scale: Scales) -> tuple[Tensor, Layout]:
     rows = []
     parts = []
     for name, other, layer in _layers(models, client_scales):
-        row, basis = _project(layer) if other else (layer, None)
+        row = layer
+        basis: Basis | None = None
+        if other is not None:
+            row, basis = _project(layer)
         parts.append(Part(name, other, basis, row.shape[1]))
         rows.append(row)
     return torch.cat(rows, 1), Layout(parts, models, client_scales, form)
@@ -245,7 +248,7 @@ def sqdist(states: Models, scale: Scales) -> Tensor:
     _, models, client_scales = _clients(states, scale)
     total = torch.zeros(len(models), len(models), dtype=torch.float64)
     for _, other, layer in _layers(models, client_scales):
-        if other:
+        if other is not None:
             total += _sqdist_of_products(layer).cpu()
         else:
             total += ops.pairwise_sqdist(layer).cpu()
@@ -378,10 +381,12 @@ def _clients(states: Any, scale: Any) -> tuple[ModelForm, list[State], list[Scal
     return form, models, [scale[client] for client in form.ids]
 
 
-def _layers(models: list[State], scale: list[Scale]) -> Iterator[tuple[str, str, Any]]:
+def _layers(
+    models: list[State], scale: list[Scale]
+) -> Iterator[tuple[str, str | None, Any]]:
     """Yields each layer's names of A and B, and all adapters' factors.
 
-    For a tensor that is no factor, it yields the name, "" and plain rows [N, p].
+    For a tensor that is no factor, it yields the name, None and plain rows [N, p].
     """
     name_of_b = _check_adapters(models)
     names_b = set(name_of_b.values())
@@ -395,7 +400,7 @@ def _layers(models: list[State], scale: list[Scale]) -> Iterator[tuple[str, str,
             b = [model[other].flatten(1) for model in models]
             yield name, other, _factors(name, a, b, [scales[name] for scales in scale])
         elif name not in names_b and tensor.is_floating_point():
-            yield name, "", _plain_rows(models, name)
+            yield name, None, _plain_rows(models, name)
 
 
 def _check_adapters(models: list[State]) -> dict[str, str]:
@@ -442,7 +447,7 @@ def _adapter(
     pieces = row.split([part.width for part in parts])
     for piece, part in zip(pieces, parts, strict=True):
         tensors = {part.name: piece}
-        if part.basis is not None:
+        if part.other is not None:
             a, b, lost = _lift_to_rank(piece, part, like, scale)
             tensors = {part.name: a, part.other: b}
             most_lost = max(most_lost, lost)

@@ -36,7 +36,10 @@ class Dropout(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [...] with dropped elements; the others are divided by 1 - p."""
+        """`x` [...] with elements dropped, in training mode.
+
+        The other elements are divided by 1 - p.
+        """
         if not self.training or self.p == 0:
             return x
         if forward_state.seed is None:

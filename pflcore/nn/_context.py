@@ -1,4 +1,4 @@
-"""State of forward passes: everything that they need but the row and the input.
+"""State of forward passes, apart from their row and input.
 
 Each thread has a state of its own, since workers run different clients at the same
 time.

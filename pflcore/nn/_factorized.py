@@ -1,8 +1,8 @@
-"""Layers whose weight is a sum of rank-1 factors, W = W_a diag(strength) W_b.
+"""Layers whose weight is a sum of rank-1 factors.
 
-They are those of Hao et al. 2020, Eqs. 2 to 4. A client uses a subset of the factors:
-its model is the row whose strengths are multiplied by 0 or 1. So the layer itself knows
-nothing of clients.
+The weight is W = W_a diag(strength) W_b. The layers are those of Hao et al. 2020, Eqs.
+2 to 4. A client uses a subset of the factors: its model is the row whose strengths are
+multiplied by 0 or 1. So the layer itself knows nothing of clients.
 
 Symbols: O outputs and M inputs of the weight; F factors; I input features or channels;
 B samples; kh, kw height and width of a kernel.
@@ -63,7 +63,7 @@ class _Factorized(nn.Module):
         super().__init__()
         self.factors = factors
         self.init = init
-        self.alpha = float(factors if alpha is None else alpha)
+        self.alpha = float(factors) if alpha is None else float(alpha)
         self.w_a = nn.Parameter(torch.empty(outputs, factors, dtype=dtype))
         self.strength = nn.Parameter(torch.empty(factors, dtype=dtype))
         self.w_b = nn.Parameter(torch.empty(factors, inputs, dtype=dtype))
@@ -325,6 +325,6 @@ def _factorized_layer(
 
 
 def factorized_layers(module: nn.Module) -> dict[str, _Factorized]:
-    """The factorized layers of a model by name, in the order of `named_modules`."""
+    """The factorized layers of a model by name, in `named_modules` order."""
     named = module.named_modules()
     return {name: layer for name, layer in named if isinstance(layer, _Factorized)}

@@ -184,12 +184,12 @@ def fmnist_cnn(shape: Shape, classes: int, *, bias: bool = False) -> nn.Module:
 def cifar_cnn_small(
     shape: Shape, classes: int, *, padding: int | str = 0, bias: bool = False
 ) -> nn.Module:
-    """The network of WAFFLe (Hao et al. 2020) for CIFAR-10, as in the paper's text.
+    """The network of WAFFLe (Hao et al. 2020) for CIFAR-10.
 
-    It has 3 x 3 convolutions of 16 and 16 channels, hidden layers of 80 and 60
-    features, and 54,216 parameters. The paper's table counts the 61,770 parameters of
-    LeNet-5 without bias instead: `lenet5` with `bias=False`, `activation="relu"` and
-    `pool="max"`.
+    It follows the paper's text: 3 x 3 convolutions of 16 and 16 channels, hidden layers
+    of 80 and 60 features, and 54,216 parameters. The paper's table counts the 61,770
+    parameters of LeNet-5 without bias instead: `lenet5` with `bias=False`,
+    `activation="relu"` and `pool="max"`.
 
     Args:
         padding: One number for all convolutions, or "same".
@@ -312,9 +312,10 @@ def _conv_block(inputs: int, outputs: int, kernel: int) -> nn.Module:
 
 
 class _Aggregated(nn.Module):
-    """Two halves, one after the other, whose outputs a 1 x 1 convolution joins.
+    """Two halves, whose outputs a 1 x 1 convolution joins.
 
-    A half is a residual block, or again such a pair.
+    The second half takes the output of the first one. A half is a residual block, or
+    again a pair of halves.
     """
 
     def __init__(self, inputs: int, outputs: int, depth: int, stride: int) -> None:
@@ -334,13 +335,13 @@ class _Aggregated(nn.Module):
 
 
 def dla(shape: Shape, classes: int) -> nn.Module:
-    """Deep layer aggregation (Yu et al. 2018) for 32 x 32 images, in its simple form.
+    """Deep layer aggregation (Yu et al. 2018) for 32 x 32 images.
 
-    In the simple form deeper roots do not join the inputs again. There are convolutions
-    of 16, 16 and 32 channels, then aggregated residual blocks of 64, 128, 256 and 512
-    channels and of depths 1, 2, 2 and 1. The last three halve the image. It has
-    15,142,970 parameters on CIFAR-10. WAFFLE (Beaussart et al. 2021) uses "DLA" there
-    and does not say which form.
+    It is the simple form, in which deeper roots do not join the inputs again. There are
+    convolutions of 16, 16 and 32 channels, then aggregated residual blocks of 64, 128,
+    256 and 512 channels and of depths 1, 2, 2 and 1. The last three halve the image. It
+    has 15,142,970 parameters on CIFAR-10. WAFFLE (Beaussart et al. 2021) uses "DLA"
+    there and does not say which form.
     """
     return nn.Sequential(
         _conv_block(shape[0], 16, 3),

@@ -99,8 +99,7 @@ class RecordWriter:
             )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            mode = "ab" if goes_on else "wb"
-            self._file = open(self.path, mode)  # noqa: SIM115
+            self._file = open(self.path, "ab" if goes_on else "wb")  # noqa: SIM115
         except OSError as e:
             raise ValueError(
                 f"path: expected a file that can be written, got {self.path} "

@@ -7,8 +7,9 @@ engine, a federation and a model.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -243,7 +244,7 @@ def round_record(run: RunDescription, state: State, outcome: RoundOutcome) -> Re
     """A round's record, without the algorithm's report and without evaluation."""
     norms = outcome.relative_update_norm
     if norms is not None:
-        norms = [None if norm is None else float(f"{norm:.3g}") for norm in norms]
+        norms = [_three_digits(norm) for norm in norms]
     return {
         "round": state.round,
         "algorithm": run.name,
@@ -256,6 +257,11 @@ def round_record(run: RunDescription, state: State, outcome: RoundOutcome) -> Re
         "report": {},
         "eval": None,
     }
+
+
+def _three_digits(number: float | None) -> float | None:
+    """The number rounded to three significant digits; None stays None."""
+    return None if number is None else float(f"{number:.3g}")
 
 
 def round_report(run: RunDescription, state: State, outcome: RoundOutcome) -> Record:
@@ -276,13 +282,13 @@ def round_report(run: RunDescription, state: State, outcome: RoundOutcome) -> Re
     return record
 
 
-class LongestUpdate(NamedTuple):
-    """The longest update of some rounds.
+class RelativeUpdate(NamedTuple):
+    """The length of one update; a longer update is larger.
 
     Attributes:
-        ratio: Its norm over the median norm of its round.
-        client: The id of its client.
-        round: The number of its round.
+        ratio: The norm of the update over the median norm of its round.
+        client: The id of the client.
+        round: The round, from 1.
     """
 
     ratio: float
@@ -290,18 +296,18 @@ class LongestUpdate(NamedTuple):
     round: int
 
 
-def longest_update(records: Iterable[Record]) -> LongestUpdate | None:
+def longest_update(records: Iterable[Record]) -> RelativeUpdate | None:
     """The longest update in the records of rounds; None without updates."""
-    longest = None
-    for record in records:
-        norms = record["relative_update_norm"] or []
-        for client, norm in zip(record["cohort"], norms, strict=False):
-            if norm is None:
-                continue
-            update = LongestUpdate(norm, client, record["round"])
-            if longest is None or update > longest:
-                longest = update
-    return longest
+    updates = itertools.chain.from_iterable(map(_updates_of_round, records))
+    return max(updates, default=None)
+
+
+def _updates_of_round(record: Record) -> Iterator[RelativeUpdate]:
+    """Each update of a round that has a relative norm."""
+    norms = record["relative_update_norm"] or []
+    for client, norm in zip(record["cohort"], norms, strict=False):
+        if norm is not None:
+            yield RelativeUpdate(norm, client, record["round"])
 
 
 def explain_void(
@@ -467,15 +473,13 @@ def first_difference(
         name: The key under which both stand.
         places: The words for where each description comes from.
     """
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in {**there, **here}:
-            difference = first_difference(
-                there.get(key), here.get(key), str(key), places
-            )
-            if difference is not None:
-                return difference
-        return None
-    if there == here:
-        return None
-    first, second = places
-    return f"{name} is {summarize(there)} {first} and {summarize(here)} {second}"
+    if not (isinstance(there, dict) and isinstance(here, dict)):
+        if there == here:
+            return None
+        first, second = places
+        return f"{name} is {summarize(there)} {first} and {summarize(here)} {second}"
+    for key in {**there, **here}:
+        difference = first_difference(there.get(key), here.get(key), str(key), places)
+        if difference is not None:
+            return difference
+    return None

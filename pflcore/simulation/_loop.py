@@ -262,9 +262,7 @@ class Simulation:
             if error is not None:
                 yield self._out_of_memory_record(f"in {phase} {round}", error)
                 return
-            void_rounds = self._state.void_rounds
-            is_last = round >= self.rounds
-            if void_rounds and (void_rounds >= MAX_VOID_ROUNDS or is_last):
+            if self._has_diverged(round):
                 reason = describe.explain_void(
                     self._run, self._state, self._records, outcome
                 )
@@ -282,6 +280,12 @@ class Simulation:
         return sample_cohort(
             self.config, round, self.participation, self.eligible_clients
         )
+
+    def _has_diverged(self, round: int) -> bool:
+        """True where void rounds end the run after `round`."""
+        void_rounds = self._state.void_rounds
+        is_last = round >= self.rounds
+        return void_rounds >= MAX_VOID_ROUNDS or (void_rounds > 0 and is_last)
 
     def _out_of_memory_record(self, where: str, request: str) -> Record:
         """The last record of a run for which memory has no room."""
@@ -398,7 +402,8 @@ class Simulation:
         """Plays all rounds, in a folder that is locked."""
         # Without a history the records are those of a checkpoint.
         before = [] if self.history else list(self._records)
-        history = self.history = History(self.header(), before)
+        history = History(self.header(), before)
+        self.history = history
         try:
             with self.config.ranks.together("the end of the run"):
                 for record, callback in itertools.product(before, callbacks):
@@ -443,11 +448,18 @@ class Simulation:
             with defer_signals():
                 history.rounds.append(record)
                 self._records.append(record)
-                names = [*record]
-                for callback in callbacks:
-                    callback(self._state.round, record)
-                    check_record(record, names, callback)
+                self._call_back(callbacks, record)
             self._save_checkpoint_if_due(checkpoint, record)
+
+    def _call_back(self, callbacks: Sequence[Callback], record: Record) -> None:
+        """Calls the callbacks with the record of a round.
+
+        Raises ValueError where one of them removes a field of the record.
+        """
+        names = [*record]
+        for callback in callbacks:
+            callback(self._state.round, record)
+            check_record(record, names, callback)
 
     def _warn_of_problems(self, history: History) -> None:
         """Warns of an early end, or of problems in a whole run."""

@@ -155,11 +155,16 @@ def merge_records(records: Sequence[Record]) -> Record:
     merged["relative_update_norm"] = None
     if largest:
         merged["relative_update_norm"] = [largest.get(i) for i in merged["cohort"]]
-    if merged["eval"]:  # each client's numbers are those of its own run
-        merged["eval"] = {
-            key: [record["eval"][key][i] for i, record in enumerate(records)]
-            for key in merged["eval"]
-        }
+    if merged["eval"]:
+        merged["eval"] = _merge_evaluations(records)
+    return merged
+
+
+def _merge_evaluations(records: Sequence[Record]) -> Record:
+    """The evaluation in which each client's numbers are those of its own run."""
+    merged: Record = {}
+    for key in records[0]["eval"]:
+        merged[key] = [record["eval"][key][i] for i, record in enumerate(records)]
     return merged
 
 
@@ -173,8 +178,12 @@ def _mean_train_loss(records: Sequence[Record]) -> float | None:
 def _merge_reports(records: Sequence[Record]) -> Record:
     """The reports of all runs, as lists with an entry per run."""
     reports = [dense_report(record["report"], len(records)) for record in records]
-    keys = [key for key in reports[0] if all(key in report for report in reports)]
-    return {key: [report[key] for report in reports] for key in keys}
+    merged: Record = {}
+    for key in reports[0]:
+        # A run whose round is void has a report without the other keys.
+        if all(key in report for report in reports):
+            merged[key] = [report[key] for report in reports]
+    return merged
 
 
 def _largest_norms(records: Sequence[Record]) -> dict[int, float]:

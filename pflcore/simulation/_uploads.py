@@ -179,8 +179,11 @@ def _relative_norms(
     median = norms.quantile(0.5)
     if len(norms) <= 2 or not median > 0:
         return None
-    ratios = iter((norms / median).tolist())
-    return [next(ratios) if is_finite else None for is_finite in finite.tolist()]
+    relative: list[float | None] = [None] * len(finite)
+    positions = finite.nonzero()[:, 0].tolist()
+    for position, ratio in zip(positions, (norms / median).tolist(), strict=True):
+        relative[position] = ratio
+    return relative
 
 
 def drop_clients(
@@ -194,10 +197,9 @@ def drop_clients(
     ids = result.cohort.ids
     usable = torch.tensor([i not in bad.reasons for i in ids.tolist()])
     if outcome.relative_update_norm is not None:
-        ratios = zip(outcome.ids, outcome.relative_update_norm, strict=True)
-        outcome.relative_update_norm = [
-            None if i in bad.reasons else ratio for i, ratio in ratios
-        ]
+        for position, client in enumerate(outcome.ids):
+            if client in bad.reasons:
+                outcome.relative_update_norm[position] = None
     if outcome.clip_factor is not None:
         outcome.clip_factor = outcome.clip_factor[usable]
     outcome.clipped = [i for i in outcome.clipped if i not in bad.reasons]

@@ -268,21 +268,29 @@ def save_run(
     tensors = state_dict(run.config.algorithm, state)
     tensors["net.w0"] = net.w0
     tensors["net.b0"] = net.b0
-    rounds = []
     for record in records:
-        report = dict(record["report"])
-        for name, value in report.items():
+        for name, value in record["report"].items():
             if isinstance(value, Tensor):
                 tensors[f"report.{record['round']}.{name}"] = value
-                report[name] = None  # keeps the name's place among the others
-        rounds.append({**record, "report": report})
     facts = {
         "run": run.identity(),
         "round": state.round,
         "void": state.void_rounds,
-        "rounds": rounds,
+        "rounds": [_without_tensors(record) for record in records],
     }
     save(folder, tensors, facts)
+
+
+def _without_tensors(record: Record) -> Record:
+    """A copy of a record whose report has None in place of tensors.
+
+    None keeps the place of a name among the others.
+    """
+    report = dict(record["report"])
+    for name, value in report.items():
+        if isinstance(value, Tensor):
+            report[name] = None
+    return {**record, "report": report}
 
 
 def restore_run(

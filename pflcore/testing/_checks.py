@@ -90,6 +90,7 @@ def numbers_of_clients_play_no_part(case: Case) -> None:
     samples, which shuffling cannot change. If the results still change with the seed,
     the algorithm draws other random numbers, and the property is not checked.
     """
+    # Required clients keep their numbers, unless the option `target` names them.
     if case.given.traits.required_clients and not hasattr(case.given, "target"):
         return
     order = [2, 0, 3, 1]
@@ -166,6 +167,7 @@ def broken_clients_are_absent(case: Case) -> None:
     """A client whose training overflows counts as absent."""
     broken = 1
     required = case.given.traits.required_clients
+    # Whole numbers as features do not overflow, and a round needs its required clients.
     if not case.data.x.is_floating_point() or broken in required:
         return
     config = case.breaking([broken])
@@ -194,6 +196,7 @@ def bytes_are_counted(case: Case) -> None:
     FedAvg does not change may be zero.
     """
     uploads = case.recorded.uploads
+    # The parameters that training moves at all are those that FedAvg moves.
     plain = replace(case, given=FedAvg())
     movement = plain.play(plain.config(), [ALL]).uploads[0]["delta"].abs()
     for key, first in uploads[0].items():

@@ -25,7 +25,7 @@ from pflcore.train._training import Training
 
 
 class BatchPlan(NamedTuple):
-    """The length of a training, and the shuffles from which its minibatches come.
+    """The length of a training, and the shuffles of its samples.
 
     Attributes:
         epochs: The number of epochs. None means the run's number, or as many as the
@@ -46,7 +46,7 @@ class BatchPlan(NamedTuple):
 
 
 class BatchStep(NamedTuple):
-    """A step of some clients of a chunk, on one minibatch of each.
+    """A step of some clients, on one minibatch of each.
 
     Attributes:
         clients: The clients, as a slice of the chunk's rows.
@@ -112,7 +112,7 @@ def plan_steps(
     batch_size = training.batch_size
 
     def common_key(place: int, i: int) -> tuple[int, int, int]:
-        """Epochs, last sample and size, which the clients of one step have in common.
+        """Epochs, last sample and size, which one step's clients have in common.
 
         The size is 0 where it does not count.
         """
@@ -143,7 +143,7 @@ def plan_steps(
 
 
 class Batches:
-    """The minibatches of some clients, as tables of the samples' places in the pool.
+    """The minibatches of some clients, as tables of places in the pool.
 
     Attributes:
         steps: The steps that the clients take.
@@ -196,16 +196,16 @@ class Batches:
 
     @cached_property
     def _sizes_on_device(self) -> Tensor:
-        """`size` on the samples' device: it goes there once, not in every step."""
+        """`size` on the samples' device, to which it goes only once."""
         return to_device(self.size, self.order.device)
 
     def sample_counts(self, step: BatchStep) -> Tensor:
-        """Number [s] of each client's samples in a step, on the samples' device."""
+        """Number [s] of each client's samples in a step, on their device."""
         remaining = self._sizes_on_device[step.clients] - step.first
         return remaining.clamp(max=step.last - step.first)
 
     def places(self, step: BatchStep, which: int = 0) -> Tensor:
-        """Places in the pool of the samples of a step's `which`-th minibatch, [s, B].
+        """Places [s, B] in the pool of a step's `which`-th minibatch.
 
         Each minibatch of a step comes from passes of its own. Those of the second one
         follow all those of the first one.

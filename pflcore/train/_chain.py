@@ -1,4 +1,4 @@
-"""Finds models that are a chain of layers, and compiles them for the kernels.
+"""Models that are a chain of layers, as programs for the kernels.
 
 A chain is a program for the kernels of `pflcore.ops._chain`. A line of it is one layer,
 and each layer takes the output of the one before it.
@@ -53,7 +53,7 @@ SHAPE_QUERIES = (
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.ndim.__get__,  # type: ignore[attr-defined]
 )
-# Samples of a client that the kernels take at a time (csrc/cpu).
+# Samples of a client that the kernels take at a time (csrc/chain/worker.h).
 KERNEL_SAMPLES = 128
 KERNEL_CONV_SAMPLES = 32
 KERNEL_MAX_BYTES = 1 << 26  # of activations in one thread
@@ -71,7 +71,7 @@ LOG_SOFTMAX_LINE = ("log_softmax",)
 
 
 class NotAChain(Exception):
-    """A model is no chain. The text is a phrase on the reason."""
+    """The error for a model that is no chain; its text is the reason."""
 
 
 class LayerCall(NamedTuple):
@@ -124,7 +124,7 @@ class Chain:
 
     @property
     def fixed_args(self) -> tuple[Any, ...]:
-        """The kernels' first arguments after the rows, the same over a whole run."""
+        """The kernels' first arguments after the rows, fixed for a run."""
         return (self.program, self.loss_name, *self.shape)
 
     def kernel_args(
@@ -206,7 +206,7 @@ def compile_chain(net: Net, shape: Shape) -> Chain:
 
 
 def _check_no_hooks(module: nn.Module) -> None:
-    """Raises NotAChain where a layer has hooks, or a forward of its own.
+    """Raises NotAChain where a layer has hooks or its own forward.
 
     The kernels would leave both out.
     """
@@ -222,7 +222,7 @@ def _check_no_hooks(module: nn.Module) -> None:
 
 
 class _Recorder(TorchFunctionMode):
-    """Context that records the calls of a copy of a model as lines of the program.
+    """Context that records the calls of a model as lines of a program.
 
     Attributes:
         copy: The copy of the model.
@@ -281,7 +281,7 @@ class _Recorder(TorchFunctionMode):
         return out
 
     def weight_offset(self, weight: Tensor | None) -> int:
-        """The first column of a weight in the row, or -1 for None."""
+        """The first column of a weight in the row; -1 for None."""
         if weight is None:
             return -1
         name = self.names.get(id(weight), "")
@@ -334,11 +334,13 @@ GELU = 4
 
 
 def _linear(c: LayerCall, weight: Tensor, bias: Tensor | None = None) -> Lines:
+    """The line of a linear layer."""
     require(len(c.into) == 1, f"a linear layer on shape {list(c.into)}")
     yield "linear", *c.out, c.at(weight), c.at(bias)
 
 
 def _factorized(m: FactorizedLinear, c: LayerCall) -> Lines:
+    """The lines of a factorized layer: two linear layers around a scale."""
     yield "linear", m.factors, c.at(m.w_b), -1
     yield "scale", c.at(m.strength)
     yield from _linear(c, m.w_a, m.bias)
@@ -353,6 +355,7 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Lines:
+    """The line of a convolution."""
     outputs, inputs, *kernel = weight.shape
     above, left = _conv_padding(kernel, padding)
     has_known_steps = _pair(stride) in ((1, 1), (2, 2)) and _pair(dilation) == (1, 1)
@@ -391,6 +394,7 @@ def _pool(  # noqa: PLR0913 (torch's of both kinds)
     dilation: Any = 1,
     return_indices: bool = False,
 ) -> Lines:
+    """The line of a pooling layer of this kind."""
     has_options = ceil_mode or divisor_override or return_indices
     has_gaps = _pair(dilation) != (1, 1)
     has_padding = _pair(padding) != (0, 0)
@@ -400,11 +404,13 @@ def _pool(  # noqa: PLR0913 (torch's of both kinds)
 
 
 def _global_pool(c: LayerCall, output_size: Any) -> Lines:
+    """The line of a mean over the whole image."""
     require(c.out[1:] == (1, 1), "adaptive pooling to more than one value")
     yield "pool", MEAN_POOL, *c.into[1:], *c.into[1:]
 
 
 def _view(c: LayerCall, *_: Any, **__: Any) -> Lines:
+    """The line of a flatten; a view that changes no shape needs no line."""
     require(c.out in (c.into, (prod(c.into),)), "a view that is no flatten")
     if c.out != c.into:
         yield ("flatten",)
@@ -413,11 +419,13 @@ def _view(c: LayerCall, *_: Any, **__: Any) -> Lines:
 def _act(
     kind: int, c: LayerCall, inplace: bool = False, approximate: str = "none"
 ) -> Lines:
+    """The line of an activation of this kind."""
     require(approximate == "none", "an approximate GELU")
     yield "act", kind
 
 
 def _dropout(m: Dropout, c: LayerCall) -> Lines:
+    """The line of dropout, if it drops anything."""
     if m.p > 0:
         yield "dropout", m.p
 
@@ -429,6 +437,7 @@ def _group_norm(
     bias: Any = None,
     eps: float = 1e-5,
 ) -> Lines:
+    """The line of a group norm."""
     yield "norm", num_groups, prod(c.into[1:]), eps, c.at(weight), c.at(bias)
 
 
@@ -439,6 +448,7 @@ def _layer_norm(
     bias: Any = None,
     eps: float = 1e-5,
 ) -> Lines:
+    """The line of a layer norm: one group, and a weight for each feature."""
     is_whole = tuple(normalized_shape) == c.into
     has_both = (weight is None) == (bias is None)
     reason = f"a layer norm over {list(normalized_shape)} on shape {list(c.into)}"
@@ -449,6 +459,7 @@ def _layer_norm(
 def _log_softmax(
     c: LayerCall, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Lines:
+    """The line that stands for a log softmax over the classes."""
     require(dim in (1, -1) and dtype is None, "a LogSoftmax over another axis")
     yield LOG_SOFTMAX_LINE
 

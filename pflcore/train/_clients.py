@@ -175,7 +175,10 @@ class Clients:
         return data.lists(split).take(self.ids)
 
     def labels(self, split: str) -> Tensor:
-        """Labels [n, ...] of a split, client after client, as the clients know them."""
+        """The clients' labels [n, ...] of a split, client after client.
+
+        They are those that the clients know, which may differ from the federation's.
+        """
         lists = self.sample_lists(split)
         y = self.context.data.y.index_select(0, lists.flat)
         if self._relabel is None:
@@ -231,7 +234,7 @@ class Clients:
         stream: str = "fit",
         together: bool = False,
     ) -> Fit:
-        """Trains by steps that the caller takes: slower than `fit`, and more general.
+        """Trains by steps of the caller: slower than `fit`, and more general.
 
         Each step calls `update(rows, grad, taken) -> rows` with the rows [s, ...] of
         some clients. `update` must treat each client by itself. It may change the rows
@@ -381,7 +384,7 @@ class Clients:
         return list(zip(scores, labels, strict=True))
 
     def features(self, w: Tensor, split: str = "train") -> tuple[Tensor, Tensor]:
-        """The features [S, n, H] that each client's head sees, and the labels [S, n].
+        """Features [S, n, H] that each client's head sees, and labels [S, n].
 
         Clients of fewer samples are padded with zeros and with labels of -1.
         """
@@ -398,7 +401,7 @@ class Clients:
         )
 
     def loss(self, w: Tensor, split: str = "train") -> Tensor:
-        """Each client's mean loss [S] at `w` [S, P] over all its samples.
+        """Each client's mean loss [S] at `w` [S, P] over its samples.
 
         The model is in evaluation mode.
         """
@@ -429,7 +432,7 @@ class Clients:
         groups: Iterable[list[int]] = (),
         returns: str = "logits",
     ) -> tuple[Tensor, Tensor | None]:
-        """Loss and accuracy [S] as `evaluate` has them, from the result of `scores`.
+        """Loss and accuracy [S] as in `evaluate`, from the result of `scores`.
 
         Args:
             pairs: Each client's scores [n, ...] and labels [n, ...].
@@ -495,7 +498,7 @@ class Clients:
 
     @cached_property
     def _relabel(self) -> Tensor | None:
-        """Labels [S, C] as each client knows them, or None where no client differs."""
+        """Labels [S, C] as each client knows them; None: the federation's."""
         data = self.context.data
         if data.relabel is None:
             return None

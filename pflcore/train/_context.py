@@ -20,7 +20,7 @@ class TrainContext(NamedTuple):
     """Everything that training needs and that stays the same over a run.
 
     A context knows the clients' data and how they train. It knows neither an algorithm
-    nor a server. `pflcore.simulation.round.RunConfig` holds a context, and beside it
+    nor a server. `pflcore.simulation.round.RunConfig` holds a context together with
     the options of the rounds around the training: the algorithm, the robust
     aggregation, the policy for batch norm and the folder of the clients' rows.
 

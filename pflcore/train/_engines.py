@@ -44,9 +44,10 @@ ObjectiveLoss = Callable[[Net, Tensor, Tensor, Tensor, Tensors], Tensor]
 class Engine(NamedTuple):
     """The way in which the gradients of a run are computed.
 
-    A chain is no third engine beside "loop" and "vmap": it is a field that either of
-    them may have. Where it is set, the kernels compute the losses and gradients of the
-    run's own loss. `name` then still decides
+    A chain is no third engine. It is a field that both "loop" and "vmap" may have.
+    Where it is set, the ops of `pflcore.ops._chain` compute the losses and gradients of
+    the run's own loss: by kernels on a CPU, and by torch elsewhere. `name` then still
+    decides
 
     - the engine of an objective with a loss of its own, which the kernels do not know,
     - the blocks of clients that are computed at once (`assign_blocks`).
@@ -66,8 +67,7 @@ class Engine(NamedTuple):
     def form(self) -> str:
         """The form of the model in training: "chain", "vmap" or "module".
 
-        It is that of the run's own loss. "chain" means the kernels, and "module" the
-        engine "loop".
+        It is that of the run's own loss. "module" means the engine "loop".
         """
         if self.chain is not None:
             return "chain"
@@ -131,7 +131,7 @@ class Objective(NamedTuple):
 
 
 def slice_terms(terms: Tensors, clients: Any) -> Tensors:
-    """The terms of some clients; a mask [Q] belongs to all of them."""
+    """The terms of some clients. A mask [Q] belongs to every client."""
     slices: Tensors = {}
     for name, term in terms.items():
         is_shared = name == "mask" and term.dim() == 1
@@ -196,7 +196,7 @@ def gather_samples(
     index: Tensor,  # [s, n] places in the pool
     relabel: Tensor | None,  # [s, C]
 ) -> tuple[Tensor, Tensor]:
-    """Samples x [s, n, ...] and labels y [s, n, ...] as the clients know them."""
+    """Samples [s, n, ...] and labels [s, n, ...] as the clients know them."""
     flat = index.flatten()
     x = data.x.index_select(0, flat).unflatten(0, index.shape)
     y = data.y.index_select(0, flat).unflatten(0, index.shape)
@@ -282,9 +282,9 @@ class Chunk:
         self._counted_step: BatchStep | None = None
 
     def samples(self, step: BatchStep, which: int = 0) -> tuple[Tensor, Tensor]:
-        """Samples [s, B, ...] of a minibatch, and labels as the clients know them.
+        """Samples [s, B, ...] and labels [s, B, ...] of a minibatch.
 
-        The labels are [s, B, ...].
+        The labels are those that the clients know.
         """
         clients = step.clients
         epoch = step.epoch + which * step.epochs
@@ -305,7 +305,7 @@ class Chunk:
         return None if self.relabel is None else self.relabel[clients]
 
     def gradient(self, step: BatchStep, w: Tensor, which: int = 0) -> Tensor:
-        """The gradients [s, Q] at `w` [s, Q] on the `which`-th minibatch of a step.
+        """Gradients [s, Q] at `w` [s, Q] on a step's `which`-th minibatch.
 
         The first call on a step's first minibatch adds that minibatch's losses to
         `losses`. The next call may overwrite the result.
@@ -324,7 +324,7 @@ class Chunk:
     def _graph_gradient(
         self, graphs: GradientGraphs, step: BatchStep, w: Tensor, which: int
     ) -> tuple[Tensor, Tensor]:  # losses [s], gradients [s, Q]
-        """Losses and gradients by a CUDA graph, where there is one for the shapes."""
+        """Losses and gradients by a CUDA graph, where there is one."""
         results = graphs.run(*self._recordable_step(step, w, which))
         if "buffers" in results:
             self.buffers[step.clients] = results["buffers"]
@@ -363,7 +363,7 @@ class Chunk:
         return losses, grads
 
     def gradient_copy(self, step: BatchStep, w: Tensor, which: int = 0) -> Tensor:
-        """The gradients [s, Q] as `gradient` gives them, in memory of their own."""
+        """A copy of the gradients [s, Q] that `gradient` returns."""
         grads = self.gradient(step, w, which)
         # A replayed graph overwrites its results; the others are new tensors.
         return grads if self.graphs is None else grads.clone()
@@ -397,7 +397,7 @@ class Chunk:
         return key, autograd_graph_function(self.net, data, vmap, self.loss), inputs
 
     def leaf_gradients(self, step: BatchStep) -> tuple[Tensor, ...]:
-        """The gradient of each parameter, at the row of which `leaves` are views.
+        """The gradient of each parameter, at the row behind `leaves`.
 
         The chunk has one client. The step's loss is added to `losses`.
         """

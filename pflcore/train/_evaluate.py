@@ -41,12 +41,12 @@ ScoresAndLabels = list[tuple[Tensor, Tensor]]
 
 
 def predict_row(model: Tensors, net: Net, x: Tensor) -> Tensor:
-    """The scores [n, ...] of a model of the run's kind, {"w": [P]}."""
+    """Scores [n, ...] of a model that is one row, {"w": [P]}."""
     return net(model["w"], x)
 
 
 def align_memory(v: Tensor) -> Tensor:
-    """The values of `v` [...] in memory that begins as a tensor of its own would.
+    """The values of `v` [...] in memory that begins at torch's alignment.
 
     The last digits of a product with a row depend on where the row's memory begins, and
     so on the row's position among the others.
@@ -58,7 +58,7 @@ def align_memory(v: Tensor) -> Tensor:
 
 
 def is_one_model(model: Tensors) -> bool:
-    """True where the rows [S, ...] of several clients are one row, expanded."""
+    """True where the rows [S, ...] are one row, expanded to several clients."""
     return all(len(v) > 1 and v.stride(0) == 0 for v in model.values())
 
 
@@ -66,7 +66,7 @@ def equal_buffer_groups(
     block_numbers: Tensor,  # [S]
     buffers: Tensor,  # [S, b]
 ) -> list[list[int]]:
-    """Positions of the clients of each block that has one set of statistics.
+    """Positions of clients by block, where the block has one set of statistics.
 
     A client of another block is a group by itself.
     """
@@ -140,14 +140,14 @@ def _batch_scores(
 
 
 def client_means(values: Tensor, lists: Ragged) -> Tensor:
-    """Each client's mean [S] float64 of values [n] of the samples in its list."""
+    """Each client's mean [S] float64 of the values [n] of its samples."""
     zeros = values.new_zeros(len(lists)).double()
     sums = index_add(zeros, lists.owners(), values.double())
     return sums / to_device(lists.size, values.device)
 
 
 def client_nanmeans(values: Tensor, lists: Ragged) -> Tensor:
-    """Each client's mean [S] float64 of those values [n] that are not NaN."""
+    """Each client's mean [S] float64 of values [n], without NaN."""
     is_value = ~values.isnan()
     return client_means(values.nan_to_num(0.0), lists) / client_means(is_value, lists)
 
@@ -196,7 +196,7 @@ def mean_losses(
 
 
 def _group_losses(net: Net, pairs: ScoresAndLabels, lists: Ragged) -> Tensor:
-    """Mean losses [s] float64 of some clients, by one call of the loss."""
+    """Some clients' mean losses [s] float64, by one call of the loss."""
     # Each sample is a batch of one for vmap.
     z = torch.cat([scores for scores, _ in pairs])[:, None]
     y = torch.cat([labels for _, labels in pairs])[:, None]
@@ -256,7 +256,7 @@ def evaluate_by_kernels(
     lists: Ragged,  # places of each client's samples
     relabel: Tensor | None,  # [S, C]
 ) -> tuple[Tensor, Tensor]:  # [S], [S] float64
-    """Each client's mean loss and accuracy, by the kernels of the context's chain."""
+    """Each client's mean loss and accuracy, by the chain's kernels."""
     classes = 0  # so the op returns no scores
 
     def evaluate_part(w: Tensor, pool: tuple[Any, ...], part: Ragged) -> Tensor:
@@ -274,7 +274,7 @@ def gradients_by_kernels(
     lists: Ragged,  # places of each client's samples
     relabel: Tensor | None,  # [S, C]
 ) -> Tensor:  # [S, P]
-    """Each client's mean gradient, by the op of the context's chain."""
+    """Each client's mean gradient, by the chain's op."""
 
     def part_gradients(w: Tensor, pool: tuple[Any, ...], part: Ragged) -> Tensor:
         index = pad_sequence(list(part), batch_first=True)

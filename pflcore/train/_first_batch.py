@@ -1,4 +1,4 @@
-"""The first batch: a trial of model, data and loss before round 1.
+"""First batch: a trial of model, data and loss before round 1.
 
 One batch runs through a copy of the module, which shows whether they fit together. It
 also shows facts of the model that only data can show, such as its head. Those are set
@@ -30,7 +30,7 @@ FIRST_BATCH_SIZE = 8  # samples
 
 
 def prepare_net(net: Net, data: Federation, training: Training) -> None:
-    """Runs one batch through a copy of the module, and sets facts of `net`.
+    """Runs a batch through the module, and sets facts of `net`.
 
     The facts are: which part is the head, whether there is one score for each label, in
     which form the loss takes that score (`argument_form`), and whether the module can
@@ -82,7 +82,7 @@ def plan_single_samples(net: Net, data: Federation, training: Training) -> None:
 
 
 def _single_sample_reason(net: Net, error: MismatchError) -> str:
-    """End of a sentence, with the reason why one sample is not enough."""
+    """End of a sentence on a model that cannot train on one sample."""
     if any(isinstance(layer, _BatchNorm) for layer in net.module.modules()):
         return ", as batch norm cannot"
     return f" ({str(error).rstrip('.')})"
@@ -151,7 +151,7 @@ def _first_batch_backward(
     loss: Tensor,
     layers: list[str],  # names in the order of the calls
 ) -> None:
-    """Runs the backward pass and tells the net which parameters the loss depends on.
+    """Runs the backward pass, and lets the net locate its head.
 
     `Net.locate_head` takes the last of the called layers that has such a parameter.
     """

@@ -44,6 +44,7 @@ class ScopedFlags:
             self._leave()
 
     def _enter(self) -> None:
+        """Sets the flags, if no other thread is inside."""
         with self._lock:
             if not self._num_inside:
                 self._saved_values = [
@@ -54,6 +55,7 @@ class ScopedFlags:
             self._num_inside += 1
 
     def _leave(self) -> None:
+        """Restores the flags, if no other thread is inside."""
         with self._lock:
             self._num_inside -= 1
             if self._num_inside:
@@ -77,7 +79,7 @@ def tf32_flags() -> list[tuple[Any, str]]:
 
 
 def allows_tf32() -> bool:
-    """True where a GPU may round inputs of products or convolutions to TF32."""
+    """True where a GPU may round inputs of products to TF32."""
     values = [getattr(owner, name) for owner, name in tf32_flags()]
     return any(value not in (False, *EXACT_PRECISIONS) for value in values)
 

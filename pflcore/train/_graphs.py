@@ -51,7 +51,7 @@ class _Graph:
 
 
 class _FixedMemory:
-    """Memory at fixed addresses that all graphs of a run share (the arena).
+    """The arena: memory at fixed addresses that all graphs share.
 
     There is one piece of memory for each name and dtype.
     """
@@ -225,6 +225,6 @@ def _run_without_waiting(function: GraphFunction, inputs: Tensors) -> Tensors:
 
 
 def _first_error_line(error: Exception) -> str:
-    """The first line of an error's text, or the name of its type."""
+    """First line of an error's text, or the name of its type."""
     lines = str(error).splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

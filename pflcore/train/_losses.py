@@ -1,4 +1,4 @@
-"""Losses by name. Each of them is the mean over the samples of a batch.
+"""Losses by name: functions (scores, y) -> mean over a batch.
 
 Symbols: B samples of a batch; C classes; T steps of a sample (a sequence); K targets of
 a sample; n samples or steps; scores are the outputs of the model, y labels or numbers.
@@ -23,11 +23,12 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]  # scores, y -> the batch's me
 
 
 def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean cross entropy of scores [B, C] or [B, C, T] and labels [B] or [B, T].
+    """Mean cross entropy of scores and labels.
 
-    Instead of labels, `y` may be probabilities in the shape of the scores. A sample's
-    loss is the mean over its steps that count, and the batch's loss is the mean over
-    its samples, whatever their lengths.
+    Scores are [B, C] or [B, C, T], and labels `y` are [B] or [B, T]. Instead of labels,
+    `y` may be probabilities in the shape of the scores. A sample's loss is the mean
+    over its steps that count, and the batch's loss is the mean over its samples,
+    whatever their lengths.
     """
     if y.dim() < 2 or y.is_floating_point():
         return F.cross_entropy(scores, y)
@@ -39,15 +40,15 @@ def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
 
 
 def mean_over_steps(values: Tensor, y: Tensor) -> Tensor:
-    """Mean [B] of each sample's values [B, ...] over the labels that count."""
+    """Each sample's mean [B] of values [B, ...] at labels that count."""
     counts = (y != IGNORED_LABEL).flatten(1)
     return (values.flatten(1) * counts).sum(1) / counts.sum(1).clamp(min=1)
 
 
 def hinge(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean hinge loss of scores [B] or [B, 1] and labels [B] of two classes.
+    """Mean hinge loss of scores [B] or [B, 1] and labels [B].
 
-    The labels are 0 and 1, or -1 and 1.
+    The labels of the two classes are 0 and 1, or -1 and 1.
     """
     sign = torch.where(y > 0, 1.0, -1.0).to(scores.dtype)
     # At 0 the slope of `clamp` depends on torch's release, and that of `relu` is 0.
@@ -63,16 +64,17 @@ def squared(scores: Tensor, y: Tensor) -> Tensor:
 
 
 def binary_cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean logistic loss of logits and targets in [0, 1], element by element.
+    """Mean logistic loss of logits and targets, element by element.
 
-    Both are [B] or [B, 1], or [B, K] for K labels at once.
+    Targets are numbers from 0 to 1. Both are [B] or [B, 1], or [B, K] for K labels at
+    once.
     """
     logits = scores.reshape(y.shape)
     return F.binary_cross_entropy_with_logits(logits, y.to(scores.dtype))
 
 
 def half_squared(scores: Tensor, y: Tensor) -> Tensor:
-    """Half the mean squared error of scores and numbers, as `squared` takes them.
+    """Half of the mean squared error, see `squared`.
 
     It is the loss and the metric of Motley for School.
     """
@@ -111,7 +113,7 @@ def default_loss(y: Tensor) -> str:
 
 
 def resolve_loss(loss: Loss, name: str = "loss") -> LossFunction:
-    """The function (scores, y) -> mean loss of a batch, for a loss that a user gave.
+    """The function (scores, y) -> mean loss for a user's loss.
 
     Raises TypeError where `loss` is nothing of the kind, and ValueError where it is no
     mean or has parameters.
@@ -145,7 +147,7 @@ def resolve_loss(loss: Loss, name: str = "loss") -> LossFunction:
 
 
 def _resolve_module(loss: nn.Module, name: str) -> LossFunction:
-    """The loss of a module: ours where the module is torch's with default options."""
+    """A module's loss; ours where the module is torch's with default options."""
     if any(p.requires_grad for p in loss.parameters()):
         raise ValueError(
             f"{name}: {type(loss).__name__} has parameters, which nothing would train; "
@@ -182,9 +184,10 @@ def ignored_label(loss: Any) -> int:
 
 
 def classes_last(scores: Tensor, y: Tensor) -> Tensor:
-    """Scores [B, C, T] of labels [B, T] with the classes last, [B, T, C].
+    """Scores [B, C, T] with the classes last, [B, T, C].
 
-    Where there is one score for each label, the scores get the shape of the labels.
+    The labels are [B, T]. Where there is one score for each label, the scores get the
+    shape of the labels.
     """
     if scores.numel() == y.numel():
         return scores.reshape(y.shape)
@@ -204,7 +207,7 @@ def fraction_correct(scores: Tensor, y: Tensor) -> Tensor:
 
 
 def without_masked(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores [n, C] and labels [n] of the samples or steps that count.
+    """Scores [n, C] and labels [n] of samples or steps that count.
 
     Where all of them count, labels keep their shape [B, ...], and the scores have the
     classes last.

@@ -1,4 +1,4 @@
-"""Memory of a run: its need, the device's capacity, and the texts of errors.
+"""Memory of a run: need, capacity, and texts of errors.
 
 Symbols: B samples of a batch; x, y samples and labels.
 """
@@ -48,7 +48,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def failed_request(error: BaseException) -> str:
-    """The size that an error says was asked for, such as "20.00 MiB".
+    """The size of the request that failed, such as "20.00 MiB".
 
     The text is empty where the error names no size.
     """
@@ -71,7 +71,7 @@ def free_caches(device: str) -> None:
 
 
 def capacity(device: str) -> int | None:
-    """Bytes of a device's memory that this process may use; None if unknown."""
+    """Bytes of memory that this process may use; None if unknown."""
     with contextlib.suppress(Exception):
         if device.startswith("cuda"):
             return int(torch.cuda.mem_get_info(device)[1])

@@ -79,9 +79,9 @@ def check_layers(module: nn.Module) -> None:
 
 
 def check_hooks(module: nn.Module) -> None:
-    """Raises ValueError for hooks and functions that a copy of the model would not run.
+    """Raises ValueError for code that a copy of the model would not run.
 
-    These are hooks of parameters, scripted modules, and a `forward` that holds the
+    Refused are hooks of parameters, scripted modules, and a `forward` that holds the
     original module.
     """
     if isinstance(module, torch.jit.ScriptModule):

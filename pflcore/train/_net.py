@@ -1,4 +1,4 @@
-"""A model as one row: an `nn.Module` as a function of its parameters in a flat row.
+"""A model as one row: an `nn.Module` as a function of its parameters.
 
 A federation's models are the rows of one matrix [N, P], so the ops see matrices and
 algorithms see vectors. Float buffers (batch norm's running statistics) are a row of
@@ -122,7 +122,7 @@ class Net:
         self._threads = threading.local()  # one `BoundModule` for each thread and part
 
     def _set_parameters(self) -> None:
-        """Sets the description of a row (names, shapes, slices), and the row `w0`."""
+        """Sets the names, shapes and slices of a row, and the row `w0`."""
         named = self.module.named_parameters()
         trainable = {name: p for name, p in named if p.requires_grad}
         self.names = list(trainable)
@@ -226,7 +226,7 @@ class Net:
         return mask
 
     def split(self, row: Tensor, *patterns: str) -> tuple[Tensor, Tensor]:
-        """A model's columns in two parts: shared [..., P - K] and private [..., K].
+        """The shared columns [..., P - K] and the private columns [..., K].
 
         The private columns are the parameters whose names match a pattern; without
         patterns, the head. `join` puts the parts of `row` [..., P] together again. An
@@ -307,7 +307,7 @@ class Net:
 
     # the function of a row ---------------------------------------------------
     def __call__(self, row: Tensor, x: Tensor) -> Tensor:
-        """Scores of the model with parameters `row` [P] on a batch `x` [B, ...]."""
+        """Scores of the model `row` [P] on a batch `x` [B, ...]."""
         self._check(row)
         bound = self._bound()
         bind_tensors(bound.params, bound.cut(row))
@@ -326,7 +326,7 @@ class Net:
         return leaves
 
     def forward_bound(self, x: Tensor) -> Tensor:
-        """Scores of the model with the bound parameters on a batch `x` [B, ...]."""
+        """Scores of the bound parameters on a batch `x` [B, ...]."""
         bound = self._bound()
         if bound.module.training != forward_state.train:
             bound.module.train(forward_state.train)
@@ -353,7 +353,7 @@ class Net:
         return [piece.clone().view(shape) for piece, shape in pieces]
 
     def features(self, row: Tensor, x: Tensor) -> Tensor:
-        """The input of the head, [B, H], of the model `row` [P] on a batch `x`."""
+        """The input [B, H] of the head, of model `row` [P] on `x` [B, ...]."""
         self._require_head()
         head = self._bound().module.get_submodule(self.head_name or "")
         head_inputs: list[Tensor] = []
@@ -400,7 +400,7 @@ class Net:
         return int(self.module.get_submodule(self.head_name or "").out_features)  # type: ignore
 
     def loss(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """The loss [] of the model `row` [P] on one batch [B, ...]."""
+        """Loss [] of the model `row` [P] on a batch [B, ...]."""
         return self.batch_loss(self(row, x), y)
 
     def batch_loss(self, scores: Tensor, y: Tensor) -> Tensor:
@@ -480,16 +480,18 @@ class Net:
         Their order of registration is the order of the calls.
         """
         for parent, module in self.module.named_modules():
-            is_around = name.startswith(f"{parent}." if parent else "")
+            prefix = f"{parent}." if parent else ""
+            is_around = name.startswith(prefix)
             if is_around and type(module) is not nn.Sequential:
                 return False
         return True
 
     def locate_head(self, used: list[str], called: list[str]) -> None:
-        """Sets the head, where the caller named none, from a pass through the model.
+        """Sets the head from a pass through the model.
 
         It is the last called `nn.Linear` that holds a parameter on which the loss
-        depends, or the submodule `head` around such a layer.
+        depends, or the submodule `head` around such a layer. A head that the caller
+        named stays.
 
         Args:
             used: The parameters on which the loss depends.

@@ -72,11 +72,11 @@ def _check_terms(training: Training, lr: float, w: Tensor, terms: Tensors) -> No
 
 
 def _trains_by_leaves(chunk: Chunk, w: Tensor) -> bool:
-    """True where a client's gradient is taken by parameters instead of by its row.
+    """True where a client's gradient is taken by parameters.
 
-    That saves the cutting and joining of rows in every step. On a GPU the gradient is
-    taken by the row, which a CUDA graph can do, too. So a run has the same bits with
-    graphs and without them.
+    Otherwise it is taken by the row. Parameters save the cutting and joining of rows in
+    every step. On a GPU it is always taken by the row, also where no CUDA graph does
+    that. So a run has the same bits with graphs and without them.
     """
     engine = chunk.engine
     is_one_model = engine.name == "loop" and w.shape == (1, chunk.net.size)
@@ -135,7 +135,7 @@ def sgd_by_kernels(
     lr: float,
     grad_sums: Tensor | None,  # [s, Q], changed
 ) -> Tensor:  # [s]
-    """Takes all steps of SGD by a chain's kernels, and returns the sums of losses."""
+    """Takes all steps of SGD by a chain's kernels; returns sums of losses."""
     batches = chunk.batches
     pool = chain.kernel_args(chunk.data, chunk.relabel, slice(None))
     cuts = (
@@ -242,7 +242,7 @@ class AdamW:
 
 
 def _bias_corrections(beta: float, max_steps: int, w: Tensor) -> Tensor:
-    """The numbers `1 - beta**k` for k from 0 to `max_steps`, as a tensor like `w`.
+    """The numbers `1 - beta**k` for k from 0 to `max_steps`.
 
     Python computes the powers one by one: torch's powers of several numbers have other
     last digits than those of one number.

@@ -81,7 +81,7 @@ class Mismatch(NamedTuple):
 
 @dataclass
 class EngineProbe:
-    """A few small clients with the losses and gradients of the module itself.
+    """A few small clients with the module's own losses and gradients.
 
     Attributes:
         clients: The clients. `difference` gives them the engine that is tried.
@@ -121,7 +121,7 @@ class EngineProbe:
         return None
 
     def _computed(self, clients: Clients) -> dict[str, tuple[Tensor, Tensor]]:
-        """Losses [s] and gradients [s, P] of each mode, by the clients' engine."""
+        """The clients' losses [s] and gradients [s, P] in each mode."""
         engine = clients.context.engine
         fit = clients.fit(self.w, epochs=1, lr=1.0)
         # Each client has one batch, and takes one step of plain SGD, without momentum
@@ -137,10 +137,10 @@ class EngineProbe:
         return computed
 
     def _tolerances(self) -> tuple[float, float]:
-        """The tolerance of a difference: a relative and an absolute part, to be added.
+        """The relative and the absolute tolerance of a difference.
 
-        The relative part is a share of the largest expected value, also where that is
-        below 1.
+        Their sum is the largest difference that is accepted. The relative part is a
+        share of the largest expected value, also where that is below 1.
 
         The gradient of the training mode is `w - fit.w`, so it carries the rounding of
         the weights. The absolute part is the rounding of numbers as large as the
@@ -174,7 +174,7 @@ def _describe_gap(
 
 
 def make_probes(net: Net, data: Federation) -> list[EngineProbe]:
-    """The probes of a net: one in float64, where possible, and one in its own dtype.
+    """The probes of a net: in float64, where possible, and in its dtype.
 
     On a CPU the numbers of both decide. On a GPU only those in float64 do, where there
     is that probe.
@@ -195,7 +195,7 @@ def make_probes(net: Net, data: Federation) -> list[EngineProbe]:
 
 
 def make_probe(net: Net, data: Federation) -> EngineProbe:
-    """A probe in the dtype of `net`, at its initial weights plus noise.
+    """A probe in the dtype of `net`, at initial weights plus noise.
 
     The noise lets clients differ, and lets a weight that starts at 0 take part.
     """
@@ -237,7 +237,7 @@ def _noisy_weights(net: Net, clients: int) -> Tensor:
 
 
 def _probe_federation(net: Net, data: Federation, sizes: tuple[int, ...]) -> Federation:
-    """Federation of clients of these sizes, with a split "train" and a split "test".
+    """Federation of clients of these sizes, with splits "train" and "test".
 
     The test samples are copies of the training samples, because no sample may be in two
     splits.
@@ -287,7 +287,7 @@ def reference_gradient(
     y: Tensor,  # [B, ...]
     seed: Tensor,  # []
 ) -> tuple[Tensor, Tensor]:  # [], [P]
-    """Loss and gradient of the module by plain autograd, as a user would take them."""
+    """Loss and gradient of the module by plain autograd."""
     with forward_context(module.training, None, seed), torch.enable_grad():
         loss = net.batch_loss(module(x), y)
     parameters = dict(module.named_parameters())

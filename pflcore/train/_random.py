@@ -1,4 +1,6 @@
-"""Random numbers that depend on a key alone, such as (seed, round, client, stream).
+"""Random numbers that depend on a key alone.
+
+A key is, for example, (seed, round, client, stream).
 
 They come from a counter (splitmix64), not from the state of a generator. So the numbers
 of all clients are drawn at once, in any order and on any number of workers, and a
@@ -31,7 +33,7 @@ POSITION_BITS = 24
 
 
 def seed_of(*key: object) -> int:
-    """A 63-bit seed from any key, the same on every machine and in every process."""
+    """A 63-bit seed from any key, the same on every machine."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -68,7 +70,7 @@ class IsolatedDraws(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        """The generator of a device, which the first draw on that device makes."""
+        """The generator of a device, which its first draw makes."""
         # A generator's device has an index, so "cuda" and "cuda:0" are one key.
         new = torch.Generator(device).manual_seed(self.seed)
         return self.used.setdefault(str(new.device), new)
@@ -87,7 +89,7 @@ def _with_generator_argument(func: Any) -> Any:
 
 
 def generator_of(*key: object) -> torch.Generator:
-    """A torch generator for a key, for draws that happen once a round.
+    """Torch generator of a key, for draws that happen once a round.
 
     Making a generator takes longer than the functions below, which draw for all clients
     at once.
@@ -96,9 +98,10 @@ def generator_of(*key: object) -> torch.Generator:
 
 
 def mix64(z: U64) -> U64:
-    """Each word of `z` after the finaliser of splitmix64 (Steele, Lea, Flood 2014).
+    """Words `z` after the finaliser of splitmix64.
 
-    The finaliser is a bijection of 64-bit words whose output bits look independent.
+    The finaliser (Steele, Lea, Flood 2014) is a bijection of 64-bit words, whose output
+    bits look independent.
     """
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -106,7 +109,7 @@ def mix64(z: U64) -> U64:
 
 
 def client_seeds(ids: npt.ArrayLike, *key: object) -> U64:
-    """A word for each client [S] and this key, such as (seed, round, stream)."""
+    """A random word for each client [S], by a key such as (seed, round)."""
     counters = np.asarray(ids, np.uint64) + np.uint64(1)
     return mix64(np.uint64(seed_of(*key)) + GOLDEN_GAMMA * counters)
 

@@ -25,7 +25,7 @@ State = tuple[Tensor, ...]  # h [B, H], and an LSTM's c [B, H]
 
 
 class _Unrolled(nn.RNNBase):
-    """A recurrent layer whose forward pass is a loop over the steps of a sequence.
+    """Recurrent layer whose forward pass is a loop over the steps.
 
     A subclass has `cell(x, h, state)`, which returns the next state. Its `x` and `h`
     are the gates' products with the input and with the last hidden state, each with its
@@ -62,7 +62,7 @@ class _Unrolled(nn.RNNBase):
     def _run_direction(
         self, x: Tensor, suffix: str, step: int
     ) -> tuple[Tensor, State]:  # [T, B, H]
-        """The hidden states h of all steps, and the state after the last step.
+        """Hidden states of all steps, and the state after the last step.
 
         A `step` of 1 goes forwards through the sequence, and -1 backwards. `suffix`
         ends the names of the weights.
@@ -84,11 +84,15 @@ class _Unrolled(nn.RNNBase):
 
 
 class _RNN(_Unrolled, nn.RNN):
+    """An Elman network."""
+
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
         return (getattr(torch, self.nonlinearity)(x + h),)
 
 
 class _GRU(_Unrolled, nn.GRU):
+    """A GRU by torch's formula."""
+
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
         # The columns are those of the gates "reset" and "update", then of the new
         # state.
@@ -100,6 +104,8 @@ class _GRU(_Unrolled, nn.GRU):
 
 
 class _LSTM(_Unrolled, nn.LSTM):
+    """An LSTM by torch's formula, without projections."""
+
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
         input_gate, forget_gate, new, output_gate = (x + h).chunk(4, -1)
         kept = forget_gate.sigmoid() * state[1]

@@ -123,7 +123,7 @@ def num_kernel_parts(
 
 
 def _num_parts_for_work(num_samples: Tensor, width: int) -> int:
-    """Number of parts that share the work of a cohort, before other limits."""
+    """Number of parts that share a cohort's work, before other limits."""
     work = int(num_samples.sum()) * width
     if work >= SIXTEEN_PARTS_MIN_WORK:
         return 16
@@ -133,7 +133,7 @@ def _num_parts_for_work(num_samples: Tensor, width: int) -> int:
 
 
 def even_parts(order: Tensor, parts: int) -> list[Tensor]:
-    """The entries of `order` [S] in parts of about as many clients each."""
+    """Entries of `order` [S] in parts of about as many clients each."""
     count = len(order)
     cuts = [count * j // parts for j in range(parts + 1)]
     return [order[first:last] for first, last in pairwise(cuts)]

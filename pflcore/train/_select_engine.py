@@ -1,4 +1,4 @@
-"""Selects the engine that computes the gradients of a model, before round 1.
+"""Selects the engine of a run by a trial before round 1.
 
 First one batch runs through a copy of the module, which shows whether model, data and
 loss fit together (`_first_batch`). Then each candidate computes the losses and
@@ -168,7 +168,7 @@ def _required_vmap(probes: list[EngineProbe]) -> Engine:
 
 
 def _vmap_or_loop(net: Net, probes: list[EngineProbe]) -> Engine:
-    """The engine "vmap" where it is faster and matches the module, else "loop"."""
+    """Engine "vmap" where it is faster and matches the module, else "loop"."""
     reason = slow_under_vmap(net)
     if reason is not None:
         return Engine("loop", reason=reason)
@@ -226,10 +226,11 @@ def try_chain(net: Net, data: Federation, probes: list[EngineProbe]) -> ChainTri
 def verified_graphs(
     probes: list[EngineProbe], engine: Engine, enabled: bool
 ) -> GradientGraphs:
-    """The CUDA graphs of a run, after a trial in which steps of probes were replayed.
+    """The CUDA graphs of a run, after a trial on the probes.
 
-    Where a capture fails, or a replay does not match the module, or `enabled` is false,
-    the graphs refuse to capture, and the run goes on without them.
+    The trial replays captured steps. Where a capture fails, or a replay does not match
+    the module, or `enabled` is false, the graphs refuse to capture, and the run goes on
+    without them.
     """
     device = probes[0].w.device
     graphs = GradientGraphs(device)

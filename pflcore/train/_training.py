@@ -50,7 +50,7 @@ def _are_betas(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """True for a real number. Python counts True and False as numbers, too."""
+    """True for a real number that is no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -189,7 +189,7 @@ class Training:
 
     @property
     def gradient_decay(self) -> float:
-        """The weight decay that is a part of the gradient, which AdamW's is not."""
+        """The weight decay that is added to gradients: SGD's, not AdamW's."""
         return self.weight_decay if self.local_optimizer == "sgd" else 0.0
 
     def lr_at(self, round: int, rounds: int) -> float:

@@ -1,4 +1,4 @@
-"""Checks that model, data and loss fit together, and texts for those that do not.
+"""Checks whether model, data and loss fit together, and texts of errors.
 
 Checks raise MismatchError. Its text is one sentence in the user's words, with the
 user's value, the expected one, and a remedy. Functions `explain_...` return the text
@@ -100,9 +100,9 @@ def check_dtypes(net: Net, data: Federation) -> None:
 
 
 def _check_signed_targets(net: Net, data: Federation) -> None:
-    """Raises MismatchError where a loss of targets -1 and 1 gets other targets.
+    """Raises MismatchError for a signed loss whose targets are unsigned.
 
-    A label 0 would add nothing to such a loss.
+    A signed loss takes targets of -1 and 1. A label 0 would add nothing to it.
     """
     is_signed = net.loss_fn in SIGNED_LOSSES or type(net.loss_fn) in SIGNED_LOSSES
     if is_signed and not bool((data.y.abs() == 1).all()):
@@ -268,7 +268,7 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
 
 
 def explain_loss_error(net: Net, scores: Tensor, y: Tensor, e: BaseException) -> str:
-    """Text of the error `e`, which the loss raised."""
+    """Text of an error that the loss raised."""
     remedy = ""
     if "BCE" in loss_name(net.loss_fn) and scores.numel() != y.numel():
         remedy = (
@@ -310,7 +310,7 @@ def check_gradients(grads: Iterable[Tensor | None]) -> None:
 def explain_layer_error(
     name: str, m: nn.Module, inputs: Any, data: Federation, e: BaseException
 ) -> str:
-    """Text of the error `e`, which the forward pass raised in the layer `m`.
+    """Text of an error that the forward pass raised in a layer.
 
     `inputs` are those of the layer; without a tensor the text names the samples.
     """
@@ -334,7 +334,7 @@ def explain_layer_error(
 def _explain_embedding_error(
     layer: str, m: nn.Embedding, x: Tensor, data: Federation
 ) -> str:
-    """Text on the input of an embedding, which must be tokens that it has."""
+    """Text on the input of an embedding that fails."""
     if x.is_floating_point():
         return (
             f"data: {layer} takes integers (tokens), and its input is {x.dtype}; give "
@@ -364,7 +364,7 @@ def _explain_width_error(
 
 
 def explain_impure_model(net: Net, x: Tensor, y: Tensor, mismatch: str) -> str:
-    """Text of the error for a module that is no function of its parameters.
+    """Text for a module that is no function of its parameters.
 
     The text names the cause where one can be found, and otherwise the mismatch.
     """
@@ -403,7 +403,7 @@ def explain_impure_model(net: Net, x: Tensor, y: Tensor, mismatch: str) -> str:
 
 
 def _explain_mode_mismatch(net: Net, kinds: tuple[type[nn.Module], ...]) -> str | None:
-    """Text on the first submodule of some types whose mode is not the model's.
+    """Text on the first submodule whose mode is not the model's, or None.
 
     The model is examined as it is, and after `train()`.
     """
@@ -457,7 +457,7 @@ def run_without_global_draws(f: Callable[[], Tensor]) -> None:
 
 
 def first_line(e: BaseException) -> str:
-    """The type of an error and the first line of its text, if it has any."""
+    """The type of an error and the first line of its text."""
     if not str(e):
         return type(e).__name__
     return f"{type(e).__name__}, {str(e).splitlines()[0]}".rstrip(".")

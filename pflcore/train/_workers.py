@@ -1,4 +1,4 @@
-"""Threads that train clients on a CPU. Results do not depend on their number."""
+"""Threads that train clients on a CPU, without an influence on results."""
 
 from __future__ import annotations
 

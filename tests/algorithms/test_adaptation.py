@@ -99,10 +99,8 @@ def test_scaled_differences_are_right_in_float32():
 
     want = played(double(s), variant="exact")
     close(played(double(s), variant="hf"), want, 1e-3, 1e-4)
-    right, wrong = (
-        (played(s, variant="hf", scale_delta=scaled) - want).norm()
-        for scaled in (True, False)
-    )
+    right = (played(s, variant="hf", scale_delta=True) - want).norm()
+    wrong = (played(s, variant="hf", scale_delta=False) - want).norm()
     assert right < 0.05 * wrong
 
 
@@ -153,12 +151,14 @@ def test_nobody_adapts_on_test_data(alg):
     """Other test samples and labels do not change the adapted models."""
     s = validated()
     _, down = served(s)
-    x, y = s.data.x.clone(), s.data.y.clone()
+    x = s.data.x.clone()
+    y = s.data.y.clone()
     rows = torch.cat(list(s.data.index["test"]))
     x[rows] += 3.0
     y[rows] = 1
     other = s._replace(data=replace(s.data, x=x, y=y))
-    one, two = (alg.model(down, {}, at_work(v))["w"] for v in (s, other))
+    one = alg.model(down, {}, at_work(s))["w"]
+    two = alg.model(down, {}, at_work(other))["w"]
     assert torch.equal(one, two) and not torch.equal(one, down["x"])
 
 
@@ -176,10 +176,10 @@ LOSSES = (
 def test_not_adapted_it_is_fedavg_by_any_loss(alg, loss):
     s = tiny()._replace(net=Net(tiny_model(), loss))
     state, _ = served(s)
-    ours, plain = (evaluate(RunConfig(a, s), state) for a in (alg, FedAvg()))
-    torch.testing.assert_close(
-        ours, plain, rtol=1e-5 if isinstance(alg, KnnPer) else 0, atol=0
-    )
+    ours = evaluate(RunConfig(alg, s), state)
+    plain = evaluate(RunConfig(FedAvg(), s), state)
+    rtol = 1e-5 if isinstance(alg, KnnPer) else 0
+    torch.testing.assert_close(ours, plain, rtol=rtol, atol=0)
 
 
 def test_the_last_layer_alone_is_trained():
@@ -197,12 +197,10 @@ def candidates(s, state, down):
     The first candidate is no fine-tuning. Then comes each step size with each number of
     epochs.
     """
-    tried = [
-        FineTune(finetune_lr=lr, finetune_epochs=e)
-        for lr in (0.05, 0.5)
-        for e in range(1, 5)
-    ]
-    tried = [FineTune(finetune_epochs=0), *tried]
+    tried = [FineTune(finetune_epochs=0)]
+    for lr in (0.05, 0.5):
+        for epochs in range(1, 5):
+            tried.append(FineTune(finetune_lr=lr, finetune_epochs=epochs))
     rows = [adapted(alg, down, s) for alg in tried]
     values = [evaluate(RunConfig(alg, s), state, "val")["accuracy"] for alg in tried]
     return torch.stack(values), torch.stack(rows)
@@ -233,7 +231,7 @@ def test_a_client_without_validation_samples_takes_what_is_best_for_the_others()
     values, rows = candidates(s, state, down)
     best = first_best(values[:, [0, 2, 3]].mean(1))
     alike(GRID.model(down, {}, lacking)["w"][1], rows[best, 1])
-    # it cannot show that it is better
+    # Without validation samples it cannot show that it is better.
     assert torch.equal(
         FineTune(margin=-2.0).model(down, {}, lacking)["w"][1], down["x"][1]
     )
@@ -257,7 +255,8 @@ def one_lacks(engine, model, **how):
         for i in range(5)
     ]
     del clients[1]["val"]
-    data, where = Federation.from_clients(clients), Hardware(engine=engine)
+    data = Federation.from_clients(clients)
+    where = Hardware(engine=engine)
     alg = FineTune(choose="client", finetune_epochs=4, lr_grid=(0.01, 0.5))
     net = Net(lambda: layers(model), seed=0)
     run = Simulation(
@@ -305,7 +304,8 @@ def test_a_run_that_evaluates_some_gives_them_the_numbers_that_all_would_give():
 
 @pytest.mark.parametrize("kernel", ["exp", "inverse", "gauss_dim"])
 def test_a_client_of_few_samples_votes_alike_beside_clients_of_many(kernel):
-    sizes, model = (3, 40, 7, 25), Net(lambda: layers("Linear 6 5, SiLU, Linear 5 4"))
+    sizes = (3, 40, 7, 25)
+    model = Net(lambda: layers("Linear 6 5, SiLU, Linear 5 4"))
     s = tiny(sizes)._replace(net=model)
     alg = KnnPer(k=10, kernel=kernel)
     x = model.w0.expand(4, -1)
@@ -313,10 +313,10 @@ def test_a_client_of_few_samples_votes_alike_beside_clients_of_many(kernel):
     queries = torch.randn(17, 6)
     for i in range(4):
         alone = alg.model({"x": x[:1]}, {}, at_work(s, [i]))
-        one, other = (
-            alg.predict({k: v[at] for k, v in made.items()}, model, queries)
-            for made, at in ((alone, 0), (whole, i))
-        )
+        view_alone = {k: v[0] for k, v in alone.items()}
+        view_of_whole = {k: v[i] for k, v in whole.items()}
+        one = alg.predict(view_alone, model, queries)
+        other = alg.predict(view_of_whole, model, queries)
         assert torch.equal(one, other)
 
 
@@ -343,10 +343,10 @@ def test_knnper_is_accepted_where_it_beats_the_shared_model(margin):
     state, _ = served(s, 1)
     knn = KnnPer(k=3, lam=0.8)
     algs = FedAvg(), knn, replace(knn, min_size=21, margin=margin)
-    on = {
-        split: [evaluate(RunConfig(a, s), state, split)["accuracy"] for a in algs]
-        for split in ("val", "test")
-    }
+    on = {}
+    for split in ("val", "test"):
+        values = [evaluate(RunConfig(alg, s), state, split) for alg in algs]
+        on[split] = [of_alg["accuracy"] for of_alg in values]
     taken = s.data.size("train") >= 21
     taken &= True if margin is None else on["val"][1] - on["val"][0] > margin
     assert not taken.all() and taken.any()
@@ -357,7 +357,8 @@ def test_knnper_is_accepted_where_it_beats_the_shared_model(margin):
 def test_knnper_takes_few_samples_and_no_probabilities():
     def ran(y, **options):
         clients = [dict.fromkeys(("train", "test"), (torch.randn(len(y), 6), y))]
-        data, model = Federation.from_clients(clients), nn.Linear(6, 2)
+        data = Federation.from_clients(clients)
+        model = nn.Linear(6, 2)
         return Simulation(KnnPer(k=10, lam=1.0), model, data, rounds=1, **options).run()
 
     assert math.isfinite(ran(torch.tensor([0, 1])).rounds[0]["eval"]["loss"][0])

@@ -109,7 +109,7 @@ def test_a_round_of_nobodys_statistics_is_void():
     )
     assert done.void and done.dropped == [0, 1, 2, 3]
     assert torch.equal(state.buffers, s.net.b0.expand(4, -1))
-    # what is not accepted has travelled too
+    # Uploads that are not accepted have travelled, too.
     assert done.bytes_up >= 4 * 8 * s.net.b0.numel()
 
 

@@ -15,13 +15,10 @@ def test_warm_start_trains_every_model_and_forgets_their_momentum():
     s = tiny()
     options = {"k": 2, "optimizer": "ema", "server_lr": 3.0}
     for rounds in (1, 2):
-        (warm, done), (both, _) = (
-            after(a, s, rounds)
-            for a in (HypCluster(warmup_rounds=2, **options), Ensemble(**options))
-        )
-        assert (
-            torch.equal(warm.server["x"], both.server["x"]) and both.server["m"].any()
-        )
+        warm, done = after(HypCluster(warmup_rounds=2, **options), s, rounds)
+        both, _ = after(Ensemble(**options), s, rounds)
+        assert torch.equal(warm.server["x"], both.server["x"])
+        assert both.server["m"].any()
         assert torch.equal(warm.server["m"], both.server["m"] * (rounds == 1))
         assert done.bytes_up == 3 * (2 * 4 * s.net.size + 1)
     assert len(warm.server["x"].unique(dim=0)) == 2
@@ -45,7 +42,7 @@ def test_shared_layers_need_one_age():
         with pytest.raises(ValueError, match=r"^shared: .*; take warmup_rounds=0 and"):
             HypCluster(shared="w", **options)
     with pytest.raises(ValueError, match=r"^k: this model starts equal 2 times"):
-        # nothing is left to differ in
+        # All layers are shared, so the models cannot differ.
         HypCluster(shared="*").server_init_args(tiny().net)
 
 
@@ -56,11 +53,9 @@ def test_centres_never_start_equal_and_seeds_follow_the_run():
             assert len(rows.unique(dim=0)) == k and rows.any(1).all()
     with pytest.raises(ValueError, match=r"^k: .* equal .*\.$"):
         HypCluster(k=2).initial_models(Net(Scale([0.0] * 3)))
-    one, two = (
-        Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.server["x"]
-        for seed in (0, 1)
-    )
-    assert not torch.equal(one, two)
+    one = Simulation(HypCluster(k=2), tiny_model(), images(), seed=0)
+    two = Simulation(HypCluster(k=2), tiny_model(), images(), seed=1)
+    assert not torch.equal(one.state.server["x"], two.state.server["x"])
 
 
 def test_models_of_an_ensemble_shuffle_apart():
@@ -78,11 +73,14 @@ def test_models_of_an_ensemble_shuffle_apart():
 def test_clustered_fl_finds_nested_groups_with_absent_clients():
     """Four groups take two levels of splits, and stay when clients are absent."""
     target = [0.0, 100.0, 10.0, 110.0] * 3
-    cohorts = [[i for i in range(12) if r <= 8 or i != r % 12] for r in range(1, 16)]
+    cohorts = []
+    for r in range(1, 16):
+        absent = r % 12 if r > 8 else None
+        cohorts.append([i for i in range(12) if i != absent])
     alg = ClusteredFL(relative=True, first=2, eps1=0.3)
     state, done = after(alg, points(target, 0.5, 50.0), cohorts)
     cluster = alg.report(state.server, done.mix, done.cohort)["cluster"]
-    # three of the tree's nodes have split
+    # Three nodes of the tree have split.
     assert len(set(cluster.tolist())) == 4 and len(state.server["x"]) == 7
     assert all(len(set(cluster[group::4].tolist())) == 1 for group in range(4))
     near(state.server["x"][cluster][:, 0], target, 1e-3, 0.1)

@@ -138,7 +138,8 @@ NO_ALGORITHMS = {
 def mine(monkeypatch):
     """Makes a user's module of the name "mine"."""
     module = types.ModuleType("mine")
-    module.Mine, module.number = Mine, 3
+    module.Mine = Mine
+    module.number = 3
     monkeypatch.setitem(sys.modules, "mine", module)
 
 

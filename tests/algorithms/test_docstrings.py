@@ -22,13 +22,14 @@ from pflcore.simulation.round import RunConfig, initial_state
 
 PARTS = ("server", "client", "down", "up")
 BATCH_NORM = "Linear 6 5, BatchNorm1d 5, ReLU, Linear 5 3"
-# the clients of two rounds: in the second some are new, one has been absent
+# The clients of two rounds. In the second, two are new and two are absent.
 COHORTS = ([0, 1, 2, 3], [0, 1, 4, 5])
 SIZES = {"N": 7, "S": 4}
-# options that change the tensors: choices among names, and others
+# Options that change the tensors: choices among names, and others.
 TURNED = ("optimizer", "guidance", "order", "dictionary")
 OPTIONS = {"warmup_rounds": 1, "shared": "0.*"}
-# names before a shape: "m, v [P]", "w and old [P]"; a shape: "[S, P - K]", "[]"
+# Names before a shape, such as "m, v [P]" or "w and old [P]"; shapes are "[S, P - K]"
+# or "[]".
 NAMED = re.compile(r"((?:\w+(?:, | and ))*\w+) \[([^\]]*)\]")
 
 
@@ -41,7 +42,9 @@ def docstring(cls):
 def clause(cls, part):
     """The docstring's words on one of the `PARTS`, with those that it refers to."""
     text = re.search(rf"\b{part}: (.*?)(?: · |\. |\.$)", docstring(cls))[1]
-    classes = {c.__name__: c for one in ALGORITHMS.values() for c in one.__mro__}
+    classes = {}
+    for algorithm in ALGORITHMS.values():
+        classes |= {c.__name__: c for c in algorithm.__mro__}
     for name in re.findall(r"see `(\w+)`", text):
         text = f"{text}; {clause(classes[name], part)}"
     return text
@@ -74,7 +77,8 @@ def variants(cls):
 
 def shape_of(value):
     """The shape of a tensor, or of shared rows."""
-    return tuple((value.rows if isinstance(value, SharedRows) else value).shape)
+    tensor = value.rows if isinstance(value, SharedRows) else value
+    return tuple(tensor.shape)
 
 
 @cache
@@ -162,7 +166,7 @@ def fits(words, shape, sizes):
     return True
 
 
-# letters for sizes that are other ones from round to round
+# Letters for sizes that change from round to round.
 VARYING = {"M", "R", "U", "nodes"}
 
 
@@ -170,7 +174,8 @@ VARYING = {"M", "R", "U", "nodes"}
 def test_the_names_are_those_that_the_docstring_says(name):
     cls = ALGORITHMS[name]
     for part in PARTS:
-        there, said = names(cls, part), {*stated(cls, part)}
+        there = names(cls, part)
+        said = {*stated(cls, part)}
         text = clause(cls, part)
         assert there <= said, f"{part}: {text!r} gives no {there - said}"
         if said - there:  # a preset's text is that of its fellows too

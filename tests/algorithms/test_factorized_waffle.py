@@ -32,8 +32,8 @@ def test_beliefs_never_leave_the_client(preset):
     }
     assert not alg.report(state.server, done.mix, done.cohort)
     near(state.server["x"], (seen["down"]["x"] + seen["up"]["delta"]).mean(0))
-    # the dictionary stands still, the beliefs do not: nothing of their way is in what
-    # travels
+    # With a step size of almost 0 the dictionary stands still, and the beliefs move: so
+    # nothing of their movement travels.
     after(alg, setting(lr=1e-300, epochs=4))
     assert (seen["new"]["q"] - seen["own"]["q"]).abs().max() > 0.1
     assert seen["up"]["delta"].abs().max() < 1e-290
@@ -50,7 +50,7 @@ def test_a_cached_dictionary_is_the_clients_last_download():
         state, _ = after(alg, s, [ids], state)
     found = evaluate(RunConfig(alg, s), state)["loss"]
     now = state.server["x"]
-    # client 0 was there in round 1, client 1 in all three, client 2 never
+    # Client 0 took part in round 1, client 1 in all three rounds, client 2 in none.
     for i, x in enumerate((sent[0], sent[2], now)):
         state.server["x"] = x
         assert found[i] == evaluate(RunConfig(FactorizedWaffle(), s), state)["loss"][i]
@@ -58,7 +58,8 @@ def test_a_cached_dictionary_is_the_clients_last_download():
 
 
 def run_of(alg, rounds, **training):
-    training, hardware = Training(**training), Hardware(workers=1)
+    training = Training(**training)
+    hardware = Hardware(workers=1)
     return Simulation(
         alg, model, federation(), training, rounds=rounds, hardware=hardware
     )
@@ -66,10 +67,8 @@ def run_of(alg, rounds, **training):
 
 def test_a_server_with_more_factors_serves_what_it_served_and_goes_on():
     """New factors add nothing at first, even where they are on; later they learn."""
-    few, many = (
-        run_of(FactorizedWaffle(ranks=ranks), rounds, lr=0.1, epochs=2)
-        for ranks, rounds in (((4, 3), 2), ((7, 3), 4))
-    )
+    few = run_of(FactorizedWaffle(ranks=(4, 3)), 2, lr=0.1, epochs=2)
+    many = run_of(FactorizedWaffle(ranks=(7, 3)), 4, lr=0.1, epochs=2)
     few.run()
     before = few.evaluate("test")["loss"]
     was = few.state.server["x"].clone()
@@ -142,6 +141,6 @@ def test_sampled_models_are_averaged_as_their_loss_has_it(loss, width):
         "cross_entropy": each.softmax(2).mean(0).log(),
     }[loss]
     got = alg.predict({"w": net.w0, "b": b}, net, x)
-    torch.testing.assert_close(
-        got.log_softmax(1) if loss == "cross_entropy" else got, want
-    )
+    if loss == "cross_entropy":
+        got = got.log_softmax(1)
+    torch.testing.assert_close(got, want)

@@ -66,13 +66,16 @@ def test_golden_guidance_epoch_against_full_gradient(guidance, name):
 @pytest.mark.parametrize("seed", range(15))
 def test_qp_satisfies_kkt(seed):
     torch.manual_seed(seed)
-    m, dim = (int(torch.randint(1, n, ())) for n in (45, 60))
+    m = int(torch.randint(1, 45, ()))
+    dim = int(torch.randint(1, 60, ()))
     scale = 10.0 ** float(torch.randint(-6, 4, ()))
     models = 1 + scale * torch.randn(m, dim, dtype=F64)
-    g = 1 + scale * torch.randn(1, dim, dtype=F64) * (0.1 if seed % 2 else 2)
+    length = 0.1 if seed % 2 else 2
+    g = 1 + scale * torch.randn(1, dim, dtype=F64) * length
     if seed % 5 == 0 and m > 3:
-        # affinely dependent
-        models[1], models[2] = models[0], (models[0] + models[3]) / 2
+        # These models are affinely dependent.
+        models[1] = models[0]
+        models[2] = (models[0] + models[3]) / 2
     if seed % 7 == 0:
         g = models[-1:].clone()
     p = spread(*FedDWAQP(k=m).mixing_weights(g, models), m)[0]
@@ -88,8 +91,11 @@ def test_qp_bridge_runs_from_eq15_to_eq12():
     start = mixed(FedDWAQP(k=4, theta=0.0, ridge=0.0), w, g)[1]
     near(start, mixed(FedDWA(k=4), w, g)[1], 1e-8, 1e-10)
     near(mixed(FedDWAQP(k=4, theta=0.0), w, g)[1], start, 1e-6, 1e-8)
-    ends = (mixed(FedDWAQP(k=4, theta=theta), w, g)[0] for theta in (0.0, 0.5, 1.0))
-    eq15, between, eq12 = (((x - g) ** 2).sum() for x in ends)
+    distances = []
+    for theta in (0.0, 0.5, 1.0):
+        x = mixed(FedDWAQP(k=4, theta=theta), w, g)[0]
+        distances.append(float(((x - g) ** 2).sum()))
+    eq15, between, eq12 = distances
     assert eq15 > between > eq12
 
 
@@ -134,7 +140,7 @@ def test_look_ahead_leaves_no_trace(engine):
         _, up, done = FedDWA(guidance=guidance, lookahead=2).train(down, {}, local)
         later = local.after(done).fit(up["w"], stream="later")
         found.append([up["w"], done.buffers, later.w])
-        # an order of its own: not the training's once more
+        # The look ahead has its own shuffles, not those of more training.
         twice = local.after(done).fit(up["w"], epochs=2).w
         assert "g" not in up or not any(
             map(torch.equal, (up["g"],) * 2, (up["w"], twice))
@@ -180,7 +186,8 @@ class Counting(nn.Module):
 
 
 def test_the_look_ahead_goes_on_from_the_buffers_of_the_training():
-    x, y = t([[1.0], [2.0]]), t([[1.0], [1.0]])
+    x = t([[1.0], [2.0]])
+    y = t([[1.0], [1.0]])
     data = Federation.from_clients([(x, y), (2 * x, y)], classes=None, dtype=None)
     s = make_setting(Net(Counting, "half_squared"), data, Training(lr=0.01))
     clients = at_work(s)

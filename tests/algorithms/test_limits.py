@@ -42,13 +42,19 @@ per_fedavg {"variant": "exact", "alpha": 0} | x | fedavg {} | whole
 """  # noqa: E501
 
 
+def method(words):
+    """The algorithm of a name and its options in JSON."""
+    name, options = words.split(" ", 1)
+    return ALGORITHMS[name](**json.loads(options))
+
+
 @pytest.mark.parametrize("line", LIMITS.splitlines())
 def test_at_its_limit_it_is_another_method(line):
     one, key, other, *how = line.split(" | ")
-    s = double(tiny(epochs=2, batch_size=100 if "whole" in how else 8))
-    methods = (words.split(" ", 1) for words in (one, other))
-    algs = [ALGORITHMS[name](**json.loads(options)) for name, options in methods]
-    ours, theirs = (after(alg, s, 3)[0] for alg in algs)
+    batch_size = 100 if "whole" in how else 8
+    s = double(tiny(epochs=2, batch_size=batch_size))
+    ours, _ = after(method(one), s, 3)
+    theirs, _ = after(method(other), s, 3)
     want = theirs.clients["w"] if other == "local {}" else theirs.server["x"]
     got = {**ours.server, **ours.clients}[key]
     near(got.view_as(want), want, 1e-9, 1e-11)

@@ -50,14 +50,16 @@ def test_fedamp_reports_the_rounds_of_its_models_and_who_was_scaled_down():
 def test_fedamp_evaluates_the_trained_model_also_from_a_mixed_start():
     """Running statistics stay with their client, from either start."""
     alg = FedAMP(start="u")
-    own, mixed = torch.zeros(2, 3), torch.ones(2, 3)
+    own = torch.zeros(2, 3)
+    mixed = torch.ones(2, 3)
 
     assert alg.model({"u": mixed}, {"w": own}, None)["w"] is own
     assert alg.traits.batch_norm == ("local",)
 
 
 def test_sfl_of_another_graph_is_another():
-    ring, line = torch.eye(3).roll(1, 0), torch.eye(3)
+    ring = torch.eye(3).roll(1, 0)
+    line = torch.eye(3)
     assert SFL(ring) == SFL(ring.clone()) and hash(SFL(ring)) == hash(SFL(ring.clone()))
     for other in (SFL(line), SFL(), SFL(torch.eye(4)), SFL(ring, k=3), FedAMP()):
         assert SFL(ring) != other and other != SFL(ring)
@@ -77,9 +79,8 @@ def test_feddwa_qp_tells_models_apart_that_are_a_millionth_of_the_way_to_the_gui
     guide = t([[0.0, 1.0]] * 2)
     weight, index = FedDWAQP(k=2, ridge=ridge).mixing_weights(guide, w)
     first = weight.gather(1, index.argsort(1))[:, 0]
-    assert first.tolist() == pytest.approx(
-        [share or 0.5] * 2, abs=1e-3 if share else 0.05
-    )
+    want, tolerance = (0.5, 0.05) if share is None else (share, 1e-3)
+    assert first.tolist() == pytest.approx([want] * 2, abs=tolerance)
 
 
 @pytest.mark.parametrize("wrong", [torch.ones(2, 3), -torch.eye(3)])
@@ -119,6 +120,6 @@ def test_an_unstable_mocha_stops_with_a_sentence():
         Stop, match=r"lr 0\.1, lam 6 and delta 0\.01 .* must be below 2.*\.$"
     ):
         after(Mocha(lam=6.0), tiny(), 20)
-    # the first relation is checked, too
+    # The first relation is checked, too.
     with pytest.raises(Stop, match=r"^MOCHA is unstable from round 1 on"):
         after(Mocha(lam=2.0, outer=50), points([1.0] * 6, 0.5))

@@ -29,11 +29,12 @@ from pflcore.algorithms import ALGORITHMS, apply
 from pflcore.simulation.round import RunConfig
 
 CLIENTS = {f.__name__: f for f in (normed, points, quadratics, regression)}
-ROUNDS, UPLOADS = golden("rounds"), golden("uploads")
+ROUNDS = golden("rounds")
+UPLOADS = golden("uploads")
 
 
 def compare(found, wanted, case):
-    """Everything that is wanted, within the tolerance of its place."""
+    """Asserts that all wanted numbers are found, within their tolerances."""
     for where, values in wanted["then"].items():
         for key, value in values.items():
             near(found[where][key], value, *case.get("tolerance", {}).get(where, ()))
@@ -42,8 +43,10 @@ def compare(found, wanted, case):
 @ENGINES
 @pytest.mark.parametrize("name", ROUNDS)
 def test_golden_rounds(name, engine):
-    """The schedule gives a quarter of the learning rate, by which it is the one that
-    is said."""
+    """Rounds of clients give the golden numbers of their case.
+
+    The learning rate is four times the case's, and the schedule takes a quarter of it.
+    """
     case = ROUNDS[name]
     kind, given = case["clients"]
     s = CLIENTS[kind](**given, engine=engine)

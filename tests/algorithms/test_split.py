@@ -46,9 +46,8 @@ from pflcore.testing import check
 def test_the_documents_fedper_is_ours():
     theirs = runpy.run_path(str(ROOT / "examples" / "own_algorithm.py"))["FedPer"]
     cohorts = [[0, 1], [0, 2], [0]]
-    (one, done), (other, also) = (
-        after(a, tiny(batch_size=4), cohorts) for a in (FedPer(), theirs())
-    )
+    one, done = after(FedPer(), tiny(batch_size=4), cohorts)
+    other, also = after(theirs(), tiny(batch_size=4), cohorts)
     assert torch.equal(one.server["x"], other.server["x"]) and done == also
     assert torch.equal(one.clients["h"], other.clients["head"])
 
@@ -112,7 +111,7 @@ def test_a_frozen_part_never_moves_not_even_by_adamw():
 
 
 def test_the_contract_with_batch_norm():
-    # no batch of a single sample
+    # These sizes leave no batch of a single sample.
     check(FedBN(), model=normed, data=images((10, 20, 31, 20)))
 
 
@@ -146,9 +145,11 @@ def test_golden_fedrod_losses():
 
     The model is linear, and its generic logits are its input, which begins with 1.
     """
-    j1, j2 = GOLDEN["J1_fedrod_bsm"], GOLDEN["J2_fedrod_personal"]
+    j1 = GOLDEN["J1_fedrod_bsm"]
+    j2 = GOLDEN["J2_fedrod_personal"]
     net = Net(nn.Linear(3, 3, bias=False).double())
-    x, w = t([j1["logits"]]), torch.eye(3, dtype=F64).view(-1)
+    x = t([j1["logits"]])
+    w = torch.eye(3, dtype=F64).view(-1)
     extra = {"class_counts": t(j1["counts"])}
 
     def head(logits):
@@ -189,10 +190,9 @@ def rod(data, model=None, **options):
 def test_fedrod_goes_by_the_runs_loss_and_takes_a_model_that_knows_more_classes():
     smooth = nn.CrossEntropyLoss(label_smoothing=0.3)
     weights = nn.CrossEntropyLoss(torch.tensor([1.0, 5, 5, 1]))
-    plain, *others = (
-        rod(images(), loss=loss).state.server["x"] for loss in (None, smooth, weights)
-    )
-    assert not any(torch.equal(plain, x) for x in others)
+    plain = rod(images(), loss=None).state.server["x"]
+    for loss in (smooth, weights):
+        assert not torch.equal(rod(images(), loss=loss).state.server["x"], plain)
     more = rod(images(), tiny_model(classes=6)).state
     assert more.server["x"].isfinite().all() and more.clients["h"].isfinite().all()
     binary = Federation.from_clients(
@@ -231,7 +231,8 @@ class Ends(nn.Module):
 @pytest.mark.parametrize("kind", ["tied", "after", "beside", "statistics", "plain"])
 def test_fedrods_head_is_the_last_that_the_model_does(kind):
     pair = torch.randn(12, 4), torch.arange(12) % 3
-    data = Federation.from_clients([pair, pair], classes=4 if kind == "tied" else 3)
+    classes = 4 if kind == "tied" else 3
+    data = Federation.from_clients([pair, pair], classes=classes)
     model = Ends(kind)
     if kind == "plain":
         assert not rod(data, model, evaluation=Evaluation(split="train")).stopped

@@ -74,8 +74,11 @@ def test_adagrad_needs_no_correction_of_its_sum():
     alg = FedAdagrad(
         server_lr=0.1, beta1=0.9, tau=1e-3, v0=0.0, bias_correction="keras"
     )
-    deltas, state = t([[1.0, -2], [3.0, 4], [-5.0, 0.5]]), alg.init(t([0.0, 0]), 1)
-    x, m, v = t([0.0, 0]), 0, 0
+    deltas = t([[1.0, -2], [3.0, 4], [-5.0, 0.5]])
+    state = alg.init(t([0.0, 0]), 1)
+    x = t([0.0, 0])
+    m = 0
+    v = 0
     for round, d in enumerate(deltas, 1):
         m = 0.9 * m + 0.1 * d
         v = v + d**2
@@ -89,8 +92,10 @@ def test_adagrad_needs_no_correction_of_its_sum():
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_full_gradients_ahead_keep_their_momentum(ahead):
     s = tiny(momentum=0.5, weight_decay=0.1)
-    clients, w = at_work(s), away(s)
-    want, move = w, torch.zeros_like(w)
+    clients = at_work(s)
+    w = away(s)
+    want = w
+    move = torch.zeros_like(w)
     for _ in range(ahead):
         move = 0.5 * move + clients.grad(want) + 0.1 * want
         want = want - 0.1 * move
@@ -103,7 +108,8 @@ def test_full_gradients_ahead_keep_their_momentum(ahead):
 def test_l2cs_logits_take_steps_of_adam():
     """Three rounds of three clients, with known gradients, give Adam's logits."""
     alg = L2C(alpha_lr=0.1, alpha_decay=0.01)
-    everybody, zero = torch.arange(3)[None], torch.zeros(1, 3, dtype=F64)
+    everybody = torch.arange(3)[None]
+    zero = torch.zeros(1, 3, dtype=F64)
     delta = t([[1.0, 0.5], [-0.3, 2.0], [0.7, -1.0]])
     down = {"delta": SharedRows(delta, everybody), "who": everybody}
     local = SimpleNamespace(
@@ -116,7 +122,9 @@ def test_l2cs_logits_take_steps_of_adam():
         "v": zero,
         "t": zero[:, :1],
     }
-    a, m, v = own["a"], 0, 0
+    a = own["a"]
+    m = 0
+    v = 0
     for round in (1, 2, 3):
         share = a.softmax(1)
         slope = (own["w"] + share @ delta - 1) @ delta.T
@@ -140,7 +148,8 @@ def test_fedala_learns_one_epoch_after_the_first_time():
             return super().loss(*args)
 
     s = tiny((8, 8, 8))  # a batch each
-    state, alg = None, Counted(threshold=1e9, window=4, sample=1.0)
+    state = None
+    alg = Counted(threshold=1e9, window=4, sample=1.0)
     for _ in range(4):
         epochs.append(0)
         state, _ = after(alg, s, 1, state)
@@ -170,7 +179,8 @@ def test_waffles_target_is_alone_at_the_end(round, alone):
 
     Two rounds later, it has all the weight in the means as well.
     """
-    alg, delta = Waffle(target=1, do=0.0), t([[1.0, 0], [1.0, 1], [0.5, 1]])
+    alg = Waffle(target=1, do=0.0)
+    delta = t([[1.0, 0], [1.0, 1], [0.5, 1]])
     cohort = some(3, round, rounds=60)
 
     smooth, history = alg.smoothed_weights(
@@ -182,7 +192,8 @@ def test_waffles_target_is_alone_at_the_end(round, alone):
 
 
 def test_waffle_averages_the_last_two_rounds():
-    alg, delta = Waffle(target=1, do=0.5), t([[1.0, 0], [1.0, 1], [0.5, 1]])
+    alg = Waffle(target=1, do=0.5)
+    delta = t([[1.0, 0], [1.0, 1], [0.5, 1]])
     before = t([[0.1, 0.7], [0.6, 0.2], [0.3, 0.1]])
 
     smooth, history = alg.smoothed_weights(before, delta, some(3, 4, rounds=100))
@@ -208,7 +219,8 @@ def test_fine_tuning_goes_on_epoch_by_epoch():
     x = rows = s.net.w0.expand(4, -1)
     for epoch in (1, 2, 3):
         fit = now.fit(rows, epochs=1, stream=f"finetune {epoch}")
-        now, rows = clients.after(fit), fit.w
+        now = clients.after(fit)
+        rows = fit.w
 
     view = FineTune(finetune_epochs=3).model({"x": x}, {}, clients)
 
@@ -223,7 +235,8 @@ def test_fine_tuning_goes_on_epoch_by_epoch():
 def test_statistics_stay_frozen_with_their_layers(frozen):
     s = normal()
     clients = at_work(s)
-    alg = FineTune(layers="last" if frozen else "all", finetune_epochs=2)
+    layers = "last" if frozen else "all"
+    alg = FineTune(layers=layers, finetune_epochs=2)
 
     view = alg.model({"x": s.net.w0.expand(4, -1)}, {}, clients)
 
@@ -243,7 +256,8 @@ def test_an_unmixed_client_keeps_its_statistics():
 
     s = normal()
     state, _ = after(FedAvg(), s)
-    before, x = state.buffers.clone(), state.server["x"].expand(4, -1)
+    before = state.buffers.clone()
+    x = state.server["x"].expand(4, -1)
     trained = replace(at_work(s, round=2), buffers=before).fit(x).buffers
 
     state, _ = step(RunConfig(Nobody(), s), state, torch.arange(4))
@@ -288,7 +302,8 @@ def test_knnper_takes_clients_of_exactly_min_size():
 def test_padding_has_no_vote(k):
     """A client of five samples votes the same when it is padded to eight."""
     net = Net(torch.nn.Linear(2, 3, dtype=F64))
-    w, y = net.w0, torch.tensor([0, 1, 0, 1, 0])
+    w = net.w0
+    y = torch.tensor([0, 1, 0, 1, 0])
     alone = {"w": w, "z": Z, "y": y, "n": torch.tensor(5)}
     beside = {
         "w": w,

@@ -114,14 +114,15 @@ def test_absence_is_no_unlikeness_for_waffle():
 def test_c_is_the_mean_of_the_clients_c_and_the_first_round_fedavgs(option, weighting):
     s = tiny((7, 20, 31, 12))
     alg = Scaffold(option=option, weighting=weighting)
-    first, plain = (
-        after(a, s)[0].server["x"] for a in (alg, FedAvg(weighting=weighting))
-    )
-    assert torch.equal(first, plain)
+    first, _ = after(alg, s)
+    plain, _ = after(FedAvg(weighting=weighting), s)
+    assert torch.equal(first.server["x"], plain.server["x"])
     everybody = [0, 1, 2, 3]
-    cohorts, share = [everybody, [1], [0, 3], [1, 2, 3], [2], everybody], torch.ones(4)
+    cohorts = [everybody, [1], [0, 3], [1, 2, 3], [2], everybody]
+    share = torch.ones(4)
     if weighting == "samples":  # the mean under full participation
-        cohorts, share = [everybody] * 3, s.data.size().float()
+        cohorts = [everybody] * 3
+        share = s.data.size().float()
     state, _ = after(alg, s, cohorts)
     alike(state.server["c"], share / share.sum() @ state.clients["c"])
 
@@ -217,7 +218,9 @@ def test_the_contract_with_c_as_printed():
 
 def eroded(updates, **options):
     """The weights after each round of `updates` [rounds, N, P], and the last model."""
-    n, rounds, passes = len(updates[0]), len(updates), torch.zeros(len(updates[0]))
+    n = len(updates[0])
+    rounds = len(updates)
+    passes = torch.zeros(len(updates[0]))
     ups = [{"delta": delta, "passes": passes} for delta in updates]
     cohorts = [some(n, r, rounds=rounds) for r in range(1, rounds + 1)]
     x0 = torch.zeros_like(updates[0, 0])

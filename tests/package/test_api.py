@@ -1,5 +1,4 @@
-"""docs/api.md is the border: what it lists is what the public modules give, and all of
-it says what it takes and gives."""
+"""docs/api.md lists what the public modules give, and all of it is documented."""
 
 import importlib
 import importlib.util
@@ -14,7 +13,7 @@ import pflcore
 from pflcore import Algorithm
 from pflcore.algorithms import ALGORITHMS
 
-# what is looked at only where its framework is
+# Modules that are looked at only where their framework is installed.
 EXTRAS = {"pflcore.interop.flower": "flwr"}
 LISTED = {}
 for module, name in listed():
@@ -27,8 +26,7 @@ def is_ours(thing):
 
 
 def functions(name, thing):
-    """A function, or a class's public methods and properties, wherever in pflcore they
-    were written."""
+    """A function, or a class's public methods and properties, inherited ones too."""
     if inspect.isfunction(thing):
         yield name, thing
         return
@@ -61,8 +59,11 @@ def test_what_has_no_underscore_is_listed():
 
 
 def silent(thing, full, function):
-    """Without a docstring; of an algorithm's hooks the protocol says it once, of what
-    is inherited its own class."""
+    """True where a docstring is missing.
+
+    An algorithm's hooks are described by the protocol, inherited functions by their
+    own class.
+    """
     inherited = getattr(inspect.getmodule(function), "__name__", "") != thing.__module__
     hook = (
         inspect.isclass(thing)
@@ -73,8 +74,7 @@ def silent(thing, full, function):
 
 
 def shapeless(function):
-    """A tensor without its shape, "[N, P]", in the docstring or in a comment beside
-    it."""
+    """True for a tensor without its shape, "[N, P]", in a docstring or comment."""
     head = inspect.getsource(inspect.unwrap(function)).split('"""')[0]
     if not re.search(r"\bTensor\b", head):
         return False
@@ -84,7 +84,7 @@ def shapeless(function):
 
 @pytest.mark.parametrize("module", LISTED)
 def test_what_is_public_is_annotated(module):
-    """And says what it is: docstrings, annotations, shapes."""
+    """Docstrings, annotations and shapes."""
     lacks = []
     for (where, name), thing in PUBLIC.items():
         if where != module or not (inspect.isclass(thing) or inspect.isfunction(thing)):

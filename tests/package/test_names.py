@@ -1,12 +1,11 @@
-"""The tests stand on what docs/api.md lists and so outlive what is behind it; what must
-look inside is in tests/internal."""
+"""Tests import only the names that docs/api.md lists, except in tests/internal."""
 
 import ast
 
 from places import ROOT, listed
 
 TESTS = ROOT / "tests"
-# the suites themselves, and the border's own test
+# The suites themselves, and the test of docs/api.md.
 LOOK_INSIDE = {
     TESTS / "conftest.py",
     TESTS / "package" / "test_api.py",
@@ -15,6 +14,7 @@ LOOK_INSIDE = {
 
 
 def imported(path):
+    """The modules and names that a file imports."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names)
@@ -22,14 +22,12 @@ def imported(path):
             yield from (f"{node.module}.{a.name}" for a in node.names)
 
 
-def internal(path):
-    return path.is_relative_to(TESTS / "internal")
-
-
 def test_tests_import_public_names():
-    public, found = {".".join(filter(None, pair)) for pair in listed()}, []
+    public = {".".join(filter(None, pair)) for pair in listed()}
+    private = []
     for path in TESTS.rglob("*.py"):
-        if not internal(path) and path not in LOOK_INSIDE:
-            ours = [n for n in imported(path) if n.split(".")[0] == "pflcore"]
-            found += [f"{path.name}: {n}" for n in ours if n not in public]
-    assert not found
+        if path.is_relative_to(TESTS / "internal") or path in LOOK_INSIDE:
+            continue
+        names = [name for name in imported(path) if name.split(".")[0] == "pflcore"]
+        private += [f"{path.name}: {name}" for name in names if name not in public]
+    assert not private

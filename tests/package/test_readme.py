@@ -1,5 +1,7 @@
-"""What the README shows is run, and the tables of algorithms are the code's; where the
-full one is not, the test prints the right one."""
+"""The README's examples run, and the tables of algorithms name those of the code.
+
+Where docs/algorithms.md differs, the failing test prints the right table.
+"""
 
 import inspect
 import re
@@ -16,20 +18,12 @@ README = (ROOT / "README.md").read_text()
 
 def algorithms_table():
     """Name and first docstring line of every algorithm, as Markdown."""
-    rows = [
-        (
-            name,
-            inspect.getdoc(cls).split("\n\n")[0].replace("\n", " ").replace("|", "\\|"),
-        )
-        for name, cls in ALGORITHMS.items()
-    ]
-    return "\n".join(
-        [
-            "| name | what it is |",
-            "|---|---|",
-            *(f"| `{name}` | {first} |" for name, first in rows),
-        ]
-    )
+    lines = ["| name | what it is |", "|---|---|"]
+    for name, cls in ALGORITHMS.items():
+        first = inspect.getdoc(cls).split("\n\n")[0]
+        first = first.replace("\n", " ").replace("|", "\\|")
+        lines.append(f"| `{name}` | {first} |")
+    return "\n".join(lines)
 
 
 def test_the_table_of_algorithms_is_the_codes():
@@ -45,7 +39,7 @@ def test_the_families_name_every_algorithm_once():
 
 
 def printed(number, capsys):
-    """The output of a Python example, by its place in the README."""
+    """The output of the README's Python example of this number."""
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[number]
     exec(compile(code, f"README, example {number}", "exec"), {"__name__": "readme"})
     return capsys.readouterr().out
@@ -58,7 +52,6 @@ def test_the_examples_run(number, capsys):
 
 def test_the_simulation_shows_a_gain_of_personal_models(capsys):
     got = dict(line.split() for line in printed(1, capsys).splitlines())
-
     shown = re.search(r"^```\n(local .*?)```", README, re.DOTALL | re.MULTILINE)[1]
     want = dict(line.split() for line in shown.splitlines())
     assert got.keys() == want.keys()

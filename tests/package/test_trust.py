@@ -1,4 +1,4 @@
-"""That what the project says of its own tests is so: named tests exist."""
+"""The tests that documents name exist."""
 
 import re
 
@@ -18,7 +18,7 @@ def named(text):
 
 
 def missing(text):
-    """The tests that are named and are not there."""
+    """The named tests that do not exist."""
     out = []
     for file, name in named(text):
         path = ROOT / file
@@ -48,8 +48,7 @@ def test_every_line_about_bits_names_its_proof():
 
 
 def test_other_numbers_are_other_draws():
-    """The same clients in another order: each draws by its number, so the run is
-    another one."""
+    """Each client draws by its number, so clients in another order make another run."""
     s = make_setting(
         Net(tiny_model()), images((20, 20)), Training(lr=0.1, batch_size=4)
     )

@@ -31,7 +31,7 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define PFLCORE_LAUNCH(kernel, grid, block, shared, stream, ...) \
+#define PFLCORE_LAUNCH(kernel, grid, block, shared, stream, ...)           \
   (cuda_on_cpu::device().launched.insert(reinterpret_cast<void*>(kernel)), \
    cuda_on_cpu::launch(grid, block, shared, stream, [&] { kernel(__VA_ARGS__); }))
 #define PFLCORE_DYNAMIC_SHARED(name) unsigned char* const name = cuda_on_cpu::dynamic_shared()
@@ -68,7 +68,7 @@ struct Device {
   int64_t shared_limit = 48 * 1024,
           shared_most = 99 * 1024;  // what a launch may ask for, and what this card gives a kernel
                                     // that asks before
-  bool copies = true;  // may a plan count on copies that run beside the arithmetic?
+  bool copies = true;               // may a plan count on copies that run beside the arithmetic?
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<int> order;
   std::vector<unsigned char> shared;

@@ -160,9 +160,8 @@ int sqdist(const void* fields, int64_t most) {
 int sqdist_plan(const void* fields, int64_t* plan) {
   return guarded([&] {
     const pc::SqdistPlan got = pc::sqdist_plan(from<pflcore::Sqdist>(fields), card());
-    const int64_t all[] = {1 << got.lanes_log2, got.threads,
-                           got.stages,          got.splits,
-                           got.chunk,           static_cast<int64_t>(got.path),
+    const int64_t all[] = {1 << got.lanes_log2, got.threads,      got.stages,
+                           got.splits,          got.chunk,        static_cast<int64_t>(got.path),
                            got.first.count,     got.first.columns};
     std::copy(all, all + 8, plan);
   });
@@ -183,9 +182,15 @@ int aggregate_plan(const void* fields, const int64_t* card, int64_t* plan) {
     const auto q = from<pflcore::Aggregate>(fields);
     pc::AggregatePlan got = pc::aggregate_plan(q, {card[0], card[1], card[2], card[3] != 0});
     pc::set_columns(got, 0, q.p);
-    const int64_t all[] = {static_cast<int64_t>(got.way), got.threads,     got.results,
-                           got.blocks_m,                  got.tile_cols,   got.chunk,
-                           got.buffer_rows,               got.shared,      got.tiles,
+    const int64_t all[] = {static_cast<int64_t>(got.way),
+                           got.threads,
+                           got.results,
+                           got.blocks_m,
+                           got.tile_cols,
+                           got.chunk,
+                           got.buffer_rows,
+                           got.shared,
+                           got.tiles,
                            got.grid};
     std::copy(all, all + 10, plan);
   });

@@ -169,10 +169,14 @@ const char* const kKernels[] = {"sqdist", "waffle", "feddwa",     "aggregate", "
 
 void solve(int64_t kernel, const int64_t* word, const Threads& t) {
   switch (kernel) {
-    case 0: return sqdist(from<Sqdist>(word), t);
-    case 1: return waffle_weights(from<Waffle>(word), t);
-    case 2: return typed<Feddwa>(word, [&](const auto& q) { feddwa_weights(q, t); });
-    case 3: return aggregate(from<Aggregate>(word), t);
+    case 0:
+      return sqdist(from<Sqdist>(word), t);
+    case 1:
+      return waffle_weights(from<Waffle>(word), t);
+    case 2:
+      return typed<Feddwa>(word, [&](const auto& q) { feddwa_weights(q, t); });
+    case 3:
+      return aggregate(from<Aggregate>(word), t);
     case 4:
       return typed<Rank1>(word, [&](const auto& q) {
         using T = std::remove_const_t<std::remove_pointer_t<decltype(q.x)>>;
@@ -182,7 +186,8 @@ void solve(int64_t kernel, const int64_t* word, const Threads& t) {
         rank1_backward(q, static_cast<const T*>(at(1)), Rank1Grads<T>{at(2), at(3), at(4), at(5)},
                        t);
       });
-    case 5: return typed<Sgd>(word, [&](const auto& q) { sgd_step(q, t); });
+    case 5:
+      return typed<Sgd>(word, [&](const auto& q) { sgd_step(q, t); });
   }
   const bool fine = kernel == 6   ? chain_sgd(chain_of<ChainSgd<float>>(word), t)
                     : kernel == 7 ? chain_grad(chain_of<ChainGrad<float>>(word), t)
