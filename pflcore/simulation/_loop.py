@@ -402,7 +402,7 @@ class Simulation:
         """Plays all rounds, in a folder that is locked."""
         # Without a history the records are those of a checkpoint.
         before = [] if self.history else list(self._records)
-        history = History(self.header(), before)
+        history = History(self.header(), before, rank=self.config.ranks.rank)
         self.history = history
         try:
             with self.config.ranks.together("the end of the run"):

@@ -134,6 +134,7 @@ def _merge_runs(
         interrupted=runs[-1].interrupted,
         failed=runs[-1].failed,
         models=models,
+        rank=runs[0].rank,
     )
 
 

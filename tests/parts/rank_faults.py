@@ -48,7 +48,12 @@ def take_memory():
 
 
 def fall_silent():
-    time.sleep(60)
+    if not fall_silent.done:
+        fall_silent.done = True
+        time.sleep(30)
+
+
+fall_silent.done = False
 
 
 class BadServer(FedAvg):
@@ -60,24 +65,11 @@ class BadServer(FedAvg):
         return super().update(state, up, cohort)
 
 
-def mark_round(round, record):
-    """Lets the model know which round comes next."""
-    os.environ["BAD_ROUND"] = str(round + 1)
-
-
 def bad_model(act):
     torch.manual_seed(0)
     simulation = make_simulation(CASE)
     hardware = replace(simulation.hardware, engine="loop")
     return replace(simulation, model=Bad(act), hardware=hardware)
-
-
-def iterate(simulation):
-    """A run without callbacks, which only the first rank would call."""
-    for record in simulation.iterate():
-        if "stopped" in record:
-            return
-        mark_round(record["round"], record)
 
 
 def break_callback(round, record):
@@ -122,7 +114,7 @@ def play(fault):
             "silent": fall_silent,
             "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
         }
-        return iterate_history(bad_model(acts[fault]))
+        return run_with_rounds(bad_model(acts[fault]))
     try:
         simulation.run(callback)
     finally:
@@ -130,7 +122,7 @@ def play(fault):
     return simulation.history
 
 
-def iterate_history(simulation):
+def run_with_rounds(simulation):
     """Plays by `run` with a model that must know the round."""
     original = type(simulation)._start_round
 

@@ -77,3 +77,61 @@ SHAPES = [
 def test_every_algorithm_has_its_bits_on_three_ranks(shape, tmp_path):
     cases = [{"algorithm": name, **shape} for name in ALGORITHMS]
     assert_equal_digests(3, cases, tmp_path)
+
+
+FAULTS = PROGRAM.with_name("rank_faults.py")
+# The ranks hear of each of these, and go on to the next.
+TOLD_FAULTS = {
+    "data": "ValueError: ranks: rank 1 would play another run than rank 0: digest of",
+    "weights": "rank 1 would play another run than rank 0: digest of the initial wei",
+    "options": "participation is 1.0 on rank 0 and 0.5 on rank 1; give all ranks the",
+    "callback": "rank 0 of 3 failed: OSError: no room for the record",
+    "stop": None,
+    "interrupt": None,
+    "model": "rank 1 of 3 failed: ValueError: the layer is too hot",
+    "memory": None,
+    "server": None,
+}
+
+
+def faults_of_ranks(ranks, faults, folder, **options):
+    """What each of `ranks` of three saw of the faults, and the run of torchrun."""
+    run = run_torchrun(3, FAULTS, folder, *faults, **options)
+    files = [Path(folder, f"faults-{rank}.json") for rank in ranks]
+    return [json.loads(file.read_text()) for file in files], run
+
+
+@pytest.mark.deep("three processes")
+def test_an_error_of_one_rank_ends_all_alike(tmp_path):
+    seen, run = faults_of_ranks(range(3), TOLD_FAULTS, tmp_path)
+
+    assert run.returncode == 0, run.stderr[-5000:]
+    for fault, words in TOLD_FAULTS.items():
+        first, second, third = (faults[fault] for faults in seen)
+        assert first["digest"] == second["digest"] == third["digest"], fault
+        assert first["rounds"] == second["rounds"] == third["rounds"], fault
+        if words is None:
+            assert first["error"] is second["error"] is third["error"] is None
+            assert first["stopped"] == second["stopped"] == third["stopped"], fault
+        else:
+            assert words in third["error"], fault
+            assert third["error"].count("\n") == 0, fault
+
+
+@pytest.mark.deep("three processes")
+def test_a_killed_rank_ends_the_others_in_one_sentence(tmp_path):
+    seen, run = faults_of_ranks((0, 2), ["killed"], tmp_path)
+
+    assert run.returncode != 0 and "SIGKILL" in run.stderr
+    for faults in seen:
+        assert faults["killed"]["rounds"] == 2
+        assert "another rank has ended" in faults["killed"]["error"]
+
+
+@pytest.mark.deep("three processes")
+def test_a_silent_rank_ends_the_others_after_the_timeout(tmp_path):
+    seen, _ = faults_of_ranks((0, 2), ["silent"], tmp_path)
+
+    for faults in seen:
+        assert faults["silent"]["rounds"] == 2
+        assert "silent for longer than the timeout" in faults["silent"]["error"]
