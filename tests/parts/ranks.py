@@ -25,7 +25,6 @@ from pflcore import (
     algorithm_of,
 )
 from pflcore.simulation import checkpoint
-from pflcore.simulation.round import flatten_state
 
 SIZES = (23, 9, 40, 17, 31, 12, 26)
 
@@ -85,6 +84,13 @@ def digest_tensors(tensors):
     return digest.hexdigest()[:16]
 
 
+def tensors_of(state):
+    """All tensors of a state by name."""
+    tensors = {f"server.{name}": tensor for name, tensor in state.server.items()}
+    tensors |= {f"clients.{name}": tensor for name, tensor in state.clients.items()}
+    return tensors | {"buffers": state.buffers, "participated": state.participated}
+
+
 def digest_records(records):
     """The digest of records, their seconds aside."""
     kept = [{k: v for k, v in record.items() if k != "seconds"} for record in records]
@@ -101,7 +107,7 @@ def play(case):
         digests = {
             "stopped": history.stopped,
             "records": digest_records(history.rounds),
-            "state": digest_tensors(flatten_state(history.state)),
+            "state": digest_tensors(tensors_of(history.state)),
         }
         for client in (0, 6):
             model = history.model(client).tensors()
