@@ -9,6 +9,8 @@ import zipfile
 import pytest
 from places import ROOT, ran
 
+import pflcore
+
 KERNELS = {
     str(p.relative_to(ROOT))
     for p in (ROOT / "csrc").rglob("*")
@@ -33,6 +35,11 @@ def built(tmp_path_factory):
     run = ran("-c", code, cwd=folder, env=env)
     assert run.returncode == 0, run.stderr[-2000:]
     return folder / "dist"
+
+
+def test_the_citation_has_the_version_of_the_package():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {pflcore.__version__}\n" in citation
 
 
 @pytest.mark.deep("a wheel is built")
