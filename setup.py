@@ -1,12 +1,15 @@
-"""Builds the kernels against the torch of the environment that pip was called in, with
-build isolation and without; without torch or a compiler, the package is pure Python.
+"""Builds the kernels against the torch of the environment that pip was called in.
 
-They are one library, `pflcore/lib_pflcore.so`, that knows nothing of Python; beside it
-stands a small module for this Python, `pflcore._C`. PFLCORE_EXT=auto (default) builds
-what can be built; =0 builds nothing; =cpu and =cuda fail where they cannot be built.
-CUDA takes minutes, so auto compiles it where a card is seen, or where torch's own
-FORCE_CUDA=1 or TORCH_CUDA_ARCH_LIST asks for it. PFLCORE_MODULE=0 leaves the module
-away: a wheel is then for every Python.
+It does so with build isolation and without. Where torch or a compiler is missing, the
+package is pure Python.
+
+The kernels are one library, `pflcore/lib_pflcore.so`, which knows nothing of Python. A
+small module for this Python, `pflcore._C`, is built with it. Environment variables:
+
+- PFLCORE_EXT=auto (the default) builds what can be built; 0 builds nothing; cpu and
+  cuda fail where they cannot be built. CUDA takes minutes. So auto compiles it only
+  where torch sees a card, or where FORCE_CUDA=1 or TORCH_CUDA_ARCH_LIST asks for it.
+- PFLCORE_MODULE=0 leaves the module out: then a wheel fits every Python.
 """
 
 import glob
@@ -32,10 +35,15 @@ HINT = (
 
 
 def say(line):
+    """Prints a line on stderr."""
     print(f"pflcore: {line}", file=sys.stderr, flush=True)
 
 
 def pure(why):
+    """The arguments of `setup` for a package without kernels, with a reason.
+
+    Raises SystemExit where PFLCORE_EXT asks for kernels.
+    """
     if WANT in ("cpu", "cuda"):
         raise SystemExit(f"pflcore: PFLCORE_EXT={WANT}, but {why}")
     say(f"pure Python ({why}); {HINT}")
@@ -43,16 +51,21 @@ def pure(why):
 
 
 def torch_version(torch):
-    return tuple(
-        int("".join(ch for ch in part if ch.isdigit()) or 0)
-        for part in torch.__version__.split("+")[0].split(".")[:2]
-    )
+    """The first two numbers of torch's version."""
+    numbers = []
+    for part in torch.__version__.split("+")[0].split(".")[:2]:
+        digits = "".join(ch for ch in part if ch.isdigit())
+        numbers.append(int(digits or 0))
+    return tuple(numbers)
 
 
 def seen_torch():
-    """Lets torch be imported where build isolation hides it: from the environment that
-    pip or uv was called in. pip keeps that one's prefix; uv has its folder on the path,
-    or finds .venv."""
+    """The module torch, also where build isolation hides it.
+
+    It is that of the environment in which pip or uv was called: pip keeps the prefix of
+    that environment, uv has its folder on the path, or finds .venv. Raises ImportError
+    where there is none.
+    """
     with suppress(ImportError):
         return importlib.import_module("torch")
     path = [
@@ -77,12 +90,12 @@ def seen_torch():
 
 
 def cuda_home(cpp_extension, torch):
-    """The home of a CUDA compiler for this torch, whether or not a GPU is visible here;
-    None where there is none.
+    """The home of a CUDA compiler for this torch; None where there is none.
 
-    CUDA_HOME where it is set; else the compiler that pip can bring (nvidia-cuda-nvcc,
-    nvidia-nvvm and nvidia-cuda-crt of torch's CUDA version), which lies beside the CUDA
-    libraries that torch's own wheel brought; else an installed one.
+    It is CUDA_HOME where that is set. Else it is the compiler of pip's packages
+    nvidia-cuda-nvcc, nvidia-nvvm and nvidia-cuda-crt of torch's CUDA version, which is
+    in the folder of torch's own CUDA libraries. Else it is an installed one. A GPU need
+    not be visible.
     """
     if not torch.version.cuda:
         return None
@@ -106,8 +119,10 @@ def cuda_home(cpp_extension, torch):
 
 
 def linked_home(wheels):
-    """pip's CUDA in the layout of an installed one, by links: the wheels have no lib64
-    and no libcudart.so without a version."""
+    """A folder of links to pip's CUDA, in the layout of an installed one.
+
+    The wheels have no lib64, and no libcudart.so without a version.
+    """
     home = os.path.abspath(os.path.join("build", "cuda_home"))
     shutil.rmtree(home, ignore_errors=True)
     os.makedirs(os.path.join(home, "lib64"))
@@ -122,8 +137,10 @@ def linked_home(wheels):
 
 
 def card_list(home):
-    """TORCH_CUDA_ARCH_LIST for cards that are not here: every generation that this
-    compiler knows, and PTX for those to come."""
+    """The value of TORCH_CUDA_ARCH_LIST where no card is visible.
+
+    It has every generation that this compiler knows, and PTX for later ones.
+    """
     said = subprocess.run(
         [os.path.join(home, "bin", "nvcc"), "--list-gpu-arch"],
         capture_output=True,
@@ -142,8 +159,10 @@ def card_list(home):
 
 @contextmanager
 def kept_output(path):
-    """What is printed meanwhile, by the compiler too, goes to a file and is shown at
-    the end."""
+    """Sends the output of a block into a file, and shows it at the end.
+
+    The output of the compiler is a part of it.
+    """
     sys.stdout.flush(), sys.stderr.flush()
     before = os.dup(1), os.dup(2)
     with open(path, "wb") as file:
@@ -159,8 +178,10 @@ def kept_output(path):
 
 
 def cause(error, path):
-    """Why a build failed: the compiler's or linker's first complaint, or else what the
-    build system says."""
+    """The reason why a build failed, on one line.
+
+    It is the first complaint of compiler or linker, else the text of the error.
+    """
     with open(path, errors="replace") as said:
         complaints = [
             line.strip()
@@ -175,6 +196,7 @@ def cause(error, path):
 
 
 def extension():  # noqa: C901, PLR0911 (a plan, read once)
+    """The arguments of `setup` for the kernels that can be built here."""
     if WANT not in ("0", "cpu", "cuda", "auto"):
         raise SystemExit(
             f"pflcore: PFLCORE_EXT is {WANT!r}, expected 0, cpu, cuda or auto"
@@ -220,7 +242,7 @@ def extension():  # noqa: C901, PLR0911 (a plan, read once)
     if WANT == "cuda" and no_cuda:
         raise SystemExit(f"pflcore: PFLCORE_EXT=cuda, but {no_cuda}")
 
-    # nothing of Python at all: torch then leaves its own Python side away
+    # With this option torch links nothing of Python.
     common = {"py_limited_api": True, "extra_link_args": link}
     cpu = cpp_extension.CppExtension(
         "pflcore.lib_pflcore", sources, extra_compile_args={"cxx": cxx}, **common
@@ -243,20 +265,21 @@ def extension():  # noqa: C901, PLR0911 (a plan, read once)
         plans.insert(0, (cuda, "CPU and CUDA kernels"))
 
     class Build(cpp_extension.BuildExtension):
-        """Where a build fails, CUDA is left away, then the kernels, unless PFLCORE_EXT
-        asked for them."""
+        """Builds the best of the plans that can be built.
+
+        Where a build fails, CUDA is left out, and then the kernels, unless PFLCORE_EXT
+        asks for them.
+        """
 
         def get_ext_filename(self, name):
-            library = name.endswith("lib_pflcore")  # of no Python: a name without one
-            return (
-                os.path.join(*name.split(".")) + ".so"
-                if library
-                else super().get_ext_filename(name)
-            )
+            # The library fits every Python, so its name has no Python's tag.
+            if name.endswith("lib_pflcore"):
+                return os.path.join(*name.split(".")) + ".so"
+            return super().get_ext_filename(name)
 
         def build_extensions(self):
             ext, *modules = self.extensions
-            self.force = True  # what lies there may be of another plan
+            self.force = True  # a file that is there may be that of another plan
             for plan, what in plans:
                 for field in (
                     "sources",
@@ -291,7 +314,10 @@ def extension():  # noqa: C901, PLR0911 (a plan, read once)
                 super().build_extensions()
 
         def build_module(self, ext, modules, log):
-            """The kernels run without it, as where Python's headers are missing."""
+            """Builds the module, without which the kernels run, too.
+
+            It cannot be built where Python's headers are missing.
+            """
             try:
                 self.build_some(modules, log)
             except (Exception, SystemExit) as error:
@@ -300,8 +326,11 @@ def extension():  # noqa: C901, PLR0911 (a plan, read once)
             self.extensions = [ext, *modules]
 
         def note(self, why):
-            """Leaves word beside where the kernels would be, for pflcore.backend(): pip
-            shows nobody what a build says."""
+            """Writes the reason of a failed build into a file for pflcore.backend().
+
+            The file is in the folder of the kernels. pip does not show the output of a
+            build that succeeds.
+            """
             path = (
                 self.get_ext_fullpath("pflcore.lib_pflcore").removesuffix(".so")
                 + ".failed"
@@ -314,11 +343,13 @@ def extension():  # noqa: C901, PLR0911 (a plan, read once)
                 os.remove(path)
 
     class Wheel(bdist_wheel):
-        """Without the module nothing in it knows of a Python."""
+        """A wheel for every Python, where it has no module for one."""
 
         def get_tag(self):
             tag = super().get_tag()
-            return tag if MODULE else ("py3", "none", tag[2])
+            if MODULE:
+                return tag
+            return ("py3", "none", tag[2])
 
     ext = plans[0][0]
     facts = cpp_extension.CppExtension(

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Compares registers and spilled bytes of the CUDA kernels with
-tests/golden/registers.tsv.
+"""Compares the CUDA kernels' registers with tests/golden/registers.tsv.
 
 Usage: .ci/registers.py LOG [--update], LOG being what a build with `nvcc -Xptxas=-v`
 printed. More spilled bytes than in the table are an error, more registers are told. A
@@ -66,8 +65,7 @@ def readable_names(mangled: list[str]) -> list[str]:
 
 
 def compiler_version(text: str) -> str:
-    """The version of the nvcc whose commands stand in a log; "unknown" where none
-    does."""
+    """The version of the nvcc that a log names; "unknown" where it names none."""
     path = re.search(r"(?:^|\s)(/\S*/nvcc)\s", text, re.M)
     if not path:
         return "unknown"
@@ -96,8 +94,10 @@ def write_table(version: str, uses: Uses) -> str:
 
 
 def compare(now: Uses, table: Uses) -> tuple[list[str], list[str]]:
-    """Errors, and what is told alone. Only architectures that the build has are
-    compared."""
+    """Errors, and lines that are only printed.
+
+    Only the architectures of the build are compared.
+    """
     archs = {arch for _, arch in now}
     known = {arch for _, arch in table}
     errors, told = [], [f"{arch}: not in the table" for arch in sorted(archs - known)]

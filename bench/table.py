@@ -134,7 +134,7 @@ class Machine:
 
     @staticmethod
     def measure(megabytes: int = 512) -> Machine:
-        """This machine, whose limits are measured on `megabytes` of memory."""
+        """The machine with its limits, measured on `megabytes` of memory."""
         threads = torch.get_num_threads()
         backend = pflcore.backend()
         limits: dict[str, float] = {}

@@ -232,7 +232,7 @@ class HypCluster(Ensemble):
             )
 
     def initial_models(self, net: Net) -> Tensor:
-        """k *different* models [k, P].
+        """Different models [k, P] for the k clusters.
 
         Equal models would tie for every client and stay equal for ever. Where the net
         draws its weights, the models are k draws. A net may also start at one point (a

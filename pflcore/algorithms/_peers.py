@@ -158,7 +158,7 @@ class FedFomo(Algorithm):
         trained: Tensor,  # [S, P]
         clients: Clients,
     ) -> Tensor:  # [S, M + 1]
-        """How much lower each candidate's loss is than that of `old`, per distance.
+        """The fall of the loss from `old` to each candidate, per distance.
 
         The last candidate is the client's own trained model.
         """

@@ -382,6 +382,6 @@ def check_additive_head(clients: Clients) -> None:
 
 def _scores_are_of_head(net: Net, w: Tensor, x: Tensor) -> bool:
     """True where the scores of a model `w` [P] are those of its head."""
-    with torch.no_grad(), forward_context(False, net.b0):
+    with torch.no_grad(), forward_context(train=False, buffers=net.b0):
         by_head = net.head(w, net.features(w, x))
         return torch.allclose(by_head, net(w, x), rtol=1e-3, atol=1e-4)

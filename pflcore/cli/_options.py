@@ -104,7 +104,7 @@ def field_comments(cls: type) -> dict[str, str]:
     constructors = tyro.constructors
     comments = dict[str, str]()
     for base in filter(is_dataclass, reversed(cls.__mro__)):
-        info = constructors.StructTypeInfo.make(base, tyro.MISSING_NONPROP, False)
+        info = constructors.StructTypeInfo.make(base, tyro.MISSING_NONPROP, False)  # noqa: FBT003 (tyro's)
         spec = constructors.ConstructorRegistry.get_struct_spec(info)
         for f in spec.fields:
             text = f.helptext()

@@ -441,7 +441,7 @@ class Federation(ClientSamples):
         """
         ids = self._ids(clients)
         parts = self._deal_by_rule(rule, ids, of)
-        is_chosen = torch.zeros(self.n, dtype=torch.bool).index_fill(0, ids, True)
+        is_chosen = torch.zeros(self.n, dtype=torch.bool).index_fill(0, ids, value=True)
         for split in self.splits:
             rows = self.index[split].flat.cpu()
             owner = self.index[split].owners().cpu()

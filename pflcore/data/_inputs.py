@@ -359,5 +359,7 @@ def pad_sequences(
     # torch pads to the longest sequence: one of T steps is appended, and then removed.
     longest = rows[0].new_empty(length, *rows[0].shape[1:])
     cut_rows = [row[:length] for row in rows]
-    padded = pad_sequence([*cut_rows, longest], True, value)[:-1]
+    padded = pad_sequence([*cut_rows, longest], batch_first=True, padding_value=value)[
+        :-1
+    ]
     return padded, torch.arange(length) < sizes[:, None]

@@ -184,7 +184,7 @@ def _divide(
 
 
 def _local(op: str, name: str, t: Any, group: Any = None) -> tuple[Any, Any]:
-    """This rank's columns of a DTensor, and its group; other values unchanged."""
+    """The columns of a DTensor on this rank, and its group; other values unchanged."""
     mesh = getattr(t, "device_mesh", None)
     if mesh is None:
         return t, group

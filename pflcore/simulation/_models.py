@@ -228,7 +228,7 @@ class Personalized(nn.Module):
         model = {key: getattr(self, f"view_{key}") for key in self.keys}
         if self.scaling is not None:
             x = self.scaling(x)
-        with forward_context(False, self.buffer_row, single_client=True):
+        with forward_context(train=False, buffers=self.buffer_row, single_client=True):
             return self.algorithm.predict(model, self.net, x)
 
     @torch.no_grad()

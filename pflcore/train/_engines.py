@@ -403,7 +403,9 @@ class Chunk:
         """
         x, y = self.samples(step)
         seeds = self.batches.seeds_of(step)
-        with forward_context(True, self.buffers[0], seeds[0], single_client=True):
+        with forward_context(
+            train=True, buffers=self.buffers[0], seed=seeds[0], single_client=True
+        ):
             loss = self.net.batch_loss(self.net.forward_bound(x[0]), y[0])
             self.buffers[0] = forward_state.buffers
         self.losses += loss.detach()

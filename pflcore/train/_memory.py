@@ -108,7 +108,8 @@ def activation_bytes(
         return saved
 
     seed = torch.zeros((), dtype=torch.int64, device=x.device)
-    with torch.enable_grad(), forward_context(True, net.b0, seed, single_client=True):
+    context = forward_context(train=True, buffers=net.b0, seed=seed, single_client=True)
+    with torch.enable_grad(), context:
         with saved_tensors_hooks(record_saved, return_saved):
             loss = net.loss(row, x, y)
         # Up to this line the loss holds what autograd saved, so no address was freed

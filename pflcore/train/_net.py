@@ -416,7 +416,7 @@ class Net:
 
     # inside -----------------------------------------------------------------
     def _bound(self, part: str = "whole") -> BoundModule:
-        """This thread's copy of the whole module, or of its "head"."""
+        """The copy of the whole module, or of its "head", that this thread has."""
         bound: BoundModule | None = self._threads.__dict__.get(part)
         if bound is None:
             if part == "head":

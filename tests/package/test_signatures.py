@@ -7,54 +7,6 @@ import inspect
 import pytest
 from places import ROOT, listed
 
-# Modules whose public signatures show "Annotated[...]" in place of an option's name.
-LONG_SIGNATURES = {
-    "pflcore.algorithms._adaptation",
-    "pflcore.algorithms._clusters",
-    "pflcore.algorithms._factorized_waffle",
-    "pflcore.algorithms._fedavg",
-    "pflcore.algorithms._mixtures",
-    "pflcore.algorithms._relations",
-    "pflcore.algorithms._waffle",
-    "pflcore.interop._packing",
-    "pflcore.interop._personalize",
-    "pflcore.interop._remote",
-    "pflcore.interop.lowrank",
-    "pflcore.nn",
-    "pflcore.nn._factorized",
-    "pflcore.nn.models",
-    "pflcore.results.table",
-    "pflcore.simulation._loop",
-    "pflcore.simulation._per_target",
-    "pflcore.simulation._settings",
-    "pflcore.simulation.callbacks",
-    "pflcore.simulation.checkpoint",
-    "pflcore.simulation.round",
-    "pflcore.train._training",
-    "pflcore.tuning",
-}
-# Files with first lines that begin with a question word, or go on in a second line.
-OTHER_FIRST_LINES = {
-    "algorithms/__init__.py",
-    "algorithms/_adaptation.py",
-    "algorithms/_clusters.py",
-    "algorithms/_mixtures.py",
-    "algorithms/_waffle.py",
-    "results/_validate.py",
-    "results/record.py",
-    "simulation/_loop.py",
-    "simulation/_settings.py",
-    "train/_batches.py",
-    "train/_clients.py",
-    "train/_engines.py",
-    "train/_gpu_flags.py",
-    "train/_graphs.py",
-    "train/_memory.py",
-    "train/_net.py",
-    "train/_select_engine.py",
-    "train/_training.py",
-    "train/_validate.py",
-}
 QUESTION_WORDS = {
     "What",
     "Who",
@@ -102,13 +54,13 @@ def test_public_signatures_have_no_annotated_types():
     long = {
         f"{thing.__module__}: {name}"
         for name, thing in public_callables()
-        if not has_plain_signature(thing) and thing.__module__ not in LONG_SIGNATURES
+        if not has_plain_signature(thing)
     }
 
     assert not long
 
 
-@pytest.mark.parametrize("name", sorted(FILES.keys() - OTHER_FIRST_LINES))
+@pytest.mark.parametrize("name", sorted(FILES))
 def test_docstrings_begin_with_one_plain_line(name):
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
