@@ -440,7 +440,7 @@ def _start_ranks(timeout: timedelta) -> Ranks:
 
 
 def local_device(device: str) -> str:
-    """This rank's own card, where "cuda" leaves the choice."""
+    """The card of this rank, where "cuda" leaves the choice."""
     if device != "cuda" or not _are_ranks_started():
         return device
     card = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()

@@ -65,18 +65,26 @@ def test_two_ranks_have_the_bits_of_one_process(tmp_path):
     assert_equal_digests(2, QUICK_CASES, tmp_path)
 
 
-SHAPES = [
-    {"model": "chain", "participation": 0.6, "clip": 0.4},
-    {"model": "plain", "engine": "vmap"},
-    {"model": "batch_norm", "engine": "loop"},
+# Every algorithm once, and six of them in other shapes.
+DEEP_CASES = [
+    *(
+        {"algorithm": name, "participation": 0.6, "clip": 0.4, "rounds": 2}
+        for name in ALGORITHMS
+    ),
+    *(
+        {"algorithm": name, "rounds": 2, **shape}
+        for name in ("scaffold", "apfl", "feddwa", "fedfomo", "qfedavg", "hypcluster")
+        for shape in (
+            {"model": "plain", "engine": "vmap"},
+            {"model": "batch_norm", "engine": "loop"},
+        )
+    ),
 ]
 
 
 @pytest.mark.deep("three processes")
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape["model"])
-def test_every_algorithm_has_its_bits_on_three_ranks(shape, tmp_path):
-    cases = [{"algorithm": name, **shape} for name in ALGORITHMS]
-    assert_equal_digests(3, cases, tmp_path)
+def test_three_ranks_have_the_bits_of_one_process(tmp_path):
+    assert_equal_digests(3, DEEP_CASES, tmp_path)
 
 
 FAULTS = PROGRAM.with_name("rank_faults.py")
