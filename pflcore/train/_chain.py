@@ -31,7 +31,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.utils import _pair
 from torch.overrides import TorchFunctionMode
 
@@ -62,6 +62,13 @@ HOOK_DICTS = (
     "_forward_pre_hooks",
     "_backward_hooks",
     "_backward_pre_hooks",
+)
+# The same of all modules.
+GLOBAL_HOOK_DICTS = (
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
 )
 Shape = tuple[int, ...]
 Lines = Iterator[tuple[Any, ...]]  # arguments of `pflcore.ops._chain.encode_layer`
@@ -213,9 +220,17 @@ def _check_no_hooks(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         has_hook = any(getattr(layer, hooks) for hooks in HOOK_DICTS)
         has_forward = "forward" in vars(layer)
-        changes_layer = has_hook or has_forward or _has_any_global_hook()
+        changes_layer = has_hook or has_forward or _has_global_hook()
         reason = f"a hook on {name or 'the model'}, or a forward of its own"
         require(not changes_layer, reason)
+
+
+def _has_global_hook() -> bool:
+    """True where a hook is called with every module's forward or backward pass.
+
+    The oldest torch that pflcore takes has no function for it.
+    """
+    return any(getattr(torch_module, hooks) for hooks in GLOBAL_HOOK_DICTS)
 
 
 # recording a forward pass -----------------------------------------------------
