@@ -1,4 +1,4 @@
-"""Times of each op at each size, those of other libraries, and the machine's limit.
+"""Times of each op, of other libraries, and the machine's limit.
 
 The other libraries are torch, numpy, scipy and scikit-learn. `pflcore bench` prints the
 table.
@@ -45,7 +45,7 @@ Work = Literal["flute-lr", "pfllib-mnist", "blazefl-cnn"]
 
 @dataclass(frozen=True)
 class Options:
-    """Choice of what is timed, and for how long.
+    """The choice of timed ops and of the time for each.
 
     Args:
         op: which ops
@@ -75,7 +75,7 @@ def suite(name: str) -> ModuleType:
 
 
 def run(options: Options) -> int:
-    """Prints the table, each line as soon as it is measured; returns 0."""
+    """Prints each line of the table when it is measured; returns 0."""
     for name in ("json", "markdown", "plot"):
         path = getattr(options, name)
         has_folder = path is None or path.parent.is_dir()
@@ -112,7 +112,7 @@ def _measure(options: Options) -> tuple[Any, str]:
 
 
 def sizes(names: Iterable[str], quick: bool) -> Iterator[tuple[str, Size]]:
-    """Each of these ops at each of its sizes: pairs of a name and a size."""
+    """Pairs of an op's name and one of its sizes."""
     for name in names:
         for size in suite(name).sizes(quick):
             yield name, size

@@ -1,4 +1,4 @@
-"""Rounds of FedAvg on a card: pflcore compared with a loop in plain torch.
+"""Rounds of FedAvg on a GPU, with pflcore and in plain torch.
 
 pflcore's rounds run with and without CUDA graphs. The loop trains one client after
 another, eagerly or with its step captured as a CUDA graph.
@@ -23,7 +23,7 @@ FULL_WIDTH = 64  # channels of ResNet-18's first convolution
 
 
 class Residual(nn.Module):
-    """Two 3 x 3 convolutions with group norm, and a shortcut around them."""
+    """Two 3 x 3 convolutions with group norm and a shortcut."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def sizes(quick: bool) -> list[Size]:
 
 
 def problem(size: Size, device: str) -> Problem:
-    """The problem of a round in which every client trains for one epoch."""
+    """The problem of a round; every client trains for one epoch."""
     data = federation(size["model"], size["N"], size["images"]).to(device)
     make = functools.partial(build, size["model"])
     training = Training(LR, size["B"], 1)
@@ -125,7 +125,7 @@ def problem(size: Size, device: str) -> Problem:
 
 
 def federation(model: str, n: int, images: int) -> Federation:
-    """Clients with equal numbers of images, which lie around a mean of each class."""
+    """Clients with equal numbers of images, around a mean of each class."""
     generator = torch.Generator().manual_seed(0)
     shape = image_shape(model)
     y = torch.randint(10, (n * images,), generator=generator)
@@ -135,7 +135,10 @@ def federation(model: str, n: int, images: int) -> Federation:
 
 
 class PlainLoop:
-    """FedAvg as a loop over clients, with one module; a call plays a round."""
+    """FedAvg as a loop over clients; a call plays a round.
+
+    All clients train in the same module.
+    """
 
     def __init__(
         self, model: nn.Module, data: Federation, batch: int, captured: bool

@@ -1,6 +1,6 @@
-"""Local training of whole models: an epoch of all clients in one call.
+"""Local training of whole models, an epoch of all clients per call.
 
-Beside it stands the same training in torch, client after client.
+It is compared with the same training in torch, client after client.
 
 Symbols: N clients of n samples each.
 """
@@ -66,7 +66,7 @@ def problem(size: Size) -> Problem:
 
     def error(got: torch.Tensor) -> float | None:
         # The plain loop has other shuffles, so the package's general engine, with the
-        # same ones, is what the chain is compared with.
+        # same ones, is compared with the chain.
         if setting.engine.chain is None:
             return None
         return relative(call(), call(general).double())

@@ -1,7 +1,7 @@
-"""Training of WAFFLe's factorized MLP compared with a dense one, for ten clients.
+"""Training of WAFFLe's factorized MLP compared with a dense MLP.
 
-The MLP is 784-200-10 with 120 factors and batches of 10. A third provider also draws
-what WAFFLe samples, and adds its divergence.
+The MLP of ten clients is 784-200-10 with 120 factors and batches of 10. A third
+provider also draws WAFFLe's samples and adds its divergence.
 """
 
 from typing import Any
@@ -17,7 +17,10 @@ CLIENTS = 10
 
 
 def sizes(quick: bool) -> Sizes:
-    """Numbers of each client's made-up images of 1 x 28 x 28, for one epoch."""
+    """Numbers of images of each client, for one epoch.
+
+    The images are random, with a shape of 1 x 28 x 28.
+    """
     yield {"images": 100}
     if not quick:
         yield {"images": 480}

@@ -1,4 +1,4 @@
-"""Times of the CUDA kernels, of the best torch calls, and the card's limits.
+"""Times of the CUDA kernels and of torch, and the GPU's limits.
 
 These are the problems of `pflcore bench` on the card, and others that are too large for
 a CPU. Run `python -m bench.gpu`; `--quick` takes small sizes only.
@@ -77,7 +77,10 @@ def problems(quick: bool) -> Iterator[Problem]:
 
 
 def server_problems(quick: bool) -> Iterator[Problem]:
-    """FedDWA's server step for S models of P parameters, if the memory suffices."""
+    """FedDWA's server step for S models, if the memory suffices.
+
+    A model has P parameters.
+    """
     n = 100
     p = 10**6 if quick else 10**7
     with torch.device(CARD):
@@ -96,7 +99,7 @@ def server_problems(quick: bool) -> Iterator[Problem]:
 
 
 def main() -> None:
-    """Prints the table; ends the program with a sentence where there is no GPU."""
+    """Prints the table; without a GPU it ends the program."""
     if not torch.cuda.is_available():
         sys.exit(
             f"bench.gpu: torch {torch.__version__} sees no GPU here; nothing was "

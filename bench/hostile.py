@@ -75,7 +75,9 @@ def played(
     absent: bool = False,
     clip: float | None = None,
 ) -> torch.Tensor:  # [seeds, 2]
-    """The accuracy of some clients and the bad clients' weights, both in percent.
+    """The accuracy of some clients and the bad clients' weights.
+
+    Both are in percent.
 
     The accuracy is the mean over the clients `look`. The weights are the part of the
     server's weights that the bad clients had, as a mean over rounds.

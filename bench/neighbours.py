@@ -1,7 +1,7 @@
 """FedDWA's neighbours by exact distances and by a float32 Gram matrix.
 
 `python -m bench.neighbours` shows in how many rounds the Gram matrix chooses other
-neighbours, and what that costs in accuracy. One run mixes by exact distances, and in
+neighbours, and the loss of accuracy. One run mixes by exact distances, and in
 every round computes what the Gram matrix would choose. Another run mixes by the Gram
 matrix.
 """
@@ -34,7 +34,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Asked(FedDWA):
-    """FedDWA by exact distances or by a Gram matrix, which notes the differences.
+    """FedDWA by exact distances or a Gram matrix, with their differences.
 
     Args:
         by_gram: mixes by the Gram matrix

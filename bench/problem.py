@@ -1,4 +1,6 @@
-"""Problems that are timed: one op at one size, on the same data for every provider.
+"""Timed problems: one op at one size, with several providers.
+
+All providers get the same data.
 
 Symbols: N clients with models of P parameters.
 """
@@ -57,7 +59,7 @@ class Problem:
     published: Mapping[str, str] = field(default_factory=dict)
 
     def limit(self, machine: Mapping[str, float]) -> float | None:
-        """The least seconds that this machine needs; None where they are not known.
+        """The least seconds that this machine needs; None: not known.
 
         They are those of the memory traffic, or those of the arithmetic if it takes
         longer.
@@ -112,7 +114,7 @@ def fits(*elements: int) -> bool:
 
 
 def fact(file: str, name: str, unknown: str) -> str:
-    """The text that Linux has under this name in a file of /proc, or `unknown`."""
+    """The text under a name in a file of /proc, or `unknown`."""
     with contextlib.suppress(OSError):
         for line in Path("/proc", file).read_text().splitlines():
             if line.startswith(name):
@@ -129,7 +131,10 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def on_cpu(calls: Calls) -> Calls:
-    """The calls, which no card knows; an empty dict where the problem is on one."""
+    """The calls; an empty dict where the problem is on a GPU.
+
+    They run on a CPU only.
+    """
     return calls if torch.get_default_device().type == "cpu" else {}
 
 
@@ -161,7 +166,10 @@ def models(n: int, p: int, seed: int = 0) -> Tensor:
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """The largest error relative to the size of the numbers; NaN counts as infinite."""
+    """The largest relative error; NaN counts as infinite.
+
+    It is relative to the size of the numbers.
+    """
     size = want.abs().max().clamp(min=1e-300)
     error = float((got.double() - want).abs().max() / size)
     return math.inf if math.isnan(error) else error

@@ -60,7 +60,7 @@ def problem(w: Workload) -> Problem:
 
 
 def flops(w: Workload) -> tuple[float, float]:
-    """Additions and multiplications of one sample, forward and in a step of training.
+    """Additions and multiplications of a sample, forward and in a step.
 
     The images need no gradient.
     """

@@ -29,7 +29,7 @@ def sizes(quick: bool) -> Sizes:
 
 
 def problem(size: Size) -> Problem:
-    """The problem of a size; with "N", of N clients that have a lam each."""
+    """The problem of a size; with "N", each client has a lam."""
     b = size["B"]
     i = size["I"]
     f = size["F"]

@@ -1,6 +1,6 @@
-"""One round of training, end to end, for an algorithm of every family.
+"""Whole rounds of training for one algorithm of each family.
 
-Beside FedAvg's stand a plain torch loop, Flower and pfl.
+FedAvg is also timed as a plain torch loop, in Flower and in pfl.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Growth of a round's time, memory and record with the number of clients.
+"""Growth of a round's time, memory and record with the clients.
 
 There are 100 to 1,000,000 clients, of which 100 take part in a round. Each measurement
 runs in a process of its own, so that memory that one has used does not count for the
@@ -67,7 +67,9 @@ def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[Facts], st
 
 
 def growth(rows: list[Facts]) -> str:
-    """A sentence on the growth of one algorithm's numbers with N, as powers of N.
+    """A sentence on the growth of an algorithm's numbers with N.
+
+    The growth is given as powers of N.
 
     The exponents are slopes of the least-squares lines through the logarithms.
     """
@@ -140,7 +142,7 @@ def one(name: str, n: int, seconds: float) -> Facts:
             record.write(line)
         size = (written(folder) - before) // len(times)
     rss = int(fact("self/status", "RssAnon", "0").split()[0]) / 1e3
-    times = times[2:]  # The first rounds make what the others use.
+    times = times[2:]  # The first rounds also prepare the others.
     found = {"least": min(times), "median": statistics.median_high(times), "rss": rss}
     return {"algorithm": name, "n": n, **found, "bytes": size}
 

@@ -1,4 +1,4 @@
-"""The fused step of local training: `sgd_step_`, and the torch calls it replaces.
+"""The fused step of local training, `sgd_step_`, and its torch calls.
 
 Symbols: S clients' models of Q parameters.
 """
@@ -17,7 +17,7 @@ MU = 0.1
 
 
 def sizes(quick: bool) -> Sizes:
-    """Sizes S and Q of a linear model, an MLP, a LeNet and a CNN.
+    """Sizes S and Q of linear models, MLPs, LeNets and CNNs.
 
     "corrected" is 0 for plain SGD, and 1 for a step with a correction and a proximal
     term.
@@ -59,7 +59,10 @@ def problem(size: Size) -> Problem:
         return w.sub_(step, alpha=LR)
 
     def error(got: Any) -> float:
-        """The error of one step from the start, since the timed calls took many."""
+        """The error of one step from the start.
+
+        The timed calls took many steps.
+        """
         w.copy_(start)
         want = plain(start.double(), grad.double(), shift.double(), anchor.double())
         return relative(ours(), want)

@@ -99,7 +99,10 @@ class Table:
         print("|" + "---|" * len(self.width), flush=True)
 
     def add(self, *row: str) -> None:
-        """Prints a row, each column as wide as its widest cell so far."""
+        """Prints a row; columns are as wide as their widest cell.
+
+        Only the cells that were printed before count.
+        """
         self.lines.append(" | ".join(row))
         cells = self.lines[-1].split(" | ")
         self.width = [*map(max, self.width, map(len, cells))]
@@ -134,7 +137,7 @@ class Machine:
 
     @staticmethod
     def measure(megabytes: int = 512) -> Machine:
-        """The machine with its limits, measured on `megabytes` of memory."""
+        """The present machine; its limits are measured on `megabytes` of memory."""
         threads = torch.get_num_threads()
         backend = pflcore.backend()
         limits: dict[str, float] = {}
@@ -266,7 +269,7 @@ def _run_provider(
 
 
 def _fill_times(row: Row, problem: Problem, median: float, limit: float | None) -> None:
-    """Fills in the row's time, its rates, and its part of the limit."""
+    """Fills in the row's time, rates, and part of the limit."""
     work = problem.costs.get(row.provider, 1.0)
     row.ms = 1e3 * median
     if problem.operations:
@@ -286,7 +289,7 @@ def play(
     about: Sequence[str] = (),
     timer: Timer | None = None,
 ) -> tuple[Facts, str]:
-    """Prints a table of every problem's rows; returns the measurements and the table.
+    """Prints a table of all rows; returns measurements and table.
 
     Each row is printed as soon as it is measured, see `measure`.
 

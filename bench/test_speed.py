@@ -17,7 +17,7 @@ RATES: dict[tuple[str, str], float] = {}
 
 
 def text_of(value: Any) -> str:
-    """The text of an op's name or of a size, for a test's name."""
+    """The name of an op or of a size, for tests."""
     return value if isinstance(value, str) else table.size_of(value)
 
 

@@ -97,7 +97,9 @@ WORKLOADS = {name: Workload(name, **options) for name, options in PUBLISHED.item
 
 
 def is_real(data: str) -> bool:
-    """True where the data set lies in the folder PFLCORE_DATA, as `load` reads it.
+    """True where the data set is in the folder PFLCORE_DATA.
+
+    Its form is that which `load` reads.
 
     A benchmark downloads nothing.
     """
@@ -109,7 +111,10 @@ def is_real(data: str) -> bool:
 
 @functools.lru_cache(2)
 def pool(data: str, samples: int, tests: int) -> tuple[Tensor, Tensor]:
-    """Images x [n, ...] and labels y [n]: training samples, then test samples."""
+    """Images x [n, ...] and labels y [n], training samples first.
+
+    The test samples follow.
+    """
     gen = torch.Generator().manual_seed(0)
     if not is_real(data):
         n = samples + tests
@@ -177,7 +182,7 @@ def train(
 def plain_loop(
     model: nn.Module, w: Workload
 ) -> Callable[[Sequence[int], Sequence[float]], None]:
-    """A function that plays a round as one writes it without a framework.
+    """A function that plays a round as programs without frameworks do.
 
     It trains one client after another with one nn.Module and torch.optim.SGD, on one
     thread. It takes the clients of the round and their shares in the mean.

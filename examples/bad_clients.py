@@ -1,7 +1,9 @@
-"""What one bad client does to the others, by algorithm: writes the tables of
-docs/bad_clients.md (some minutes).
+"""Measures the effect of one bad client on the others.
 
-python examples/bad_clients.py [FILE] [ALGORITHM ...]
+It compares all algorithms.
+
+It writes the page docs/bad_clients.md in some minutes:
+    python examples/bad_clients.py [FILE] [ALGORITHM ...]
 """
 
 import sys
@@ -9,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,11 +28,16 @@ from pflcore import (
 from pflcore.algorithms import Payload, Tensors, TrainResult
 from pflcore.data import federation_of
 
-N, BAD, ROUNDS, CLIP = 8, 5, 10, 2.0
+N = 8  # clients
+BAD = 5  # the bad client's number
+ROUNDS = 10
+CLIP = 2.0  # the largest norm of an update where updates are clipped
+OUTLIER = 20  # a relative update norm above this is an outlier
+# The values that the bad client uploads, by the name in the table.
 UPLOADS = {"NaN": torch.nan, "Inf": torch.inf, "1e30": 1e30, "zeros": 0.0}
 KINDS = (*UPLOADS, "inputs of 1e10")
 TRAINING = Training(lr=0.1, batch_size=10)
-# they treat a model's parts apart
+# Algorithms that treat the layers of a model differently. They need several layers.
 DEEP = (
     "fedala",
     "fedper",
@@ -41,21 +49,35 @@ DEEP = (
 )
 ABOUT = f"""# Bad clients
 
-One of {N} clients, number {BAD}, is bad; all take part in {ROUNDS} rounds of logistic regression on
-Gaussian clouds, the same for everybody (`examples/bad_clients.py` makes this page); methods that
-treat a model's parts apart ({", ".join(DEEP)})
+The script `examples/bad_clients.py` makes this page. One of {N} clients, number {BAD}, is bad. All
+clients take part in {ROUNDS} rounds of logistic regression on Gaussian clouds, and all have the same
+clouds. Methods that treat the layers of a model differently
+({", ".join(DEEP)})
 train two layers with a batch norm between.
-NaN, Inf, 1e30, zeros: that is all it uploads; inputs of 1e10: it trains honestly on such data.
-The numbers are the honest clients' mean test accuracy in percent after the last round, or *not
-finite* where two layers of large finite numbers overflow. **d**: the bad client was dropped; **o**:
-it was reported as an outlier (an update of more than 20 times the median); **c**: its update was
-clipped; **s**: the run stopped with a sentence. `local` uploads nothing. Clipping bounds updates,
-not what else is uploaded: a loss of 1e30 still rules q-FedAvg's weights, and batch norm's
-statistics of inputs of 1e10 are averaged (LG-FedAvg, FedBN and FedALA keep them at home). MOCHA
-leaves out a client whose step size is larger than the others', where that would be unstable."""  # noqa: E501
+
+With NaN, Inf, 1e30 or zeros, every number that the bad client uploads has this value. With inputs
+of 1e10, it trains honestly on inputs of that size. A cell is the honest clients' mean test accuracy
+in percent after the last round, or *not finite* where two layers of large finite numbers overflow.
+The letters after it:
+
+- **d**: the bad client was dropped
+- **o**: it was reported as an outlier, with an update of more than {OUTLIER} times the median
+- **c**: its update was clipped
+- **s**: the run stopped with a message
+
+`local` uploads nothing. Clipping bounds updates and no other uploads. A loss of 1e30 still decides
+q-FedAvg's weights, and batch norm's statistics of inputs of 1e10 are averaged (in LG-FedAvg, FedBN
+and FedALA the statistics stay with their client). MOCHA leaves out a client whose step size is
+larger than the others', where that would be unstable."""  # noqa: E501
+
+
+def linear() -> torch.nn.Module:
+    """The model of most algorithms, logistic regression."""
+    return torch.nn.Linear(8, 4)
 
 
 def deep() -> torch.nn.Module:
+    """The model for DEEP, two layers with a batch norm between."""
     return torch.nn.Sequential(
         torch.nn.Linear(8, 16),
         torch.nn.BatchNorm1d(16),
@@ -65,26 +87,40 @@ def deep() -> torch.nn.Module:
 
 
 def spoil(algorithm: Algorithm, value: float) -> Algorithm:
-    """The algorithm, with a client whose uploads hold nothing but `value`."""
+    """The algorithm with a bad client that uploads only `value`."""
+    honest_class = type(algorithm)
 
     def train(
         self: Algorithm, down: Payload, client_state: Tensors, clients: Clients
     ) -> TrainResult:
-        new, up, fit = kind.train(self, down, client_state, clients)
-        bad = clients.ids == BAD
-        for key, sent in up.items():
-            if sent.is_floating_point():
-                up[key] = sent.clone()
-                up[key][bad.to(sent.device)] = value
+        new, up, fit = honest_class.train(self, down, client_state, clients)
+        is_bad = clients.ids == BAD
+        for key, upload in up.items():
+            if upload.is_floating_point():
+                up[key] = upload.clone()
+                up[key][is_bad.to(upload.device)] = value
         return new, up, fit
 
-    kind = type(algorithm)
-    spoilt: type[Algorithm] = type(kind.__name__, (kind,), {"train": train})
-    return spoilt(**vars(algorithm))
+    # A class of the same name, so that messages and records name the algorithm.
+    spoilt_class: type[Algorithm] = type(
+        honest_class.__name__, (honest_class,), {"train": train}
+    )
+    return spoilt_class(**vars(algorithm))
+
+
+def is_outlier(record: dict[str, Any]) -> bool:
+    """True where the bad client's update was reported as an outlier."""
+    norms = record["relative_update_norm"] or []
+    norm_by_client = dict(zip(record["cohort"], norms, strict=False))
+    return (norm_by_client.get(BAD) or 0) > OUTLIER
 
 
 def play(name: str, kind: str | None, clip: float | None) -> str:
-    """The honest clients' mean accuracy, with the marks of what was done."""
+    """A cell of the table: the honest clients' accuracy, and marks.
+
+    `kind` is the behaviour of the bad client, one of KINDS. With None the client is
+    honest, too.
+    """
     data = federation_of(
         "synthetic_clusters",
         n=N,
@@ -96,14 +132,16 @@ def play(name: str, kind: str | None, clip: float | None) -> str:
     )
     algorithm = ALGORITHMS[name]()
     if kind == "inputs of 1e10":
-        x, rows = data.x.clone(), data.index["train"][BAD]
+        x = data.x.clone()
+        rows = data.index["train"][BAD]
         x[rows] = x[rows] * 1e10
         data = replace(data, x=x)
     elif kind is not None:
         algorithm = spoil(algorithm, UPLOADS[kind])
+    model = deep if name in DEEP else linear
     run = Simulation(
         algorithm,
-        deep if name in DEEP else lambda: torch.nn.Linear(8, 4),
+        model,
         data,
         TRAINING,
         rounds=ROUNDS,
@@ -112,38 +150,30 @@ def play(name: str, kind: str | None, clip: float | None) -> str:
         hardware=Hardware(workers=1),
     )
     history = run.run()
-    seen = run.evaluate("test")
+    scores = run.evaluate("test")
     honest = torch.arange(N) != BAD
-    fine = bool(seen["loss"][honest].isfinite().all())
-    far = any(
-        (
-            dict(zip(r["cohort"], r["relative_update_norm"] or [], strict=False)).get(
-                BAD
-            )
-            or 0
-        )
-        > 20
-        for r in history.rounds
-    )
-    done = {
-        "d": any(BAD in r["dropped"] for r in history.rounds),
-        "o": far,
-        "c": any(BAD in r["clipped"] for r in history.rounds),
-        "s": history.stopped is not None,
-    }
-    accuracy = f"{100 * seen['accuracy'][honest].mean():.0f}" if fine else "not finite"
-    return f"{accuracy} {''.join(mark for mark, on in done.items() if on)}".strip()
+    marks = ""
+    if any(BAD in record["dropped"] for record in history.rounds):
+        marks += "d"
+    if any(is_outlier(record) for record in history.rounds):
+        marks += "o"
+    if any(BAD in record["clipped"] for record in history.rounds):
+        marks += "c"
+    if history.stopped is not None:
+        marks += "s"
+    accuracy = "not finite"
+    if scores["loss"][honest].isfinite().all():
+        accuracy = f"{100 * scores['accuracy'][honest].mean():.0f}"
+    return f"{accuracy} {marks}".strip()
 
 
 def main(path: str, names: Sequence[str]) -> None:
+    """Plays all runs and writes the page to `path`."""
     lines = [ABOUT]
     for clip in (None, CLIP):
-        lines += [
-            "",
-            f"## {'Without clipping' if clip is None else f'With clip={clip:g}'}",
-            "",
-        ]
-        lines.append(f"| algorithm | nobody bad | {' | '.join(KINDS)} |")
+        heading = "Without clipping" if clip is None else f"With clip={clip:g}"
+        lines += ["", f"## {heading}", ""]
+        lines.append(f"| algorithm | all honest | {' | '.join(KINDS)} |")
         lines.append("|:---|" + "---:|" * (len(KINDS) + 1))
         for name in names:
             cells = [play(name, kind, clip) for kind in (None, *KINDS)]
@@ -154,7 +184,5 @@ def main(path: str, names: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(
-        sys.argv[1] if len(sys.argv) > 1 else "docs/bad_clients.md",
-        sys.argv[2:] or list(ALGORITHMS),
-    )
+    path, *names = sys.argv[1:] or ["docs/bad_clients.md"]
+    main(path, names or list(ALGORITHMS))

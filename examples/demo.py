@@ -1,10 +1,14 @@
-"""`make demo`: the four systems in minutes, and one page to look at,
-runs/demo/index.html.
+"""Shows four federated-learning systems on one page, runs/demo/index.html.
 
-Every part is a run on real data, a table and a picture. The page holds the pictures
-itself, the commands to go on with, and a sentence on what to look at.
-`python examples/demo.py 10` plays at most ten rounds of each run, to see the page
-sooner.
+`make demo` starts it and takes some minutes. `python examples/demo.py 10` plays at most
+ten rounds of each run, so that the page is ready sooner.
+
+Each of the first four parts of the page is a comparison on real data, with a table and
+a figure. The last part compares two ways to compute distances. Each part has a sentence
+that explains the figure, and a command for a larger run. The page holds its figures
+itself.
+
+Symbols: N clients, T evaluated rounds.
 """
 
 from __future__ import annotations
@@ -49,20 +53,30 @@ svg { max-width: 100%; height: auto }
 code { background: #f3f3f3; padding: .1em .3em }"""
 
 
-# Okabe and Ito's, distinct for the colour-blind too
+# The palette of Okabe and Ito, which colour-blind people can distinguish, too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# From the name of a line to its rounds and values.
 Series = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 
 
 class Part(NamedTuple):
-    """A part of the page."""
+    """A part of the page.
+
+    Attributes:
+        name: name of the part's files
+        title: heading
+        look: sentences that explain the figure
+        table: rows of cells; the first row is the head
+        figure: the figure
+        command: a command for a larger run
+    """
 
     name: str
     title: str
-    look: str  # what to look at
-    table: Sequence[Sequence[str]]  # its first row is the head
+    look: str
+    table: Sequence[Sequence[str]]
     figure: Figure
-    command: str  # to go on with
+    command: str
 
 
 def played(
@@ -73,8 +87,12 @@ def played(
     rounds: int,
     **more: Any,
 ) -> dict[str, History]:
-    """A run of each method, by its name in the table."""
-    runs, rounds = {}, min([rounds, *map(int, sys.argv[1:])])
+    """The history of each run, by the method's name.
+
+    An argument of the command line limits the rounds.
+    """
+    runs = {}
+    rounds = min([rounds, *map(int, sys.argv[1:])])
     for name, alg in methods.items():
         print(f"  {name}", flush=True)
         runs[name] = Simulation(alg, model, data, training, rounds, **more).run()
@@ -82,12 +100,13 @@ def played(
 
 
 def here(name: str) -> bool:
-    """Is this data set in the folder that PFLCORE_DATA names?"""
-    return (Path(os.environ.get("PFLCORE_DATA", "data")) / name).exists()
+    """True where the data set is in the folder that PFLCORE_DATA names."""
+    folder = Path(os.environ.get("PFLCORE_DATA", "data"))
+    return (folder / name).exists()
 
 
 def figure_of(panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels beside each other."""
+    """A figure with a row of panels, and the panels."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = [*figure.subplots(1, panels, squeeze=False).flat]
     for panel in axes:
@@ -96,44 +115,50 @@ def figure_of(panels: int = 1) -> tuple[Figure, list[Axes]]:
 
 
 def label_axes(axes: Axes, x: str, y: str) -> None:
-    """What the axes are, and a grid."""
+    """Labels the axes and adds a grid."""
     axes.set(xlabel=x, ylabel=y)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, linewidth=0.6)
 
 
 def curves(axes: Axes, series: Series, unit: str) -> None:
-    """Lines over the rounds, by their names."""
+    """Draws a line over the rounds for each series."""
     for name, (x, y) in series.items():
-        axes.plot(x, y, label=name, marker="o" if len(x) == 1 else None)
+        marker = "o" if len(x) == 1 else None  # a line of one point is invisible
+        axes.plot(x, y, label=name, marker=marker)
     axes.legend(fontsize=8, frameon=False)
     label_axes(axes, "round", unit)
 
 
-def means(runs: Mapping[str, History], of: Any) -> Series:
-    """What `of` makes of the accuracies [T, N], in percent, for each run."""
-    series = {name: run.series() for name, run in runs.items()}
-    return {
-        name: (rounds, (100 * of(v)).tolist()) for name, (rounds, v) in series.items()
-    }
+def means(runs: Mapping[str, History], mean: Any) -> Series:
+    """Mean accuracies of each run in percent.
+
+    The function `mean` takes accuracies [T, N] and returns one number for each round.
+    """
+    series = {}
+    for name, run in runs.items():
+        rounds, accuracy = run.series()
+        series[name] = (rounds, (100 * mean(accuracy)).tolist())
+    return series
 
 
 def rows(
     head: Sequence[str], numbers: Mapping[str, Iterable[float]], form: str = ".1f"
 ) -> list[list[str]]:
-    """A table."""
-    return [
-        [*head],
-        *([name, *(format(v, form) for v in line)] for name, line in numbers.items()),
-    ]
+    """A table of formatted numbers, with a row for each name."""
+    table = [[*head]]
+    for name, line in numbers.items():
+        table.append([name, *(format(number, form) for number in line)])
+    return table
 
 
 def waffle() -> Part:
-    """One target, and methods that train for it or for all."""
+    """Compares methods that train for one client with methods for all clients."""
     names = ("local", "fedavg", "scaffold", "weight_erosion", "waffle", "apfl")
     data = federation_of("mnist5k", "C")
     model = partial(model_for, "lenet5", SHAPE, 10)
     runs = played({n: n for n in names}, model, data, Training(), 50)
+    # The accuracy of client 0 as the mean of the last five rounds, from round 5 on.
     target = means(runs, lambda v: v[:, 0].unfold(0, 5, 1).mean(1))
     target = {name: (rounds[4:], values) for name, (rounds, values) in target.items()}
     figure, (axes,) = figure_of()
@@ -141,33 +166,28 @@ def waffle() -> Part:
     return Part(
         "waffle",
         "WAFFLE: one client among ten whose data differ",
-        "Client 0 has 400 training images, and neighbours share some of its classes. "
-        "WAFFLE starts "
-        "with the average of all and ends with what helps client 0.",
+        "Client 0 has 400 training images. Its neighbours share some of its classes. "
+        "WAFFLE starts with the average of all clients. It ends with the clients that "
+        "help client 0.",
         rows(
             ("algorithm", "client 0, last five rounds, %", "best five rounds, %"),
             {n: (y[-1], max(y)) for n, (_, y) in target.items()},
         ),
         figure,
-        "pflcore compare --algorithms waffle fedavg local --partition 'A*' --rounds "
-        "100",
+        "pflcore compare --algorithms waffle fedavg local "
+        "--partition 'A*' --rounds 100",
     )
 
 
 def feddwa() -> Part:
-    """Groups of clients that find each other."""
-    fashion = here("fashion_mnist")
-    few: dict[str, Any] = (
-        {"train_samples": 3000, "test_samples": 3000} if fashion else {}
-    )
-    data = federation_of(
-        "fashion_mnist" if fashion else "mnist5k", "practical1", 20, **few
-    )
-    methods = {
-        "Local": "local",
-        "FedAvg": "fedavg",
-        "FedDWA": FedDWA(k=5),
-    }
+    """Shows that FedDWA finds groups of similar clients."""
+    source = "mnist5k"
+    limits: dict[str, Any] = {}
+    if here("fashion_mnist"):
+        source = "fashion_mnist"
+        limits = {"train_samples": 3000, "test_samples": 3000}
+    data = federation_of(source, "practical1", 20, **limits)
+    methods = {"Local": "local", "FedAvg": "fedavg", "FedDWA": FedDWA(k=5)}
     model = partial(model_for, "lenet5", SHAPE, 10)
     runs = played(methods, model, data, Training(lr=0.05, batch_size=20), 30)
     figure, (left, right) = figure_of(2)
@@ -179,18 +199,19 @@ def feddwa() -> Part:
     report = runs["FedDWA"].rounds[-1]["report"]
     weight = torch.zeros(data.n, data.n)
     weight.scatter_(1, torch.tensor(report["index"]), torch.tensor(report["weight"]))
-    # small weights show
-    shown = right.imshow(weight, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
-    figure.colorbar(shown, ax=right, label="weight in the last round")
+    # The square root of the weights makes small weights visible.
+    image = right.imshow(weight, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
+    figure.colorbar(image, ax=right, label="weight in the last round")
     ticks = range(0, data.n, 5)
-    right.set(xlabel="whose model", ylabel="for client", xticks=ticks, yticks=ticks)
+    right.set(xlabel="model of client", ylabel="mixed for client")
+    right.set(xticks=ticks, yticks=ticks)
     last = {name: run.series()[1][-1] for name, run in runs.items()}
     return Part(
         "feddwa",
         "FedDWA: a model for each of 20 clients",
-        "Clients 0 to 4, 5 to 9, ... share their main classes, which nobody told the "
-        "server: the "
-        "weights of the last round (right) show the groups that it found.",
+        "Clients 0 to 4 share their main classes, and so do clients 5 to 9, 10 to 14 "
+        "and 15 to 19. The server does not know these groups. The weights of the last "
+        "round (right) show that it found them.",
         rows(
             ("algorithm", "mean, %", "worst client, %"),
             {n: (100 * float(v.mean()), 100 * float(v.min())) for n, v in last.items()},
@@ -202,28 +223,32 @@ def feddwa() -> Part:
 
 
 def cars() -> Federation:
-    """Cars of 13 model years, a natural split that comes with mlxtend: miles per
-    gallon / 50 from seven standardized facts."""
+    """Cars as samples; a client is one of 13 model years.
+
+    The data come with mlxtend. The inputs are seven standardized features, and the
+    label is miles per gallon, divided by 50.
+    """
     from mlxtend.data import autompg_data
 
-    # its last column, the name, is no number
-    facts, y = (torch.as_tensor(v, dtype=torch.float32) for v in autompg_data())
-    x = facts[:, :7]
+    features, y = (torch.as_tensor(v, dtype=torch.float32) for v in autompg_data())
+    x = features[:, :7]  # the last column is the name, as a code
     year = x[:, 5]
     x = (x - x.mean(0)) / x.std(0)
-    years = [year == value for value in sorted({*year.tolist()})]
-    return Federation.from_clients(
-        [(x[mine], y[mine] / 50) for mine in years], name="cars"
-    )
+    clients = []
+    for value in sorted({*year.tolist()}):
+        of_year = year == value
+        clients.append((x[of_year], y[of_year] / 50))
+    return Federation.from_clients(clients, name="cars")
 
 
 def motley() -> Part:
-    """What personalization gives each client, and whom it hurts."""
+    """Shows which clients gain from personalization and which clients lose."""
     school = here("school")
     data = cross_silo(federation_of("school") if school else cars(), seed=100).data
     clusters = HypCluster(k=3, warmup_rounds=100, optimizer="ema", server_lr=10)
     ditto = Ditto(lam=1, personal_lr=0.01, optimizer="ema", server_lr=10)
-    methods: dict[float, dict[str, Any]] = {  # with their rates
+    # From the learning rate to the methods that train with it.
+    methods: dict[float, dict[str, Any]] = {
         0.01: {"Local": "local", "HypCluster": clusters},
         0.001: {"Ditto": ditto},
     }
@@ -233,9 +258,9 @@ def motley() -> Part:
         "evaluation": Evaluation(every=501),
         "loss": "half_squared",
     }
-    for lr, some in methods.items():
+    for lr, same_rate in methods.items():
         training = Training(lr, batch_size=32, drop_last=True)
-        runs = played(some, model, data, training, 501, **more)
+        runs = played(same_rate, model, data, training, 501, **more)
         losses |= {name: run.series("loss")[1][-1] for name, run in runs.items()}
     figure, (axes,) = figure_of()
     order = losses["Local"].argsort()
@@ -243,8 +268,9 @@ def motley() -> Part:
         axes.plot(loss[order], "." if k else "-", color=COLOURS[k], label=name)
     axes.set_yscale("log")
     axes.legend(frameon=False)
-    label_axes(axes, "client, by its error alone", "test error")
-    what = "139 schools" if school else "cars of 13 model years"
+    label_axes(axes, "client, in the order of its local error", "test error")
+    clients = "139 schools" if school else "cars of 13 model years"
+    # The mean errors that the paper reports for the schools.
     paper = {
         "method": "paper",
         "Local": ".0121",
@@ -260,10 +286,9 @@ def motley() -> Part:
         table = [[*row, paper[row[0]]] for row in table]
     return Part(
         "motley",
-        f"Motley: linear regression on {what}",
-        "A better mean is not better for all: points above the line are clients that "
-        "would have "
-        "done better alone.",
+        f"Motley: linear regression on {clients}",
+        "A better mean is not better for all clients. Points above the line are "
+        "clients whose local model has a smaller error.",
         table,
         figure,
         "pflcore reproduce motley-school",
@@ -271,7 +296,7 @@ def motley() -> Part:
 
 
 def factorized() -> Part:
-    """A majority, and a minority with classes of its own."""
+    """Compares a majority and a minority of clients with other classes."""
     data = federation_of("mnist5k", "multimodal", 30, minority_clients=5)
     methods = {
         "FedAvg": FedAvg(weighting="uniform"),
@@ -280,24 +305,21 @@ def factorized() -> Part:
     model = partial(model_for, "mlp", SHAPE, 10, bias=False)
     training = Training(lr=0.04, batch_size=10, epochs=5)
     runs = played(methods, model, data, training, 60, evaluation=Evaluation(every=3))
-    groups = {"majority": slice(0, 25), "minority": slice(25, 30)}
-    series = {
-        f"{n}, {g}": line
-        for g, own in groups.items()
-        for n, line in means(runs, lambda v, own=own: v[:, own].mean(1)).items()
-    }
+    majority = means(runs, lambda v: v[:, :25].mean(1))
+    minority = means(runs, lambda v: v[:, 25:].mean(1))
+    series = {f"{name}, majority": line for name, line in majority.items()}
+    series |= {f"{name}, minority": line for name, line in minority.items()}
     figure, (axes,) = figure_of()
     curves(axes, series, "test accuracy, percent")
     return Part(
         "factorized",
         "WAFFLe by weight factorization: the minority",
-        "25 clients share five digits, 5 clients the other five. One model for all "
-        "forgets the "
-        "few; a dictionary of rank-1 factors, of which each client chooses its own, "
-        "does not.",
+        "25 clients have images of five digits, and 5 clients of the other five. One "
+        "model for all is bad for the minority. WAFFLe has a dictionary of rank-1 "
+        "factors, from which each client chooses.",
         rows(
             ("method", "majority, %", "minority, %"),
-            {n: [series[f"{n}, {g}"][1][-1] for g in groups] for n in runs},
+            {n: [majority[n][1][-1], minority[n][1][-1]] for n in runs},
         ),
         figure,
         "pflcore reproduce factorized-table1",
@@ -305,40 +327,40 @@ def factorized() -> Part:
 
 
 def distances() -> Part:
-    """Exact distances beside the expanded square."""
-    far = torch.tensor([1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
+    """Compares exact distances with distances by the expanded square."""
+    gaps = torch.tensor([1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
     error: dict[str, list[float]] = {"pflcore": [], "torch.cdist": []}
     start = torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0))
-    for gap in far:
-        models = start + gap * torch.randn(
-            50, 100_000, generator=torch.Generator().manual_seed(1)
-        )
+    for gap in gaps:
+        gen = torch.Generator().manual_seed(1)
+        models = start + gap * torch.randn(50, 100_000, generator=gen)
         wide = models.double()
-        want = torch.stack([(wide - one).square().sum(1) for one in wide])
-        off = ~torch.eye(50, dtype=torch.bool)
-        for name, got in {
+        want = torch.stack([(wide - row).square().sum(1) for row in wide])
+        off_diagonal = ~torch.eye(50, dtype=torch.bool)
+        squares = {
             "pflcore": pairwise_sqdist(models),
             "torch.cdist": torch.cdist(models, models).double().square(),
-        }.items():
-            error[name].append(float(((got - want).abs() / want)[off].max()))
+        }
+        for name, got in squares.items():
+            relative = (got - want).abs() / want
+            error[name].append(float(relative[off_diagonal].max()))
     figure, (axes,) = figure_of()
     for k, (name, values) in enumerate(error.items()):
-        axes.loglog(far, values, "o-", color=COLOURS[k], label=name)
+        axes.loglog(gaps, values, "o-", color=COLOURS[k], label=name)
     axes.legend(fontsize=8, frameon=False)
     axes.axhline(1, color="#999999", linestyle=":")
     label_axes(
         axes,
-        "how far the clients' models are apart, per weight",
+        "difference between the clients' models, per weight",
         "largest relative error",
     )
     return Part(
         "distances",
         "Exact distances",
-        "The closer the models of the clients, the more of their distance the expanded "
-        "square "
-        "loses; above the dotted line nothing is left of it.",
+        "The closer the clients' models are to each other, the less accurate is their "
+        "distance by the expanded square. Above the dotted line no digit is right.",
         rows(
-            ("distances by", *(f"{gap:.0e} apart" for gap in far.tolist())),
+            ("distances by", *(f"{gap:.0e} apart" for gap in gaps.tolist())),
             error,
             ".0e",
         ),
@@ -365,8 +387,9 @@ def fragment(part: Part) -> str:
 
 
 def main() -> None:
-    """Plays the parts and writes the page."""
-    began, parts = time.monotonic(), []
+    """Plays all parts and writes the page."""
+    began = time.monotonic()
+    parts = []
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     for part in (waffle, feddwa, motley, factorized, distances):
         print(f"{part.__name__}: {part.__doc__}", flush=True)

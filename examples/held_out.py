@@ -1,5 +1,9 @@
-"""Motley's protocol in a few lines: hyper-parameters chosen on some clients, results
-reported on others, and who is hurt."""
+"""Motley's protocol: tunes on some clients and reports the results of others.
+
+The validation clients choose the options of fine-tuning. The accuracy is reported for
+the test clients, which took part in no training. The last number is the percentage of
+them whose accuracy became worse by fine-tuning.
+"""
 
 import torch
 from torch import nn
@@ -10,10 +14,17 @@ from pflcore.metrics import hurt
 
 
 def my_clients() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Sixty clients with a threshold of their own."""
+    """Inputs and labels of sixty clients.
+
+    The threshold between the two classes is one of five values, by the client's number.
+    """
     generator = torch.Generator().manual_seed(0)
-    points = [torch.randn(60, 2, generator=generator) for _ in range(60)]
-    return [(x, (x[:, 0] > (i % 5 - 2) / 2).long()) for i, x in enumerate(points)]
+    clients = []
+    for i in range(60):
+        x = torch.randn(60, 2, generator=generator)
+        threshold = (i % 5 - 2) / 2
+        clients.append((x, (x[:, 0] > threshold).long()))
+    return clients
 
 
 protocol = cross_device(
@@ -31,12 +42,13 @@ tuned = tune(
 )
 print(tuned.table())
 
-# [N]: the test clients' own evaluation halves, NaN for everybody else
+# The accuracy [N] after fine-tuning, on the evaluation halves of the test clients.
+# It is NaN for all other clients.
 after = tuned.report()["accuracy"]
+# FedAvg in place of FineTune evaluates the same trained model without fine-tuning.
 config, state = tuned.states(tuned.best.candidate, 0)
-config = config._replace(
-    algorithm=FedAvg(), context=config.context._replace(data=protocol.data)
-)
+context = config.context._replace(data=protocol.data)
+config = config._replace(algorithm=FedAvg(), context=context)
 before = evaluate(config, state, "test", protocol.report_clients)["accuracy"]
 print(
     f"10 clients never seen: {before.nanmean():.3f} before fine-tuning, "

@@ -1,11 +1,14 @@
-"""Who is alike among clients that send LoRA adapters: by raw factors, by core rows, by
-their directions.
+"""Finds clients with similar LoRA adapters by four kinds of rows.
 
-Twelve clients in three groups, each group with a language of its own, fine-tune one
-tiny transformer for one round (its config is below; nothing is fetched). With one first
-A for everybody the factors will do; with an A of their own for each client only
-products compare. Needs the extra `lora`: pip install peft transformers. Takes half a
-minute.
+The rows are the raw factors A and B, the factors B alone, the core rows of
+`pflcore.interop.lowrank`, and the core rows scaled to length 1 ("directions").
+
+Twelve clients are in three groups, and each group has its own random language. The
+clients fine-tune one tiny transformer for one round. Nothing is downloaded. If all
+clients start from the same factor A, raw factors are enough. If each client draws its
+own A, only the products B A can be compared.
+
+The example needs the extra `lora` (pip install peft transformers) and half a minute.
 """
 
 from __future__ import annotations
@@ -17,8 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import pflcore
 from pflcore.interop import lowrank
 
-CLIENTS, GROUPS, WORDS, LENGTH, BATCH = 12, 3, 24, 24, 16
-RANK, STEPS = 4, 40  # of each client's adapter, and of its round
+CLIENTS = 12
+GROUPS = 3
+WORDS = 24  # words of a language
+LENGTH = 24  # words of a sentence
+BATCH = 16  # sentences of a batch
+RANK = 4  # rank of each client's adapter
+STEPS = 40  # steps of a client in its round
 WARM_UP = 100  # steps of pre-training on all languages
 CONFIG = LlamaConfig(
     vocab_size=WORDS,
@@ -31,16 +39,13 @@ CONFIG = LlamaConfig(
 
 
 def language(seed: int) -> torch.Tensor:
-    """What follows what, [WORDS, WORDS]: rows sum to 1."""
-    return (
-        torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(seed))
-        .mul(2)
-        .softmax(1)
-    )
+    """Probabilities [WORDS, WORDS] of the next word; each row sums to 1."""
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(WORDS, WORDS, generator=gen).mul(2).softmax(1)
 
 
 def sentences(follows: torch.Tensor, count: int, gen: torch.Generator) -> torch.Tensor:
-    """Samples of a language, [count, LENGTH]."""
+    """Random sentences [count, LENGTH] of the language with these probabilities."""
     words = [torch.randint(WORDS, (count,), generator=gen)]
     for _ in range(LENGTH - 1):
         words.append(torch.multinomial(follows[words[-1]], 1, generator=gen)[:, 0])
@@ -54,9 +59,11 @@ def train(
     lr: float,
     seed: int,
 ) -> float:
-    """Adam on fresh sentences; gives the last loss."""
-    gen, loss = torch.Generator().manual_seed(seed), torch.zeros(())
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr)
+    """Trains the model on new random sentences; returns the last loss."""
+    gen = torch.Generator().manual_seed(seed)
+    loss = torch.zeros(())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr)
     for step in range(steps):
         x = sentences(languages[step % len(languages)], BATCH, gen)
         loss = model(input_ids=x, labels=x).loss
@@ -69,61 +76,66 @@ def train(
 def adapters(
     base: dict[str, torch.Tensor], own_a: bool
 ) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, float]]]:
-    """Each client's adapter after its round, and its scale."""
-    states, scales = [], []
+    """The trained adapters of the clients, and the scales of their products.
+
+    With `own_a`, each client draws its own initial factors A.
+    """
+    states = []
+    scales = []
+    layers = ["q_proj", "v_proj"]
     for client in range(CLIENTS):
         model = LlamaForCausalLM(CONFIG)
         model.load_state_dict(base)
-        torch.manual_seed(100 + client * own_a)  # what the first A is drawn from
-        layers = ["q_proj", "v_proj"]
-        model = get_peft_model(
-            model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers)
-        )
+        # The initial factors A are drawn from this seed.
+        torch.manual_seed(100 + client if own_a else 100)
+        options = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers)
+        model = get_peft_model(model, options)
         train(model, [language(1 + client % GROUPS)], STEPS, 1e-2, 200 + client)
-        states.append(
-            {k: v.detach().clone() for k, v in get_peft_model_state_dict(model).items()}
-        )
+        adapter = get_peft_model_state_dict(model)
+        states.append({k: v.detach().clone() for k, v in adapter.items()})
         scales.append(lowrank.scales(model))
     return states, scales
 
 
 def right(rows: torch.Tensor) -> int:
-    """How many clients' nearest neighbours are of their own group."""
-    nearest = pflcore.pairwise_sqdist(rows).fill_diagonal_(torch.inf).argmin(1)
+    """Number of clients with their nearest neighbour in their own group."""
+    # A client is infinitely far from itself, so that it is not its own neighbour.
+    distances = pflcore.pairwise_sqdist(rows).fill_diagonal_(torch.inf)
+    nearest = distances.argmin(1)
     return int((nearest % GROUPS == torch.arange(CLIENTS) % GROUPS).sum())
 
 
 def main() -> None:
+    """Prints the table of the four kinds of rows."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
-    loss = train(model, [language(1 + g) for g in range(GROUPS)], WARM_UP, 3e-3, 1)
+    languages = [language(1 + group) for group in range(GROUPS)]
+    loss = train(model, languages, WARM_UP, 3e-3, 1)
     base = {k: v.clone() for k, v in model.state_dict().items()}
     print(
-        f"pre-trained to a loss of {loss:.2f}; nearest neighbours of the own group, of "
-        f"{CLIENTS} "
-        f"(by chance {CLIENTS * 3 / 11:.1f}):\n"
+        f"Pre-trained to a loss of {loss:.2f}.\n"
+        "Clients whose nearest neighbour is in their own group, "
+        f"of {CLIENTS} (by chance {CLIENTS * 3 / 11:.1f}):\n"
     )
-    print(
-        "| first A | factors | B alone | core rows | their directions | clusters right "
-        "|"
-    )
+    print("| first A | factors | B alone | core rows | directions | clusters right |")
     print("|---|---|---|---|---|---|")
     for own_a in (False, True):
         states, scales = adapters(base, own_a)
         rows, layout = lowrank.pack(states, scales)
-        raw, b = (
-            pflcore.pack(states).rows,
-            pflcore.pack(states, include="*lora_B*").rows,
-        )
+        factors = pflcore.pack(states).rows
+        b_alone = pflcore.pack(states, include="*lora_B*").rows
+        directions = torch.nn.functional.normalize(rows)
+        counts = [right(r) for r in (factors, b_alone, rows, directions)]
+        # The clusters are right where all clients of a group receive the same mean.
         means = pflcore.personalize(rows, "clusters", k=GROUPS, directions=True)
         pure = all(torch.equal(means[i], means[i % GROUPS]) for i in range(CLIENTS))
-        counts = [right(r) for r in (raw, b, rows, torch.nn.functional.normalize(rows))]
-        cells = ["their own" if own_a else "common", *counts, "yes" if pure else "no"]
+        first_a = "their own" if own_a else "common"
+        cells = [first_a, *counts, "yes" if pure else "no"]
         print(f"| {' | '.join(map(str, cells))} |")
-        lost = lowrank.unpack(means, layout)[1]
+        _, losses = lowrank.unpack(means, layout)
     print(
-        f"\nThe groups' means, cut to each client's rank {RANK}, lost up to "
-        f"{max(lost):.0%} of a layer's square."
+        f"\nCutting the groups' means to each client's rank {RANK} lost up to "
+        f"{max(losses):.0%} of a layer's squared norm."
     )
 
 

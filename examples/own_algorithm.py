@@ -1,5 +1,10 @@
-"""An algorithm of one's own: FedPer (Arivazhagan et al. 2019), whose clients share the
-body of the model and keep their heads."""
+"""Defines an algorithm of your own, FedPer, and compares it with FedAvg.
+
+In FedPer (Arivazhagan et al. 2019) the clients share the body of the model. Each client
+keeps its own head.
+
+Symbols: S clients of a cohort, P parameters of a model, K of them in the body.
+"""
 
 from dataclasses import dataclass
 
@@ -12,18 +17,19 @@ from pflcore.data import federation_of
 
 @dataclass(frozen=True)
 class FedPer(FedAvg):
-    """server: shared columns x [K] · client: head [P - K] · down: x [S, K] · up:
-    delta [S, K]."""
+    """FedPer (Arivazhagan et al. 2019): clients share all columns but the head.
 
-    # what the server starts from
+    server: x [K] · client: head [P - K] · down: x [S, K] · up: delta [S, K]
+    """
+
+    # Returns what the server starts from.
     def server_init_args(self, net: Net) -> Tensors:
         return {"x0": net.split(net.w0)[0]}
 
-    # the state of a client at its first round
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"head": net.split(net.w0[None])[1]}
 
-    # what the cohort keeps, what it uploads, and how it trained
+    # Returns what the clients keep, what they upload, and the result of training.
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
     ) -> TrainResult:
@@ -31,12 +37,13 @@ class FedPer(FedAvg):
         x, head = clients.net.split(fit.w)
         return {"head": head}, {"delta": x - down["x"]}, fit
 
-    # what is evaluated: each client's model [S, P]
+    # Returns the model of each client, [S, P], for evaluation.
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         return {"w": clients.net.join(down["x"], client_state["head"])}
 
 
 if __name__ == "__main__":
+    # Checks that the class keeps the rules for algorithms.
     testing.check(FedPer)
     data = federation_of("digits", "C", n=10)
     for algorithm in (FedAvg, FedPer):

@@ -1,12 +1,18 @@
-"""A personalized server step over several processes or machines, none of which holds
-all clients' models.
+"""Runs a personalized server step on several processes or machines.
 
-torchrun --nproc-per-node=2 examples/sharded.py        on two machines: --nnodes=2
---rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500
+On one machine with two processes:
+    torchrun --nproc-per-node=2 examples/sharded.py
+On two machines, add:
+    --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500
 
-Each rank has received some clients' whole models. They become columns of all clients,
-over which distances cost one small all-reduce and mixing nothing at all; the mixed
-models go back as rows. It is then held against the same step in one process.
+No rank holds the models of all clients. Each rank has received the whole models of some
+clients. The ranks exchange them, so that each rank has some columns of all models.
+Distances then take one small all-reduce, and mixing takes no communication. The mixed
+models return to the ranks as whole models. At the end the result is compared with the
+same step in one process.
+
+Symbols: N clients, n clients of this rank, P parameters, p columns of this rank, K
+neighbours.
 """
 
 import os
@@ -18,19 +24,26 @@ import torch.distributed as dist
 import pflcore
 from pflcore.interop import distributed
 
-N, P, K = 24, 200_000, 5  # clients, parameters, neighbours that each mixes with
+N = 24  # clients
+P = 200_000  # parameters of a model
+K = 5  # neighbours that each client mixes with
 
 
 def models() -> torch.Tensor:  # [N, P]
-    """What clients have sent: four groups, and one start that all have in common."""
+    """The uploaded models of four groups with a common start."""
     gen = torch.Generator().manual_seed(0)
-    start, groups, own = (torch.randn(n, P, generator=gen) for n in (1, 4, N))
-    return start + 0.02 * groups[torch.arange(N) % 4] + 0.005 * own
+    start = torch.randn(1, P, generator=gen)
+    groups = torch.randn(4, P, generator=gen)
+    clients = torch.randn(N, P, generator=gen)
+    group_of_client = torch.arange(N) % 4
+    return start + 0.02 * groups[group_of_client] + 0.005 * clients
 
 
 def mixing(sqdist: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """FedDWA's weights: the nearest K, each by 1 / distance^2."""
-    return pflcore.feddwa_weights(sqdist.clone().fill_diagonal_(torch.inf), K)
+    """FedDWA's weights of the K nearest clients, and their index."""
+    # A client is infinitely far from itself, so that it does not choose itself.
+    distances = sqdist.clone().fill_diagonal_(torch.inf)
+    return pflcore.feddwa_weights(distances, K)
 
 
 cuda = torch.cuda.is_available()
@@ -39,32 +52,39 @@ device = (
 )
 if cuda:
     torch.cuda.set_device(device)
-dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=2))
-rank, ranks = dist.get_rank(), dist.get_world_size()
+communication = "nccl" if cuda else "gloo"
+dist.init_process_group(communication, timeout=timedelta(minutes=2))
+rank = dist.get_rank()
+ranks = dist.get_world_size()
 
-everything = models().to(device)  # the example's check alone needs it
-# [n, P], the clients that this rank has received
-mine = everything.tensor_split(ranks)[rank]
+# Only the comparison at the end needs the models of all clients on one rank.
+everything = models().to(device)  # [N, P]
+# The models [n, P] that this rank has received.
+received = everything.tensor_split(ranks)[rank]
 
-columns = distributed.to_columns(mine)  # [N, p]
+columns = distributed.to_columns(received)  # [N, p]
 sqdist = distributed.pairwise_sqdist(columns)  # [N, N], on every rank
 mixed = distributed.aggregate(columns, *mixing(sqdist))  # [N, p]
-personal = distributed.to_rows(mixed, count=len(mine))  # [n, P]
+personal = distributed.to_rows(mixed, count=len(received))  # [n, P]
 
-alone = pflcore.pairwise_sqdist(everything)
-off = ((sqdist - alone).abs() / alone.clamp(min=1e-9)).max().item()
-want = pflcore.aggregate(everything, *mixing(alone)).tensor_split(ranks)[rank]
-equal = torch.tensor(float((personal - want).abs().max()), device=device)
-dist.all_reduce(equal, dist.ReduceOp.MAX)
+# The same step in one process. The diagonal of the distances is 0, so the relative
+# error is taken of 1e-9 at least.
+one_process = pflcore.pairwise_sqdist(everything)
+relative_error = (sqdist - one_process).abs() / one_process.clamp(min=1e-9)
+distance_error = relative_error.max().item()
+want = pflcore.aggregate(everything, *mixing(one_process))
+want = want.tensor_split(ranks)[rank]
+model_error = torch.tensor(float((personal - want).abs().max()), device=device)
+dist.all_reduce(model_error, dist.ReduceOp.MAX)
 if rank == 0:
-    megabytes = len(mine) * (P - columns.shape[1]) * 4 / 1e6
+    megabytes = len(received) * (P - columns.shape[1]) * 4 / 1e6
     print(f"{ranks} ranks, {N} clients, {P} parameters, {pflcore.backend()}")
     print(
         f"rank 0 sent {megabytes:.1f} MB of rows, {4 * N * (N - 1)} bytes of "
         f"distances, {megabytes:.1f} MB of rows back"
     )
     print(
-        f"distances off those of one process by {off:.1e}, models by "
-        f"{equal.item():.1e}, of values up to {everything.abs().max():.0f}"
+        f"distances differ from those of one process by {distance_error:.1e}, models "
+        f"by {model_error.item():.1e}, of values up to {everything.abs().max():.0f}"
     )
 dist.destroy_process_group()

@@ -1,11 +1,15 @@
-"""Two suites: `pytest` runs the quick one, `pytest --suite deep` what is slow or wide,
+"""The quick suite, the deep suite, and the paths of the kernels.
+
+`pytest` runs the quick suite, `pytest --suite deep` the slow and wide tests, and
 `--suite all` both.
 
 `@pytest.mark.deep("reason")` puts a test, or one of its parameters, into the deep
-suite; tests whose examples hypothesis draws run in both, with 15 examples in the quick
-one. Examples are the same on every run and every machine. A test has one torch thread
-unless it asks. Ctrl-C is answered as at a terminal, also where a shell that runs the
-tests in the background has them ignore it.
+suite. Tests whose examples hypothesis draws run in both suites, with 15 examples in the
+quick one. Examples are the same on every run and every machine. A test has one torch
+thread unless it asks for more.
+
+Ctrl-C is answered as at a terminal, even where a background shell makes its programs
+ignore it.
 """
 
 from __future__ import annotations
@@ -28,9 +32,9 @@ from hypothesis import HealthCheck, settings
 from examples import QUICK
 
 ROOT = Path(__file__).parent.parent
-# bench; last, so that the pflcore that is tested is the one that is installed
+# For `bench`. It stands last, so that the installed pflcore is tested.
 sys.path.append(str(ROOT))
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
 
 from pflcore.ops import _library as library  # noqa: E402
 from pflcore.ops import reference  # noqa: E402
@@ -62,20 +66,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # what a test draws does not depend on those before it; hypothesis does so for its
-    # own
+    # A test's random numbers do not depend on the tests before it. hypothesis does the
+    # same for its own numbers.
     torch.manual_seed(0)
     grouped = "@" in item.nodeid or not getattr(item.config.option, "loadgroup", False)
     assert grouped or item.path.stem not in ONE_PROCESS, "xdist does not see the groups"
 
 
-# what they compile or start is shared by their tests
+# The tests of these files share what they compile or start.
 ONE_PROCESS = {"test_archives", "test_distributed", "test_kernels", "test_sanitize"}
 
 
 def senseless(item):
-    """`@pytest.mark.unless(lambda engine, model: ...)` leaves out combinations of
-    parameters that mean nothing."""
+    """True for a combination of parameters without meaning.
+
+    `@pytest.mark.unless(lambda engine, model: ...)` marks such combinations.
+    """
     return any(
         mark.args[0](
             *map(item.callspec.params.get, inspect.signature(mark.args[0]).parameters)
@@ -84,11 +90,13 @@ def senseless(item):
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups after it
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    suite, kept, left = config.getoption("--suite"), [], []
+    suite = config.getoption("--suite")
+    kept = []
+    left = []
     for item in [i for i in items if not senseless(i)]:
         if item.path.stem in ONE_PROCESS:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
@@ -106,10 +114,10 @@ def pytest_collection_modifyitems(
     config.hook.pytest_deselected(items=left)
 
 
-# why a test may be skipped, and whether this machine is of that kind
+# reasons of skips, and whether they hold on this machine
 
 DATA = os.environ.get("PFLCORE_DATA")
-LACKS = {  # a word in the reason of a skip -> whether it is so
+LACKS = {  # a word in the reason of a skip -> True where it holds
     "GPU": not torch.cuda.is_available(),
     "kernels": library.kernels is None,
     "C++ compiler": shutil.which(os.environ.get("CXX", "c++").split()[0]) is None,
@@ -129,8 +137,11 @@ LACKS = {  # a word in the reason of a skip -> whether it is so
 
 
 def explained(why: str) -> bool:
-    """A package that is not installed (what `pytest.importorskip` says of it), or what
-    else is in the table."""
+    """True where this machine explains a skip.
+
+    Either a package is not installed (`pytest.importorskip` says so), or `LACKS` has a
+    word of the reason.
+    """
     module = re.search(r"could not import '(\w+)", why)
     if module:
         return importlib.util.find_spec(module[1]) is None
@@ -155,14 +166,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     whole = not hasattr(session.config, "workerinput")
     if _idle and whole and session.config.getoption("--no-idle-skips"):
         session.exitstatus = 1
-        said = session.config.get_terminal_writer()
-        said.line("\nskipped, and this machine does not explain it:")
+        writer = session.config.get_terminal_writer()
+        writer.line("\nskipped, and this machine does not explain it:")
         for line in _idle:
-            said.line(line)
+            writer.line(line)
 
 
-# what may run the ops: the instruction sets of this machine, the best one first, and
-# the references
+# paths of the ops: the machine's instruction sets, best first, and the references
 
 
 def paths() -> list[str]:
@@ -174,7 +184,7 @@ def paths() -> list[str]:
     return [*here, "references"]
 
 
-BEST, *OTHERS = paths()  # those beside the best one are for the deep suite
+BEST, *OTHERS = paths()  # the others belong to the deep suite
 EACH = [
     BEST,
     *(pytest.param(n, marks=pytest.mark.deep("another path")) for n in OTHERS),
@@ -183,7 +193,7 @@ EACH = [
 
 @contextlib.contextmanager
 def on_references() -> Iterator[None]:
-    """The ops run their references, although the kernels are loaded."""
+    """Makes the ops run their references, although kernels are loaded."""
     overrides = torch.library.Library("pflcore", "IMPL")
     for name, function in vars(reference).items():
         if callable(function):
@@ -196,8 +206,9 @@ def on_references() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_path(name: str) -> Iterator[str]:
-    """The ops run this path of the kernels, or their references."""
-    before, threads = library.cpu_isa(), torch.get_num_threads()
+    """Makes the ops run this path of the kernels, or their references."""
+    before = library.cpu_isa()
+    threads = torch.get_num_threads()
     beside = name == "references" and before is not None
     with on_references() if beside else contextlib.nullcontext():
         try:
@@ -211,14 +222,17 @@ def on_path(name: str) -> Iterator[str]:
 
 @pytest.fixture(params=EACH)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every path of the kernels, and the references beside them."""
+    """Every path of the kernels, and the references."""
     with on_path(request.param) as name:
         yield name
 
 
 @pytest.fixture(params=EACH[:-1] or [BEST])
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every path of the kernels; one thread, unless the test asks."""
+    """Every path of the kernels.
+
+    There is one thread, unless the test asks for more.
+    """
     if library.kernels is None:
         pytest.skip("the kernels are not loaded")
     with on_path(request.param) as name:

@@ -1,4 +1,4 @@
-"""Data and defaults by their public names, under shorter ones."""
+"""Short names for public data sets, defaults and checks."""
 
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -19,7 +19,7 @@ femnist, school, vehicle = (
 
 
 def folder(path, **options):
-    """A folder of files as it comes: no split, no scale of its own."""
+    """A folder of files as a federation, without a split and unscaled."""
     return federation_of(f"folder:{path}", fractions={}, **options)
 
 
@@ -28,24 +28,30 @@ def leaf(path, **options):
 
 
 def held_out(data):
-    """The same federation with every fifth of a client's training samples as "val",
-    where it has five."""
+    """The same federation with a "val" split.
+
+    Every fifth training sample of a client becomes a validation sample, where the
+    client has five.
+    """
     index = {split: list(rows) for split, rows in data.index.items()}
     index["val"] = [rows[4::5] for rows in index["train"]]
     index["train"] = [rows[torch.arange(len(rows)) % 5 != 4] for rows in index["train"]]
     return Federation(data.x, data.y, index, data.classes, data.relabel)
 
 
-IGNORED = -100  # a label that counts in nothing, torch's own
+IGNORED = -100  # torch's label that counts in nothing
 
 
 def spread(p, near, n):
-    """Weights [M, K] of the clients `near` [M, K] as a matrix [M, n]."""
+    """A matrix [M, n] of weights [M, K].
+
+    The weights are those of the clients `near` [M, K].
+    """
     return torch.zeros(len(p), n, dtype=p.dtype).scatter_add_(1, near, p)
 
 
 def strengths(net):
-    """Where the factors' strengths stand in a row: [F], layer after layer."""
+    """Positions [F] of the factors' strengths in a row, layer by layer."""
     return torch.cat(
         [
             torch.arange(s.start, s.stop)
@@ -56,20 +62,23 @@ def strengths(net):
 
 
 def views(alg, state, setting, ids=None):
-    """The personalized models [S, ...] of the clients `ids`, or of everybody, as an
-    evaluation has them, and what their hook was given."""
-    ids, seen = torch.arange(setting.data.n) if ids is None else ids, []
+    """Personalized models [S, ...] of an evaluation, and the hook's clients.
+
+    The models are those of the clients `ids`, or of all clients.
+    """
+    ids = torch.arange(setting.data.n) if ids is None else ids
+    seen = []
 
     class Watched(type(alg)):
         def model(self, down, client_state, clients):
-            made = dict(super().model(down, client_state, clients))
+            models = dict(super().model(down, client_state, clients))
             seen.append(
                 (
-                    made,
-                    replace(clients, buffers=made.get("batch_norm", clients.buffers)),
+                    models,
+                    replace(clients, buffers=models.get("batch_norm", clients.buffers)),
                 )
             )
-            return made
+            return models
 
     options = {f.name: getattr(alg, f.name) for f in fields(alg)}
     evaluate(
@@ -88,8 +97,13 @@ def loss_called(name):
 
 @contextmanager
 def sentence(words, error=ValueError):
-    """One sentence is raised, which begins with these words, a regular expression."""
+    """Asserts that one sentence is raised that begins with `words`.
+
+    `words` is a regular expression.
+    """
     with pytest.raises(error, match=f"^{words}") as raised:
         yield
-    said = str(raised.value)
-    assert said.endswith(".") and ". " not in said and "\n" not in said, said
+    message = str(raised.value)
+    assert message.endswith(".") and ". " not in message and "\n" not in message, (
+        message
+    )

@@ -1,13 +1,12 @@
-"""How many examples hypothesis draws, where a law needs other numbers than the
-suites' own."""
+"""Number of examples that hypothesis draws for a test."""
 
 from hypothesis import settings
 
-QUICK = 15  # also in conftest
+QUICK = 15  # used by conftest.py too
 
 
 def examples(count):
-    """`count` in the deep suite, at most 15 in the quick one."""
+    """Draws `count` examples in the deep suite, at most 15 otherwise."""
     return settings(
         max_examples=min(count, QUICK) if settings().max_examples == QUICK else count
     )

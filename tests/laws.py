@@ -1,6 +1,8 @@
-"""The ops' laws on drawn inputs, for all that runs them: the CPU's kernels and the
-references (tests/ops), the CUDA kernels on a card (tests/gpu) and on the CPU
-(tests/internal/cuda_on_cpu)."""
+"""Properties of the ops on drawn inputs, for everything that runs them.
+
+tests/ops runs the CPU's kernels and the references. tests/gpu runs the CUDA kernels on
+a card, and tests/internal/cuda_on_cpu runs them on the CPU.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,21 +23,23 @@ identical = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
 class Machine(NamedTuple):
-    """`put(t, draw)` gives a matrix's values in memory of its own for `ops`, NaN around
-    them, in a place that hypothesis draws; where they are to be written, in one that
-    may be written."""
+    """A set of ops, and the places of their inputs.
+
+    `put(t, draw)` gives a matrix's values in memory of its own, with NaN around them,
+    at a place that hypothesis draws. With `write=True` the place may be written.
+    """
 
     ops: Any
     put: Callable[..., Tensor]
-    sizes: Sequence[int] = SIZES  # columns
+    sizes: Sequence[int] = SIZES  # numbers of columns
     device: str = "cpu"
-    rows: Sequence[int] = (0, 1, 2, 3, 7, 17)  # of matrices whose distances are taken
-    tensor_cores: bool = False  # a card whose tensor cores have float64 at speed
-    # columns of the distances of weights
+    rows: Sequence[int] = (0, 1, 2, 3, 7, 17)  # numbers of rows, for distances
+    tensor_cores: bool = False  # True for a card with fast float64 in tensor cores
+    # Numbers of columns of the distances, for weights.
     clients: Sequence[int] = (1, 2, 3, 17, 67, 300, 1100)
 
     def place(self, t: Tensor | None, draw: Any, **how: bool) -> Tensor | None:
-        """The same for a tensor of any number of axes, or none."""
+        """The result of `put` for a tensor with any axes, or None."""
         if t is None:
             return None
         rows = t.flatten(0, -2) if t.dim() > 1 else t[None]
@@ -64,37 +68,48 @@ def of(*values):
 
 
 def exact(a, b=None):
-    """The definition in float64."""
+    """The definition of squared distances in float64."""
     b = a if b is None else b
     return (a.double()[:, None] - b.double()).square().sum(-1)
 
 
 def listed(all_pairs, index):
-    """The entries of all pairs; padding (-1) is infinitely far."""
+    """The entries of all pairs that the index lists.
+
+    Padding (-1) is infinitely far.
+    """
     return torch.nn.functional.pad(all_pairs, (1, 0), value=torch.inf).gather(
         1, index + 1
     )
 
 
 def sqdist(on, dtype, draw):
-    """The definition; symmetric, 0 with itself; listed pairs have the bits of all
-    pairs, or are close to them where tensor cores may have made the matrix."""
-    m, n, p = draw(of(*on.rows)), draw(of(5, 11, *on.rows)), draw(of(*on.sizes))
+    """Distances are those of the definition, symmetric, and 0 on the diagonal.
+
+    Listed pairs have the bits of all pairs. They are only close to them where tensor
+    cores may have made the matrix.
+    """
+    m = draw(of(*on.rows))
+    n = draw(of(5, 11, *on.rows))
+    p = draw(of(*on.sizes))
     rows = matrix(draw, m + n, p, dtype, draw(scales(dtype)))
     rows[:1, :1] *= draw(of(1.0, 1.0, torch.nan, torch.inf))
-    a, b = on.put(rows[:m], draw), on.put(rows[m:], draw)
+    a = on.put(rows[:m], draw)
+    b = on.put(rows[m:], draw)
     call = on.ops.pairwise_sqdist
-    both, own = call(a, b).cpu(), call(a).cpu()
+    both = call(a, b).cpu()
+    square = call(a).cpu()
     assert_close(both, exact(rows[:m], rows[m:]), "sqdist", dtype)
-    assert_close(own, exact(rows[:m]).fill_diagonal_(0), "sqdist", dtype)
-    assert own.dtype == F64
-    identical(own, own.T)
-    assert not own.diagonal().any()
-    for other, pairs in ((b, both), (None, own)):
+    assert_close(square, exact(rows[:m]).fill_diagonal_(0), "sqdist", dtype)
+    assert square.dtype == F64
+    identical(square, square.T)
+    assert not square.diagonal().any()
+    for other, pairs in ((b, both), (None, square)):
         index = integers(
             draw(st.integers(0, 99)), -1, pairs.shape[1], draw(of(0, 1, 3, 9)), m
         ).T
-        got, want = call(a, other, index.to(on.device)).cpu(), listed(pairs, index)
+        got = call(a, other, index.to(on.device)).cpu()
+        want = listed(pairs, index)
         if on.tensor_cores and dtype is F32 and len(a) > 20:
             assert_close(got, want, "sqdist", dtype)
         else:
@@ -105,12 +120,13 @@ def sqdist(on, dtype, draw):
 
 
 def distances(rows, n, seed):
-    """Ugly distances: ties, zeros, huge and tiny, absent clients, below 0 by
-    rounding."""
-    kind, size = (
-        integers(seed, 0, 9, rows, n),
-        10.0 ** integers(seed + 1, -3, 4, rows, 1),
-    )
+    """Distances with difficult values.
+
+    They have ties, zeros, huge and tiny numbers, absent clients, and values below 0 by
+    rounding.
+    """
+    kind = integers(seed, 0, 9, rows, n)
+    size = 10.0 ** integers(seed + 1, -3, 4, rows, 1)
     d = randn(seed, rows, n).abs() * size
     for turn, value in enumerate(
         (0.0, 2.5, torch.inf, torch.nan, -1e-9)[: 2 + seed % 2 * 3]
@@ -120,24 +136,22 @@ def distances(rows, n, seed):
 
 
 def weights(on, dtype, draw):
-    """Both rules are their references, of any dtype in any place."""
-    rows, n, seed = (
-        draw(of(0, 1, 3, 17, 33)),  # of blocks of 16
-        draw(of(*on.clients)),
-        draw(st.integers(0, 99)),
-    )
+    """Both ops of weights agree with their references, for any place."""
+    rows = draw(of(0, 1, 3, 17, 33))  # with blocks of 16
+    n = draw(of(*on.clients))
+    seed = draw(st.integers(0, 99))
     k = draw(of(1, 2, 5, 16, 31, 32, 33, 34, 255, 2000))
-    d, target = distances(rows, n, seed).to(dtype), integers(seed, 0, n, rows)
-    there = on.put(d, draw)
-    (weight, index), (want, near) = (
-        on.ops.feddwa_weights(there, k),
-        reference.feddwa_weights(d, k),
-    )
+    d = distances(rows, n, seed).to(dtype)
+    target = integers(seed, 0, n, rows)
+    placed = on.put(d, draw)
+    weight, index = on.ops.feddwa_weights(placed, k)
+    want, near = reference.feddwa_weights(d, k)
     assert torch.equal(index.cpu(), near)
     torch.testing.assert_close(weight.cpu(), want, rtol=1e-12, atol=1e-300)
-    omega, psi = draw(of(0.0, 0.2, 0.7, 1.0, 1.3)), draw(of(0.0, 0.3, 0.9))
+    omega = draw(of(0.0, 0.2, 0.7, 1.0, 1.3))
+    psi = draw(of(0.0, 0.3, 0.9))
     for tie in ("closed", "uniform"):
-        got = on.ops.waffle_weights(there, target.to(on.device), omega, psi, tie).cpu()
+        got = on.ops.waffle_weights(placed, target.to(on.device), omega, psi, tie).cpu()
         want = reference.waffle_weights(d, target, omega, psi, tie == "uniform")
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
 
@@ -146,7 +160,10 @@ def weights(on, dtype, draw):
 
 
 def scattered(weight, index, n):
-    """The dense [M, N] weights in float64; an index named twice adds up."""
+    """The dense [M, N] weights in float64.
+
+    The weights of an index that is named twice are added.
+    """
     if index is None:
         return weight.double()
     return torch.zeros(len(weight), n, dtype=F64).scatter_add_(
@@ -155,29 +172,35 @@ def scattered(weight, index, n):
 
 
 def close_mix(got, updates, weight, index=None, base=None, lr=1.0):
-    """`got` is base + lr * (weight @ updates), its error measured by the sizes of
-    the addends."""
-    u, w = updates.double(), scattered(weight, index, len(updates))
+    """Asserts that `got` is base + lr * (weight @ updates).
+
+    The error is measured by the sizes of the addends.
+    """
+    u = updates.double()
+    w = scattered(weight, index, len(updates))
     start = torch.zeros((), dtype=F64) if base is None else base.double()
     size = start.abs() + abs(lr) * (
         scattered(weight.abs(), index, len(updates)) @ u.abs()
     )
     assert got.dtype == (updates if base is None else base).dtype
     exactly = got.dtype == F64 and updates.dtype == F64
-    # accumulated in float32, or rounded to it in the end
+    # The sum is accumulated in float32, or rounded to it in the end.
     rounding = F32 if got.dtype in (F32, F64) and not exactly else got.dtype
     assert_close(got.cpu(), start + lr * (w @ u), "aggregate", rounding, size)
 
 
 def aggregate(on, dtype, draw):
-    """The formula, dense and by index, onto any base; into `out`, which may be the base
-    itself, the same bits, and none beside. What has no weight by index is not read."""
-    n, m, p = (
-        draw(of(0, 1, 2, 7, 20)),
-        draw(of(0, 1, 2, 8, 9, 13, 33, 100)),
-        draw(of(*on.sizes)),
-    )
-    seed, scale = draw(st.integers(0, 99)), draw(scales(dtype))
+    """Mixtures are those of the formula.
+
+    They are dense or by index, and onto any base. Written into `out`, which may be the
+    base itself, they have the same bits, and the memory around `out` stays. An update
+    without weight is not read by index.
+    """
+    n = draw(of(0, 1, 2, 7, 20))
+    m = draw(of(0, 1, 2, 8, 9, 13, 33, 100))
+    p = draw(of(*on.sizes))
+    seed = draw(st.integers(0, 99))
+    scale = draw(scales(dtype))
     updates = matrix(draw, n, p, dtype, scale)
     sparse = draw(st.booleans())
     k = draw(of(0, 1, 2, 5, 9, 40)) if sparse and n else n
@@ -192,20 +215,21 @@ def aggregate(on, dtype, draw):
         if shape is None
         else randn(seed + 1, *shape, scale=scale).to(draw(of(*kinds)))
     )
-    lr, precise = draw(of(1.0, 0.5, -0.1, 0.0, 1e-3)), draw(st.booleans())
+    lr = draw(of(1.0, 0.5, -0.1, 0.0, 1e-3))
+    precise = draw(st.booleans())
     seen = updates.clone()
     if sparse:
         seen[~torch.isin(torch.arange(n), index[weight * lr != 0])] = torch.nan
-    there = [on.place(seen, draw), on.place(weight, draw)]
-    there += [None if index is None else index.to(on.device)]
-    got = on.ops.aggregate(*there, on.place(base, draw), lr, precise=precise)
+    placed = [on.place(seen, draw), on.place(weight, draw)]
+    placed += [None if index is None else index.to(on.device)]
+    got = on.ops.aggregate(*placed, on.place(base, draw), lr, precise=precise)
     close_mix(got, updates, weight, index, base, lr)
     fits = shape == (m, p) and draw(st.booleans())
     out = on.put(
         base if fits else torch.full_like(got.cpu(), torch.nan), draw, write=True
     )
     onto = out if fits else on.place(base, draw)
-    assert on.ops.aggregate(*there, onto, lr, out, precise) is out and intact(out)
+    assert on.ops.aggregate(*placed, onto, lr, out, precise) is out and intact(out)
     identical(out, got)
     plain = reference.aggregate(updates, weight, index, base, lr, precise)
     close_mix(plain, updates, weight, index, base, lr)
@@ -215,13 +239,15 @@ def aggregate(on, dtype, draw):
 
 
 def dense(x, w_a, lam, w_b):
-    """x times the dense weight sum_f lam_f w_a[:, f] w_b[f, :], clients' axes
-    broadcast."""
+    """The product of x and the dense weight.
+
+    That weight is sum_f lam_f w_a[:, f] w_b[f, :]. Clients' axes are broadcast.
+    """
     return x @ (w_a * lam[..., None, :] @ w_b).mT
 
 
 def factors(b, i, f, o, dtype=F64, leads=((),) * 4, active=1.0, seed=0):
-    """x, w_a, lam, w_b; so many of the factors are not off."""
+    """Arguments x, w_a, lam, w_b, with a share `active` of active factors."""
     shapes = ((b, i), (o, f), (f,), (f, i))
     out = [
         randn(seed + k, *lead, *shape)
@@ -233,8 +259,11 @@ def factors(b, i, f, o, dtype=F64, leads=((),) * 4, active=1.0, seed=0):
 
 
 def close_layer(args, there=None, need=(True,) * 4, call=ops.rank1_linear):
-    """Value and gradients against autograd through the dense weight in float64, errors
-    measured by the same of the absolute values."""
+    """Asserts value and gradients of the factorized layer.
+
+    They are compared with autograd through the dense weight in float64. Errors are
+    measured by the same computation on absolute values.
+    """
     leaves = [
         t.detach().requires_grad_(w) for t, w in zip(there or args, need, strict=True)
     ]
@@ -249,8 +278,8 @@ def close_layer(args, there=None, need=(True,) * 4, call=ops.rank1_linear):
         y, [t for t in leaves if t.requires_grad], grad.to(y.device)
     )
     want, size = (
-        torch.autograd.functional.vjp(dense, tuple(given), g)[1]
-        for given, g in ((wide, grad.double()), (sizes, grad.double().abs()))
+        torch.autograd.functional.vjp(dense, tuple(values), g)[1]
+        for values, g in ((wide, grad.double()), (sizes, grad.double().abs()))
     )
     wanted = [k for k in range(4) if need[k]]
     for g, k in zip(got, wanted, strict=True):
@@ -259,8 +288,10 @@ def close_layer(args, there=None, need=(True,) * 4, call=ops.rank1_linear):
 
 
 def rank1(on, dtype, draw):
-    """The layer and the gradients that are wanted, clients' axes where they may be,
-    factors off."""
+    """The layer and the wanted gradients are those of the dense weight.
+
+    Clients' axes may stand wherever they are allowed, and factors may be inactive.
+    """
     sizes = [draw(of(1, 2, 3, 7, 8, 13, 17, 33, 67, 0)) for _ in range(4)]
     has, need = (draw(st.tuples(*[st.booleans()] * 4)) for _ in range(2))
     clients = draw(of(3, 3, 0))
@@ -268,15 +299,15 @@ def rank1(on, dtype, draw):
     args = factors(
         *sizes, dtype, leads, draw(of(0.0, 0.3, 1.0)), draw(st.integers(0, 99))
     )
-    there = [on.place(t, draw) for t in args]
-    close_layer(args, there, need, on.ops.rank1_linear)
+    placed = [on.place(t, draw) for t in args]
+    close_layer(args, placed, need, on.ops.rank1_linear)
 
 
 # --- sgd_step_ --------------------------------------------------------------
 
 
 def stepped(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay):
-    """In float64: new w, new buffer."""
+    """The formula of a step: the new w and the new buffer."""
     d = grad if shift is None else grad + shift
     if anchor is not None:
         d = d + (mu[:, None] if isinstance(mu, Tensor) else mu) * (w - anchor)
@@ -287,10 +318,15 @@ def stepped(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay
 
 
 def sgd(on, dtype, draw):
-    """The formula, each tensor in a place of its own; what is masked does not move, nor
-    what lies between the rows. A row alone takes the same step, bit for bit."""
-    s, q = draw(of(0, 1, 2, 5, 17)), draw(of(*on.sizes))
-    seed, kind = draw(st.integers(0, 99)), draw(of(None, "number", "rows"))
+    """A step is that of the formula.
+
+    Each tensor is in its own place. Masked entries do not move, and the memory between
+    the rows stays. A row alone takes the same step, bit for bit.
+    """
+    s = draw(of(0, 1, 2, 5, 17))
+    q = draw(of(*on.sizes))
+    seed = draw(st.integers(0, 99))
+    kind = draw(of(None, "number", "rows"))
     t = [randn(seed + k, s, q, dtype=dtype) for k in range(5)]
     for k, wanted in ((2, draw(st.booleans())), (3, kind), (4, draw(st.booleans()))):
         t[k] = t[k] if wanted else None
@@ -298,30 +334,32 @@ def sgd(on, dtype, draw):
     mask = None if shape is None else randn(seed + 5, *shape).gt(0).to(dtype)
     rates = torch.rand(s, generator=torch.Generator().manual_seed(seed), dtype=F64)
     mu = {None: 0.0, "number": 0.3, "rows": rates}[kind]
-    momentum, decay = 0.0 if t[4] is None else 0.9, draw(of(0.0, 0.01))
-    there = [on.place(x, draw, write=k in (0, 4)) for k, x in enumerate(t)]
-    held = on.place(mask, draw)
-    w, buffer = there[0], there[4]
+    momentum = 0.0 if t[4] is None else 0.9
+    decay = draw(of(0.0, 0.01))
+    placed = [on.place(x, draw, write=k in (0, 4)) for k, x in enumerate(t)]
+    placed_mask = on.place(mask, draw)
+    w = placed[0]
+    buffer = placed[4]
     there_mu = mu.to(on.device) if kind == "rows" else mu
 
     def step(w, grad, shift, anchor, buffer, mask, mu):
-        given = (w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, decay)
-        assert on.ops.sgd_step_(*given) is None
+        arguments = (w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, decay)
+        assert on.ops.sgd_step_(*arguments) is None
 
-    step(*there, held, there_mu)
+    step(*placed, placed_mask, there_mu)
     wide = [None if x is None else x.double() for x in (*t, mask)]
     want = stepped(
         *wide[:2], 0.1, wide[2], wide[5], mu, wide[3], momentum, wide[4], decay
     )
     for got, value in zip((w, buffer), want, strict=True):
         if got is not None:
-            # ten terms of size 2
+            # Ten terms of size 2.
             assert_close(got.cpu(), value, "sgd", dtype, 20 * torch.ones_like(value))
             assert intact(got)
     one = [on.place(None if x is None else x[:1], draw, write=True) for x in t]
     step(
         *one,
-        held[:1] if shape == (s, q) else held,
+        placed_mask[:1] if shape == (s, q) else placed_mask,
         there_mu[:1] if kind == "rows" else there_mu,
     )
     identical((one[0], one[4]), (w[:1], None if buffer is None else buffer[:1]))
@@ -340,12 +378,14 @@ LAWS = {
 
 
 def inputs(p, dtype, device):
-    """What tests/golden/calls.json names."""
+    """Inputs by the names that tests/golden/calls.json uses."""
 
     def r(seed, *shape):
         return randn(seed, *shape, dtype=dtype).to(device)
 
-    rows, weight, wide = r(0, 20, p), randn(3, 20, 20).to(device), dtype in (F32, F64)
+    rows = r(0, 20, p)
+    weight = randn(3, 20, 20).to(device)
+    wide = dtype in (F32, F64)
     args = factors(17, 57, 61, 31, dtype, ((6,), (), (6,), ()), 0.7)
     x, w_a, lam, w_b = (t.to(device) for t in args)
     w = rows.to(dtype if wide else F32)
@@ -378,7 +418,10 @@ def inputs(p, dtype, device):
 
 
 def calls(run, backward, p, dtype=F32, device="cpu"):
-    """Each op, in the ways that its kernels take: what is called, and with what."""
+    """Functions and their inputs, by name.
+
+    They are the ops in the ways that their kernels take.
+    """
 
     def step(w, *others):
         run.sgd_step_(w, *others)
@@ -387,9 +430,10 @@ def calls(run, backward, p, dtype=F32, device="cpu"):
     def two(*given):
         return backward(*given)[:2]
 
-    own = {"step": step, "backward": backward, "two gradients": two}
+    functions = {"step": step, "backward": backward, "two gradients": two}
     of = inputs(p, dtype, device)
-    return {
-        name: (own.get(op) or getattr(run, op), [of.get(a, a) for a in given])
-        for name, (op, *given) in golden("calls").items()
-    }
+    named = {}
+    for name, (op, *arguments) in golden("calls").items():
+        function = functions.get(op) or getattr(run, op)
+        named[name] = (function, [of.get(a, a) for a in arguments])
+    return named

@@ -1,11 +1,12 @@
-"""Mutants of the package, drawn by a library, and whether a test notices each:
-`make mutants`.
+"""Draws mutants of the package and runs tests on them: `make mutants`.
 
 cosmic-ray draws a place and an operator, for example `<` for `<=`. Each mutant is tried
-in a copy of the tree with the tests that reach its line, as the two suites under
-coverage have it (kept in build/mutants/; `--record` makes it again): the quick suite's
-first and the quickest of them first, until one fails. A mutant that survives is a
-property that no test knows: write the test, or see that the mutant computes the same.
+in a copy of the tree, with the tests that reach its line, until one fails. The quick
+suite's tests come first, and the quickest of them first.
+
+The tests of a line are known from the two suites under coverage. That table is kept in
+build/mutants/; `--record` makes it again. A mutant that survives is a property that no
+test knows: write the test, or see that the mutant computes the same.
 """
 
 import argparse
@@ -27,8 +28,8 @@ from places import ROOT, ran
 KEPT = ROOT / "build" / "mutants"
 SUITES = ("fast", "deep")
 PACKAGES = ("ops", "algorithms", "train", "simulation")
-SECONDS = 120  # that the tests of one mutant may take
-TRIED = 40  # seconds under coverage of the tests that are tried in a suite
+SECONDS = 120  # limit for the tests of one mutant in a suite
+TRIED = 40  # seconds of tests, as coverage counts them, tried in a suite
 
 
 # mutants ---------------------------------------------------------------------
@@ -37,21 +38,14 @@ MESSAGES = (ast.Raise, ast.JoinedStr, ast.Assert, ast.AnnAssign)
 
 
 def messages(source):
-    """The lines of errors, warnings, checks, decorators and docstrings."""
+    """Lines of errors, warnings, checks, decorators and docstrings."""
     lines = set()
     for node in ast.walk(ast.parse(source)):
         aside = list(getattr(node, "decorator_list", []))
-        said = (
-            isinstance(node, MESSAGES) or getattr(node, "name", "") == "__post_init__"
-        )
-        said |= isinstance(node, ast.Call) and "warn" in ast.unparse(node.func)
-        said |= isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        aside += [node] if said else []
-        lines |= {
-            line
-            for n in aside
-            for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)
-        }
+        if is_message(node):
+            aside.append(node)
+        for part in aside:
+            lines |= set(range(part.lineno, (part.end_lineno or part.lineno) + 1))
         if isinstance(node, ast.If) and any(
             isinstance(n, ast.Raise) for n in node.body
         ):
@@ -59,15 +53,31 @@ def messages(source):
     return lines
 
 
+def is_message(node):
+    """True for a node whose change no test should notice.
+
+    It is an error, a warning, a check, or a constant such as a docstring.
+    """
+    if isinstance(node, MESSAGES) or getattr(node, "name", "") == "__post_init__":
+        return True
+    if isinstance(node, ast.Call):
+        return "warn" in ast.unparse(node.func)
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
 def drawn_mutants(count, seed):
-    """So many mutants, drawn over the packages' code by the size of their files."""
+    """A list of `count` mutants of the packages' code.
+
+    Files are drawn by their size.
+    """
     from cosmic_ray.ast import Visitor, get_ast
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator, operator_names
 
     class Places(Visitor):
         def __init__(self, operator):
-            self.operator, self.lines = operator, []
+            self.operator = operator
+            self.lines = []
 
         def visit(self, node):
             self.lines += [
@@ -78,16 +88,19 @@ def drawn_mutants(count, seed):
     names = [
         n for n in operator_names() if "Variable" not in n and "Decorator" not in n
     ]
-    chance, out = random.Random(seed), []
-    files = [
-        p for name in PACKAGES for p in sorted((ROOT / "pflcore" / name).rglob("*.py"))
-    ]
+    chance = random.Random(seed)
+    out = []
+    files = []
+    for name in PACKAGES:
+        files += sorted((ROOT / "pflcore" / name).rglob("*.py"))
     weight = [p.stat().st_size for p in files]
     while len(out) < count:
-        (path,), name = chance.choices(files, weight), chance.choice(names)
+        (path,) = chance.choices(files, weight)
+        name = chance.choice(names)
         source = path.read_text(encoding="utf-8")
         operator = get_operator(name)()
-        places, aside = Places(operator), messages(source)
+        places = Places(operator)
+        aside = messages(source)
         places.walk(get_ast(source))
         fitting = [k for k, line in enumerate(places.lines) if line not in aside]
         if fitting:
@@ -106,8 +119,10 @@ def drawn_mutants(count, seed):
 
 
 def record(suite):
-    """Plays a suite under coverage: which tests reach which lines, and the seconds that
-    they take."""
+    """Runs a suite under coverage, and writes its results to files.
+
+    The files tell which tests reach which lines, and how many seconds each test takes.
+    """
     KEPT.mkdir(parents=True, exist_ok=True)
     (KEPT / "rc").write_text(
         f"[run]\nbranch = False\nsource = {ROOT / 'pflcore'}, "
@@ -129,7 +144,7 @@ def pytest(place, words, env, seconds=None):
 
 
 class Reached:
-    """The tests of each line, the quickest first."""
+    """The tests that reach each line, the quickest first."""
 
     def __init__(self, suite):
         from coverage import CoverageData
@@ -150,11 +165,13 @@ class Reached:
 
     def tests(self, path, first, last):
         lines = self.data.contexts_by_lineno(str(path))
-        some = {c for n in range(first, last + 1) for c in lines.get(n, [])} - {""}
-        # of a line that runs when the module is imported: whoever uses the module
-        if not some:
-            some = {c for contexts in lines.values() for c in contexts} - {""}
-        tests = sorted({c.rpartition("|")[0] for c in some}, key=self.cost)
+        reaching = set().union(*(lines.get(n, []) for n in range(first, last + 1)))
+        reaching.discard("")
+        # A line that runs at import is reached by all tests that use the module.
+        if not reaching:
+            reaching = set().union(*lines.values())
+            reaching.discard("")
+        tests = sorted({c.rpartition("|")[0] for c in reaching}, key=self.cost)
         spent = list(accumulate(map(self.cost, tests)))
         return tests[: max(1, bisect(spent, TRIED))]
 
@@ -175,13 +192,14 @@ def copied(to):
 
 def tried(mutant, place, reached):
     """The suite that kills the mutant, or "survived"."""
-    path, here = ROOT / mutant["where"], place / mutant["where"]
+    path = ROOT / mutant["where"]
+    here = place / mutant["where"]
     here.write_text(mutant["source"], encoding="utf-8")
     try:
         for suite in SUITES:
             tests = reached[suite].tests(path, mutant["line"], mutant["line"])
             words = f"--suite {suite} -x -q --tb=line -p no:randomly".split()
-            # in a file: they may be too many for a command
+            # The names are in a file, since a command may not hold all of them.
             (place / "tried.txt").write_text("\n".join(tests), encoding="utf-8")
             try:
                 done = (
@@ -191,7 +209,7 @@ def tried(mutant, place, reached):
                 )
                 code = done.returncode if done else 0
             except subprocess.TimeoutExpired:
-                return suite  # it runs for ever, or far longer than it should
+                return suite  # the mutant runs far too long, or endlessly
             if code not in (0, 5):
                 return suite
         return "survived"
@@ -202,23 +220,28 @@ def tried(mutant, place, reached):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     option = parser.add_argument
-    option("--count", type=int, default=60, help="so many mutants")
+    option("--count", type=int, default=60, help="number of mutants")
     option("--seed", default=time.strftime("%Y-%m-%d"))
-    option("--only", default="", help="a regular expression: mutants in these places")
+    option("--only", default="", help="regular expression for places and operators")
     option(
-        "--minutes", type=float, default=60, help="what is not tried by then is said"
+        "--minutes",
+        type=float,
+        default=60,
+        help="after them, no further mutant is tried",
     )
-    option("--survivors", type=int, default=0, help="so many are no failure")
-    option("--record", action="store_true", help="play the suites under coverage again")
-    given = parser.parse_args()
-    start, mutants = time.monotonic(), drawn_mutants(given.count, given.seed)
+    option("--survivors", type=int, default=0, help="survivors that are no failure")
+    option("--record", action="store_true", help="run the suites under coverage again")
+    options = parser.parse_args()
+    start = time.monotonic()
+    mutants = drawn_mutants(options.count, options.seed)
     mutants = [
-        m for m in mutants if re.search(given.only, f"{m['where']} {m['operator']}")
+        m for m in mutants if re.search(options.only, f"{m['where']} {m['operator']}")
     ]
     for suite in SUITES:
-        if given.record or not (KEPT / f"{suite}.coverage").exists():
+        if options.record or not (KEPT / f"{suite}.coverage").exists():
             record(suite)
-    reached, places = {s: Reached(s) for s in SUITES}, Queue()
+    reached = {s: Reached(s) for s in SUITES}
+    places = Queue()
     count = dict.fromkeys((*SUITES, "survived", "untried"), 0)
     for i in range(2):
         shutil.rmtree(KEPT / str(i), ignore_errors=True)
@@ -226,7 +249,7 @@ def main():
 
     def one(mutant):
         place = places.get()
-        late = time.monotonic() - start > 60 * given.minutes
+        late = time.monotonic() - start > 60 * options.minutes
         verdict = "untried" if late else tried(mutant, place, reached)
         places.put(place)
         count[verdict] += 1
@@ -237,12 +260,13 @@ def main():
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one, mutants))
-    said = ", ".join(f"{n} {verdict}" for verdict, n in count.items())
+    verdicts = ", ".join(f"{n} {verdict}" for verdict, n in count.items())
     minutes = (time.monotonic() - start) / 60
     print(
-        f"{len(mutants)} mutants (seed {given.seed}): {said}, in {minutes:.0f} minutes"
+        f"{len(mutants)} mutants (seed {options.seed}): {verdicts}, "
+        f"in {minutes:.0f} minutes"
     )
-    return int(count["survived"] > given.survivors)
+    return int(count["survived"] > options.survivors)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the project and its golden values are, for tests in any folder."""
+"""Places of the project and of its golden values."""
 
 import json
 import re
@@ -15,7 +15,10 @@ def golden(name):
 
 
 def tabled(text):
-    """The rows of a table whose cells, apart by " | ", are JSON or plain words."""
+    """Rows of a table in a text.
+
+    The cells are separated by " | ". Each is JSON or plain words.
+    """
     return [[*map(cell, line.split(" | "))] for line in text.splitlines()]
 
 
@@ -27,15 +30,19 @@ def cell(words):
 
 
 def listed():
-    """What docs/api.md lists: (module, name), and (module, "") for each module."""
-    module, text = "", (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    """Yields the names in docs/api.md as (module, name).
+
+    Each module itself is (module, "").
+    """
+    module = ""
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     for section, name in re.findall(r"^(?:## `(pflcore[\w.]*)`|- `(\w+)`)", text, re.M):
         module = section or module
         yield module, name
 
 
 def ran(*words, **options):
-    """Another Python with these words, and what it said."""
+    """A finished process of this Python, run with these arguments."""
     options = {"cwd": ROOT, "check": False, **options}
     return subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, **options

@@ -1,13 +1,18 @@
-"""Pretended cards: tensors that say `cuda:0` or `cuda:1` and compute on the CPU, for
-testing where things live on machines without a GPU.
+"""Pretended cards: tensors that say `cuda:0` and compute on the CPU.
 
-As on real ones, an operation on tensors of two devices is refused, and so are a card
-that is not there, a generator of another device than the draws', and an op that has
-neither a kernel for cards nor a body. An op without a kernel runs its body.
-Convolutions round float32 to TF32 where torch's flags allow it, as by default. numpy
-sees nothing, and looking at a value makes the host wait; such waits are counted. What
-it cannot show is anything about kernels (tests/internal/cuda_on_cpu does) or about
-time.
+They test the places of tensors on machines without a GPU. There may be several cards,
+such as `cuda:0` and `cuda:1`. As on real cards:
+
+- An operation on tensors of two devices is refused.
+- A card that does not exist is refused.
+- A generator of another device than that of the random numbers is refused.
+- An op that has neither a kernel for cards nor a body is refused. An op without a
+  kernel runs its body.
+- Convolutions round float32 to TF32 where torch's flags allow it, as by default.
+- numpy cannot read a tensor.
+- Reading a value makes the host wait. Such waits are counted.
+
+The cards show nothing about kernels (tests/internal/cuda_on_cpu does) or about time.
 """
 
 import contextlib
@@ -29,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pflcore.ops import _rank1, reference
 from pflcore.train._gpu_flags import allows_tf32
 
-# ops whose result the host must know, by name or with their overload
+# Ops whose result the host must know, by name, or by name and overload.
 VALUES = {
     "_linalg_check_errors",
     "_local_scalar_dense",
@@ -44,18 +49,18 @@ VALUES = {
     "unique_dim",
 }
 BY_INDEX = ("index", "index_put", "index_put_", "_index_put_impl_")
-# so many first arguments, to TF32
+# Number of first arguments that are rounded to TF32.
 ROUNDED = {"convolution": 2, "convolution_backward": 3}
 SOURCES = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
 KERNELS = frozenset(re.findall(r'm\.impl\("(\w+)"', SOURCES))  # pflcore's ops on a card
-COMPOSED = {  # those that are torch's ops there
+COMPOSED = {  # pflcore's ops that call torch's ops on a card
     "rank1_linear": _rank1.rank1_on_gpu,
     "rank1_linear_backward": _rank1.rank1_on_gpu_backward,
 }
 
 
 class Waits(list):
-    """What made the host wait for the device since the list was last emptied."""
+    """Names of the operations that made the host wait for the device."""
 
     def append(self, name):
         pretend_graph.refuse_wait(name)
@@ -64,17 +69,17 @@ class Waits(list):
 
 Generator = torch.Generator
 waits = Waits()
-unrepeated: list[str] = []  # what may give other bits when it is called again
-contexts: set[int] = set()  # the cards on which this process has begun to work
-_cards = [1]  # how many there are
-_current = [0]  # the one that "cuda" means
-_given = [0]  # the one that the test asked for
-# the cards of pretended generators, by their address
+unrepeated: list[str] = []  # operations that may give other bits when repeated
+contexts: set[int] = set()  # cards on which this process has worked
+_cards = [1]  # number of cards
+_current = [0]  # card that "cuda" means
+_given = [0]  # card that the test asked for
+# Cards of pretended generators, by the generators' address.
 _generators: dict[int, torch.device] = {}
 
 
 class Pretend(torch.Tensor):
-    """A tensor on a pretended card: `real_` is where it really is."""
+    """A tensor on a pretended card; `real_` is on the CPU."""
 
     real_: Tensor
     card_: torch.device
@@ -105,7 +110,7 @@ class Pretend(torch.Tensor):
 
     def __deepcopy__(self, memo):
         copied = Pretend(self.real_.detach().clone(), self.card_)
-        # by which torch knows a parameter of another class
+        # torch recognizes a parameter of another class by this attribute.
         if getattr(self, "_is_param", False):
             copied._is_param = True
         if self.requires_grad and torch._C._functorch.maybe_current_level() is None:
@@ -134,24 +139,27 @@ for _name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 
 
 class Draws(Generator):
-    """torch.Generator, which knows the pretended cards."""
+    """A torch.Generator that knows the pretended cards."""
 
     def __new__(cls, device="cpu"):
-        made = super().__new__(cls, "cpu")
-        made.kept_ = torch.device(device)
-        _generators.pop(made._cdata, None)  # of one that is gone
-        if made.kept_.type == "cuda":
-            made.kept_ = _generators[made._cdata] = card_of(made.kept_)
-        return made
+        generator = super().__new__(cls, "cpu")
+        generator.kept_ = torch.device(device)
+        _generators.pop(generator._cdata, None)  # of a deleted generator
+        if generator.kept_.type == "cuda":
+            generator.kept_ = _generators[generator._cdata] = card_of(generator.kept_)
+        return generator
 
     device = property(lambda self: self.kept_)
 
 
-# where an op runs -------------------------------------------------------------
+# the device of an operation ---------------------------------------------------
 
 
 def card_of(device):
-    """A card with its number, which must be there."""
+    """The device of a card with its number.
+
+    Raises RuntimeError where the card does not exist.
+    """
     index = _current[0] if device.index is None else device.index
     if index >= _cards[0]:
         raise RuntimeError("CUDA error: invalid device ordinal")
@@ -159,8 +167,11 @@ def card_of(device):
 
 
 def where(kwargs, cards=()):
-    """The device that is asked for, None: none. C++ takes a pretended tensor for one on
-    `meta` and asks for that, of numbers without saying whose."""
+    """The device that an operation asks for, or None.
+
+    C++ takes a pretended tensor for one on `meta` and asks for `meta`. For numbers it
+    does not say which tensor is meant.
+    """
     if kwargs.get("device") is None:
         return None
     asked = torch.device(kwargs["device"])
@@ -170,31 +181,34 @@ def where(kwargs, cards=()):
 
 
 def check_generator(args, kwargs, device):
-    """A generator draws on its own device alone."""
+    """Raises RuntimeError where a generator draws on another device."""
     for value in tree_leaves((args, kwargs)):
         if not isinstance(value, Generator):
             continue
-        own = _generators.get(value._cdata, torch.device("cpu"))
-        if own != device:
+        drawn_on = _generators.get(value._cdata, torch.device("cpu"))
+        if drawn_on != device:
             raise RuntimeError(
-                f"Expected a '{device}' generator device but found '{own}'"
+                f"Expected a '{device}' generator device but found '{drawn_on}'"
             )
 
 
 def check_devices(func, name, args, tensors):
-    """Tensors of one device, but for numbers and for indices of the CPU; what makes the
-    host wait is counted."""
+    """Raises RuntimeError for tensors of several devices.
+
+    Numbers, and indices on the CPU, are allowed. An operation that makes the host wait
+    is counted.
+    """
     here = [t for t in tensors if isinstance(t, Pretend)]
     plain = [t for t in tensors if not isinstance(t, Pretend) and t.dim()]
     cards = {str(t.card_) for t in here}
     indexed = name in BY_INDEX and isinstance(args[0], Pretend)
-    # a GPU takes indices of the CPU
+    # A GPU accepts indices on the CPU.
     indices = indexed and all(any(t is i for i in args[1]) for t in plain)
     if len(cards) > 1 or (here and plain and not indices):
-        found = sorted(cards) + ["cpu"] * bool(plain)
+        places = sorted(cards) + ["cpu"] * bool(plain)
         shapes = [list(t.shape) for t in plain]
         raise RuntimeError(
-            f"{func}: expected all tensors on one device, got {' and '.join(found)} "
+            f"{func}: expected all tensors on one device, got {' and '.join(places)} "
             f"({shapes})"
         )
     masks = indexed and any(
@@ -206,8 +220,10 @@ def check_devices(func, name, args, tensors):
 
 
 def check_order(name, args):
-    """Of a card's sums of several numbers by index or of a row, each time in another
-    order, a note is made."""
+    """Notes an operation whose sums have no fixed order on a card.
+
+    These are sums of several numbers by index, or along a row.
+    """
     if not isinstance(args[0], Pretend) or not args[0].is_floating_point():
         return
     name = name.removesuffix("_")
@@ -220,7 +236,10 @@ def check_order(name, args):
 
 
 def check_copy(args, kwargs, tensors, target):
-    """A copy between the CPU and a card waits, but for one from pinned memory."""
+    """Counts a copy between the CPU and a card as a wait.
+
+    A copy from pinned memory does not wait.
+    """
     here = any(isinstance(t, Pretend) for t in tensors)
     plain = any(not isinstance(t, Pretend) and t.dim() for t in tensors)
     free = kwargs.get("non_blocking") or args[2:] == (True,)
@@ -271,7 +290,8 @@ def dispatch(func, args, kwargs):
         else dict(kwargs)
     )
     plainly.pop("pin_memory", None)
-    real_args, real_kwargs = tree_map(real, args), tree_map(real, plainly)
+    real_args = tree_map(real, args)
+    real_kwargs = tree_map(real, plainly)
     with _disable_current_modes():
         out = compute(*real_args, **real_kwargs)
     if target.type != "cpu":
@@ -294,7 +314,7 @@ class _Dispatch(TorchDispatchMode):
 
 
 def body_of(func, args):
-    """The body of an op of pflcore's that has no kernel for cards; None: it is none."""
+    """The body of an op without a kernel for cards, or None."""
     name = (
         func.name().split("::")[1]
         if getattr(func, "namespace", "") == "pflcore"
@@ -311,26 +331,30 @@ def body_of(func, args):
 
 
 class _Function(TorchFunctionMode):
-    """What asks C++ for the device of a tensor, which knows no pretended one, or copies
-    in C++; and ops without a kernel."""
+    """Handles functions that need a tensor's device in C++.
+
+    C++ knows no pretended device. The mode also handles copies in C++, and ops without
+    a kernel.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         body = body_of(func, args)
         if body is not None:
-            with self:  # a mode is off while it answers
+            with self:  # a mode is inactive while it handles a function
                 return body(*args)
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], Tensor):
             return func(args[0], device=args[1].device, dtype=args[1].dtype, **kwargs)
         if func is torch.Tensor.pin_memory:
-            contexts.add(_current[0])  # memory is pinned by the current card
+            contexts.add(_current[0])  # the current card pins memory
             return args[0]
         if func is torch.Tensor.cpu:
             return func.__objclass__.to(args[0], "cpu")
         if func is torch.Tensor.new_tensor and isinstance(args[0], Pretend):
             kwargs.setdefault("dtype", args[0].dtype)
             kwargs.setdefault("device", args[0].device)
-            func, args = torch.tensor, args[1:]
+            func = torch.tensor
+            args = args[1:]
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
@@ -338,7 +362,7 @@ class _Function(TorchFunctionMode):
 
 
 def exchange(index):
-    """Makes another card the current one; gives the number of the one before."""
+    """Makes another card the current one; returns the former's number."""
     before = _current[0]
     if index >= 0:
         _current[0] = card_of(torch.device("cuda", index)).index
@@ -347,8 +371,10 @@ def exchange(index):
 
 @contextlib.contextmanager
 def pretended_gpu(index=0, cards=1):
-    """Within it so many `cards` are there, on this thread, and it gives the one of this
-    number: what would run on worker threads runs here, one after another."""
+    """Pretends `cards` cards on this thread, and yields card `index`.
+
+    Work of worker threads runs on this thread instead, one item after another.
+    """
     changes = {
         "pflcore.train._workers.Workers.map": lambda self, f, items: [
             f(i) for i in items
@@ -366,7 +392,9 @@ def pretended_gpu(index=0, cards=1):
     }
     for seen in (waits, unrepeated, contexts):
         seen.clear()
-    _cards[0], _current[0], _given[0] = cards, 0, index
+    _cards[0] = cards
+    _current[0] = 0
+    _given[0] = index
     with contextlib.ExitStack() as stack:
         for name, new in changes.items():
             stack.enter_context(patch(name, new))

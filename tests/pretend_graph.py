@@ -1,14 +1,12 @@
 """CUDA graphs of the pretended GPU (tests/pretend_gpu.py).
 
-While a graph is captured, every operation on the device is noted, with the numbers that
-Python gave it. A replay does the noted operations again, on the memory where they were.
-So, as on a GPU, whatever Python decided at the capture stays as it was, and what is no
-result of the graph changes without notice: temporaries of all graphs are made invalid
-before a replay.
+During a capture, every operation on the device is noted, with the numbers that Python
+gave it. A replay repeats the noted operations on the same memory. As on a GPU, Python's
+decisions at the capture are kept. Memory that is no result of the graph may change:
+temporaries of all graphs are made invalid before a replay.
 
-A capture refuses what a GPU refuses: that the host looks at a value, and that memory of
-the host is copied. Outside a capture, `torch.cuda.set_sync_debug_mode("error")` refuses
-the waits.
+A capture refuses what a GPU refuses: reading a value on the host, and copying memory of
+the host. Outside a capture, `torch.cuda.set_sync_debug_mode("error")` refuses waits.
 """
 
 import contextlib
@@ -39,9 +37,11 @@ class Graph:
                 graph.spoil()
             for func, args, kwargs, old in self.noted:
                 new = func(*args, **kwargs)
-                for there, came in zip(tensors(old), tensors(new), strict=True):
-                    if there.data_ptr() != came.data_ptr():
-                        there.copy_(came)
+                for old_result, new_result in zip(
+                    tensors(old), tensors(new), strict=True
+                ):
+                    if old_result.data_ptr() != new_result.data_ptr():
+                        old_result.copy_(new_result)
 
     def note(self, func, args, kwargs, out):
         self.noted.append((func, args, kwargs, out))
@@ -51,7 +51,7 @@ class Graph:
                 self.memory.append(t)
 
     def spoil(self):
-        """Makes the memory that operations of this graph allocated invalid."""
+        """Makes the memory invalid that this graph's operations allocated."""
         for t in self.memory:
             t.fill_(torch.nan)
 
@@ -71,7 +71,10 @@ def capture(graph, **_):
 
 
 def note(func, args, kwargs, out, from_host):
-    """An operation on the device; `from_host`: it reads memory of the host."""
+    """Notes an operation on the device if a capture is running.
+
+    Raises RuntimeError where the operation reads memory of the host (`from_host`).
+    """
     graph = _state["graph"]
     if graph is None:
         return
@@ -83,7 +86,7 @@ def note(func, args, kwargs, out, from_host):
 
 
 def refuse_wait(name):
-    """Raises where the host may not wait for the device now."""
+    """Raises RuntimeError where the host may not wait for the device now."""
     if _state["graph"] is not None:
         raise RuntimeError(
             "CUDA error: operation not permitted when stream is capturing"
@@ -94,7 +97,7 @@ def refuse_wait(name):
 
 @contextlib.contextmanager
 def patches():
-    """torch.cuda with these graphs."""
+    """Replaces torch.cuda's graphs by these graphs."""
     captured.clear()
     fakes = {
         "CUDAGraph": Graph,

@@ -1,5 +1,7 @@
-"""Small federations and models with known answers, for the tests of local training and
-of the algorithms."""
+"""Small federations and models with known answers.
+
+They serve the tests of local training and of the algorithms.
+"""
 
 import json
 from copy import deepcopy
@@ -28,7 +30,7 @@ from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, apply
 from pflcore.simulation.round import RunConfig, initial_state
 
 F64 = torch.float64
-copied = deepcopy  # of a state
+copied = deepcopy  # for states
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
 
 
@@ -37,27 +39,29 @@ def t(values):
 
 
 def near(got, want, rtol=1e-9, atol=1e-12):
-    """Equal but for rounding in float64."""
+    """Asserts equality up to rounding in float64."""
     got, want = (torch.as_tensor(v, dtype=F64) for v in (got, want))
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
-# the same to the last bit, of tensors or of lists and dicts of them; what fails says
-# where
+# Asserts equal bits of tensors, or of lists and dicts of them. Errors name the place.
 equals = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def alike(got, want):
-    """Equal but for rounding in float32."""
+    """Asserts equality up to rounding in float32."""
     near(got, want, 1e-5, 1e-6)
 
 
 def some(n, round=1, ids=None, size=None, rounds=100):
-    """A cohort of clients with one sample each, or so many."""
-    who = torch.arange(n) if ids is None else torch.tensor(ids)
+    """A cohort of n clients.
+
+    Each client has one sample, unless `size` gives the numbers of samples.
+    """
+    clients = torch.arange(n) if ids is None else torch.tensor(ids)
     return Cohort(
-        who,
-        torch.ones_like(who) if size is None else torch.tensor(size),
+        clients,
+        torch.ones_like(clients) if size is None else torch.tensor(size),
         n,
         round,
         rounds,
@@ -65,8 +69,11 @@ def some(n, round=1, ids=None, size=None, rounds=100):
 
 
 class Scale(nn.Module):
-    """scores = x * m, elementwise; with `half_square` and x = sqrt(a), y = sqrt(a) * b
-    this is f(m) = sum a (m - b)^2 / 2."""
+    """Model with scores = x * m, elementwise.
+
+    With `half_square`, x = sqrt(a) and y = sqrt(a) * b, its loss is f(m) = sum a (m -
+    b)^2 / 2.
+    """
 
     def __init__(self, start):
         super().__init__()
@@ -84,8 +91,11 @@ def half_square(scores, y):
 
 
 def images(sizes=(7, 20, 31), shape=(6,), classes=4, seed=0):
-    """Gaussian classes, half the clients with their labels turned by one; test sets of
-    the training sets' sizes."""
+    """A federation of Gaussian classes.
+
+    Half of the clients have their labels turned by one. Test sets have the sizes of the
+    training sets.
+    """
     gen = torch.Generator().manual_seed(seed)
     total = sum(sizes)
     centre = torch.randn(classes, *shape, generator=gen)
@@ -101,13 +111,15 @@ def images(sizes=(7, 20, 31), shape=(6,), classes=4, seed=0):
 
 
 def layers(words):
-    """A model by the names and numbers of torch.nn's layers: "Linear 6 5, Tanh,
-    Linear 5 4"."""
-    made = []
+    """A model by the names and numbers of torch.nn's layers.
+
+    An example is "Linear 6 5, Tanh, Linear 5 4".
+    """
+    modules = []
     for word in words.split(", "):
         kind, *numbers = word.split()
-        made.append(getattr(nn, kind)(*map(json.loads, numbers)))
-    return nn.Sequential(*made)
+        modules.append(getattr(nn, kind)(*map(json.loads, numbers)))
+    return nn.Sequential(*modules)
 
 
 def tiny_model(features=6, classes=4):
@@ -125,25 +137,30 @@ def tiny(sizes=(7, 20, 31), engine="loop", rounds=10, **training):
 
 
 def wide(data):
-    """The same samples in float64."""
+    """The same federation with samples in float64."""
     return replace(data, x=data.x.double())
 
 
 def double(s):
-    """The same in float64."""
+    """The same setting with model and samples in float64."""
     net = Net(lambda: s.net.build().double(), s.net.loss_fn)
     return s._replace(net=net, data=wide(s.data))
 
 
 def validated(n=4, **training):
-    """Clients of 16, 20, 24 ... training samples, and a fourth as many to validate
-    on."""
+    """Clients of 16, 20, 24 ... training samples.
+
+    They have a fourth as many validation samples.
+    """
     s = tiny([20 + 5 * i for i in range(n)], "vmap", **training)
     return s._replace(data=held_out(s.data))
 
 
 def by_hand(net, clients, lr, engine, **training):
-    """Clients that are tested on their own samples (x, y), whole batches."""
+    """Clients that are tested on their own samples (x, y).
+
+    All samples of a client are one batch.
+    """
     clients = [dict.fromkeys(("train", "test"), pair) for pair in clients]
     data = Federation.from_clients(clients, dtype=None)
     return make_setting(
@@ -152,12 +169,19 @@ def by_hand(net, clients, lr, engine, **training):
 
 
 def points(targets, lr=0.1, start=0.0, engine="loop", loss=half_square, **training):
-    """Clients whose model is one number, and whose losses are half the mean square from
-    their targets, a number or a list each."""
+    """Clients whose model is one number.
+
+    A client's loss is half the mean square of the distance from its targets, which are
+    a number or a list.
+    """
     y = [torch.as_tensor(target, dtype=F64).reshape(-1, 1) for target in targets]
     net = Net(Scale([start]), loss=loss)
     return by_hand(
-        net, [(torch.ones_like(own), own) for own in y], lr, engine, **training
+        net,
+        [(torch.ones_like(target_values), target_values) for target_values in y],
+        lr,
+        engine,
+        **training,
     )
 
 
@@ -169,9 +193,13 @@ def lines(n=6, lr=0.3, **training):
 
 
 def quadratics(a, b, lr=0.1, start=None, engine="loop", rows=1, noise=0.0, **training):
-    """Client i's loss is `sum_k a_ik (m_k - b_ik)^2 / 2`, float64; with `noise` its
-    `rows` samples' b differ, their mean does not. A batch is a sample."""
-    a, b = t(a), t(b)
+    """Clients with a quadratic loss in float64.
+
+    It is `sum_k a_ik (m_k - b_ik)^2 / 2`. With `noise`, the b of a client's `rows`
+    samples differ, and their mean stays. A batch is one sample.
+    """
+    a = t(a)
+    b = t(b)
     x = a.sqrt()[:, None].expand(-1, rows, -1)
     y = x * (b[:, None] + noise * torch.linspace(-1, 1, rows, dtype=F64)[:, None])
     net = Net(Scale([0.0] * a.shape[1] if start is None else start), loss=half_square)
@@ -181,7 +209,7 @@ def quadratics(a, b, lr=0.1, start=None, engine="loop", rows=1, noise=0.0, **tra
 
 
 class Line(nn.Module):
-    """y = w x, in float64, starting at `w0`."""
+    """Model y = w x that starts at `w0`."""
 
     def __init__(self, w0=(0.0,), dtype=F64):
         super().__init__()
@@ -194,29 +222,35 @@ class Line(nn.Module):
 
 
 def regression(clients, w0=(0.0,), lr=0.1, engine="vmap", **training):
-    """Clients' samples x and y, by y = w x, or where there is no w0 by a layer of one
-    x, and half the mean square."""
+    """Clients with samples (x, y) and half the mean square as loss.
+
+    The model is y = w x. Without `w0`, it is a linear layer of one input.
+    """
     model = (lambda: nn.Linear(1, 1, dtype=F64)) if w0 is None else lambda: Line(w0)
     pairs = [(t(x).reshape(len(y), -1), t(y)[:, None]) for x, y in clients]
     return by_hand(Net(model, half_square), pairs, lr, engine, **training)
 
 
 def normed(clients, w0, **training):
-    """The same by a layer of two, batch norm and a head, whose parameters are `w0`
-    at first."""
+    """The same clients with batch norm between two linear layers.
+
+    `w0` holds the first parameters of the model.
+    """
 
     def model():
-        made = layers("Linear 1 2, BatchNorm1d 2, Linear 2 1").double()
-        nn.utils.vector_to_parameters(t(w0), made.parameters())
-        return made
+        module = layers("Linear 1 2, BatchNorm1d 2, Linear 2 1").double()
+        nn.utils.vector_to_parameters(t(w0), module.parameters())
+        return module
 
     s = regression(clients, **training)
     return s._replace(net=Net(model, half_square))
 
 
 def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0):
-    """What a run keeps the same, with nothing looked at beforehand; a chain is found by
-    a whole `Simulation`."""
+    """The context of a run, made without the checks before round 1.
+
+    The chain of kernels is found by a whole `Simulation`.
+    """
     where = {"seed": seed, "hardware": Hardware(engine=engine, workers=workers)}
     if engine == "chain":
         last = Evaluation(split=next(reversed(data.index)))
@@ -226,38 +260,50 @@ def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0
         return run.context
     x = torch.ones(2, 1).double()
     other = Federation(x, x, {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]})
-    made = Simulation(FedAvg(), Net(Scale([0.0]), half_square), other, **where).context
-    return made._replace(net=net, data=data, training=training, rounds=rounds)
+    context = Simulation(
+        FedAvg(), Net(Scale([0.0]), half_square), other, **where
+    ).context
+    return context._replace(net=net, data=data, training=training, rounds=rounds)
 
 
 def play(alg, s, rounds=None, ids=None):
-    """The states after each round (copies) and what happened; `ids(round)` names the
-    cohort (default: everybody)."""
-    state, found = None, []
+    """A list of the state (copied) and the outcome of each round.
+
+    `ids(round)` gives the cohort, by default all clients.
+    """
+    state = None
+    history = []
     for r in range(1, (s.rounds if rounds is None else rounds) + 1):
         state, done = after(alg, s, 1 if ids is None else [ids(r)], state)
-        found.append((copied(state), done))
-    return found
+        history.append((copied(state), done))
+    return history
 
 
 def after(alg, s, cohorts=1, state=None):
-    """The state after so many rounds of everybody, or of these cohorts, and the last
-    outcome."""
-    state, done = initial_state(alg, s.net, s.data.n) if state is None else state, None
+    """The state after several rounds, and the last outcome.
+
+    `cohorts` is a number of rounds of all clients, or the cohort of each round.
+    """
+    state = initial_state(alg, s.net, s.data.n) if state is None else state
+    done = None
     for ids in [range(s.data.n)] * cohorts if isinstance(cohorts, int) else cohorts:
         state, done = step(RunConfig(alg, s), state, torch.tensor(ids))
     return state, done
 
 
 def at_work(s, ids=None, round=1):
-    """What a hook of that round is given."""
+    """The clients that a hook of this round receives."""
     ids = torch.arange(s.data.n) if ids is None else torch.tensor(ids)
     return Clients(s, ids, round, s.net.b0.repeat(len(ids), 1))
 
 
 def joined(alg, s):
-    """The state in which everybody took part already, and nothing has come of it."""
-    state, everybody = initial_state(alg, s.net, s.data.n), torch.arange(s.data.n)
+    """The initial state with all clients marked as participated.
+
+    The server's state is as before any round.
+    """
+    state = initial_state(alg, s.net, s.data.n)
+    everybody = torch.arange(s.data.n)
     cohort = Cohort(everybody, s.data.size("train"), s.data.n)
     for key, rows in alg.init_client(
         alg.send(state.server, cohort), s.net, s.data.n
@@ -267,14 +313,16 @@ def joined(alg, s):
     return state
 
 
-# no state, server's and clients' state, two models, two streams, a target, parameters
-# of its own
+# Algorithms without state, with state of server and clients, with two models, with two
+# random streams, with a target, and with parameters of their own.
 SIX = ("fedavg", "scaffold", "ditto", "apfl", "waffle", "factorized_waffle")
 
 
 def swept(names=ALGORITHMS, quick=SIX):
-    """The algorithms' names as parameters: six in the quick suite, all in the deep
-    one."""
+    """The algorithms' names as parameters.
+
+    Six are in the quick suite, all in the deep one.
+    """
     return [
         n if n in quick else pytest.param(n, marks=pytest.mark.deep("all algorithms"))
         for n in sorted(names)
@@ -282,7 +330,11 @@ def swept(names=ALGORITHMS, quick=SIX):
 
 
 def without_twins(*hooks):
-    """One algorithm's name for each way to do these hooks, such as "train"."""
+    """Names of algorithms that implement these hooks differently.
+
+    `hooks` are names such as "train". Of algorithms with the same hooks, the first is
+    taken.
+    """
     first = {}
     for name, cls in ALGORITHMS.items():
         first.setdefault(tuple(getattr(cls, hook) for hook in hooks), name)
@@ -303,32 +355,41 @@ GROUPS: dict[str, Any] = {
 
 
 def grouped(options):
-    """A simulation's options with those of `Hardware`, `Evaluation` (its clients
-    "evaluated") and `Robustness` in their groups."""
+    """A simulation's options, in their groups.
+
+    The groups are `Hardware`, `Evaluation` and `Robustness`. The option "evaluated"
+    becomes `Evaluation`'s `clients`.
+    """
     rest = dict(options)
     for name, (group, keys) in GROUPS.items():
-        given = {k: rest.pop(k) for k in keys if k in rest}
-        if given:
+        members = {k: rest.pop(k) for k in keys if k in rest}
+        if members:
             rest[name] = group(
-                **{"clients" if k == "evaluated" else k: v for k, v in given.items()}
+                **{"clients" if k == "evaluated" else k: v for k, v in members.items()}
             )
     return rest
 
 
 def served(alg, state, up, cohort):
-    """The server's state after a round's uploads, by hand; `state` stays as it is."""
+    """The server's state after a round's uploads.
+
+    `state` itself does not change.
+    """
     return apply(copied(state), alg.update(state, up, cohort)[0])
 
 
 def lead(alg, x0, n, uploads):
-    """The server's state after each round of these uploads and cohorts, and whose
-    went where."""
-    state, found = alg.init(x0, n), []
+    """The server's state and the mixing after each round.
+
+    A round is given by its uploads and its cohort.
+    """
+    state = alg.init(x0, n)
+    history = []
     for up, cohort in uploads:
         changes, mix = alg.update(state, up, cohort)
         state = apply(copied(state), changes)
-        found.append((state, mix))
-    return found
+        history.append((state, mix))
+    return history
 
 
 def fit(clients, start, **options):
@@ -338,5 +399,5 @@ def fit(clients, start, **options):
 
 
 def with_test(train, test):
-    """Clients' samples to train on, and those to be tested on."""
+    """Clients' training samples and test samples, as dicts."""
     return [{"train": a, "test": b} for a, b in zip(train, test, strict=True)]

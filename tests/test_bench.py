@@ -1,4 +1,7 @@
-"""The bench's arithmetic and its table. Nothing here looks at a time."""
+"""The bench's arithmetic and its table.
+
+No test here measures a time.
+"""
 
 import itertools
 import json
@@ -39,7 +42,7 @@ def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):
     monkeypatch.setattr(
         gpu, "models", lambda n, p, seed: problem.models(n, 500, seed=seed)
     )
-    for name in gpu.OPS:  # their own sizes are tried below
+    for name in gpu.OPS:  # other tests try their own sizes
         monkeypatch.setattr(bench.suite(name), "sizes", lambda quick: [])
     small_rounds = [("lenet5", 2, 8), ("ResNet-18, quarter width", 2, 8)]
     monkeypatch.setattr(card_rounds, "SIZES", small_rounds)
@@ -52,8 +55,10 @@ def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_provider_is_right(name):
-    """At a small size, where all are there; Gram's float32 distances are what the bench
-    shows to be wrong."""
+    """Every provider gives the right result at a small size.
+
+    Gram's float32 distances are an exception: the bench shows that they are wrong.
+    """
     module = bench.suite(name)
     for size in itertools.islice(
         (s for s in module.sizes(True) if s.get("N", 10) <= 10), 6
@@ -119,8 +124,10 @@ def test_rows_tell_errors_limits_losses_and_what_is_left_out(monkeypatch):
 
 
 def command(tmp_path, capsys, words):
-    """What the command line prints, and the measurements and the table that it
-    writes."""
+    """The output, the measurements and the table of a command.
+
+    The last two are read from the files that the command writes.
+    """
     pytest.importorskip("tyro")
     files = tmp_path / "bench.json", tmp_path / "bench.md"
     named = f"{words} --json {files[0]} --markdown {files[1]}"
@@ -133,14 +140,20 @@ def command(tmp_path, capsys, words):
 
 
 def test_command_line_writes_json_and_markdown(tmp_path, capsys):
-    told, kept, text = command(tmp_path, capsys, "--quick --seconds 0.001 --op weights")
-    assert {"cpu", "threads", "versions", "date"} <= kept["machine"].keys()
-    limits = kept["machine"]["limits"]
+    output, measurements, text = command(
+        tmp_path, capsys, "--quick --seconds 0.001 --op weights"
+    )
+    assert {"cpu", "threads", "versions", "date"} <= measurements["machine"].keys()
+    limits = measurements["machine"]["limits"]
     assert limits.keys() == (LIMITS.keys() if pflcore.backend().kernels else set())
     assert all(v > 0 for v in limits.values())
-    assert {r["provider"] for r in kept["rows"]} == {"pflcore", "reference", "torch"}
-    assert len(text.splitlines()) >= len(kept["rows"]) + 4
-    assert "weights" in told
+    assert {r["provider"] for r in measurements["rows"]} == {
+        "pflcore",
+        "reference",
+        "torch",
+    }
+    assert len(text.splitlines()) >= len(measurements["rows"]) + 4
+    assert "weights" in output
     with sentence(".*existing folder"):
         bench.main(["--json", str(tmp_path / "none" / "x.json")])
 
@@ -184,8 +197,10 @@ def test_arithmetic_of_a_linear_model_and_sizes_by_a_power_law():
 
 
 def test_a_plain_round_is_fedavg(monkeypatch):
-    """With one batch a client the plain loop's round is pflcore's: the same model
-    after two."""
+    """The plain loop's round is pflcore's FedAvg.
+
+    With one batch a client, both have the same model after two rounds.
+    """
     changes = SMALL | {"cohort": 6, "batch": 1000, "rounds": 1, "power": 1.0}
     w = replace(workload.WORKLOADS["flute-lr"], **changes)
     model = w.build()
@@ -203,10 +218,14 @@ def test_command_line_plays_workloads(tmp_path, capsys, monkeypatch):
     small = {"flute-lr": replace(workload.WORKLOADS["flute-lr"], **SMALL)}
     monkeypatch.setattr(published, "WORKLOADS", small)
     monkeypatch.setattr(table.Machine, "measure", lambda *a: MACHINE)
-    told, kept, text = command(tmp_path, capsys, "--workload flute-lr --rounds 1")
-    assert "medians of 1 rounds" in told and "18.1 s (1.0, CPU)" in told
-    assert told.count("FLUTE") == 2 == text.count("FLUTE")
-    played = [r for r in kept["rows"] if r["provider"] in ("pflcore", "plain loop")]
+    output, measurements, text = command(
+        tmp_path, capsys, "--workload flute-lr --rounds 1"
+    )
+    assert "medians of 1 rounds" in output and "18.1 s (1.0, CPU)" in output
+    assert output.count("FLUTE") == 2 == text.count("FLUTE")
+    played = [
+        r for r in measurements["rows"] if r["provider"] in ("pflcore", "plain loop")
+    ]
     assert [r["size"]["evaluate"] for r in played] == [False, False, True, True]
     assert all(r["ms"] > 0 and r["of_limit"] > 0 and r["runs"] == 1 for r in played)
 
@@ -216,26 +235,28 @@ def test_how_numbers_grow_with_the_clients():
         {"n": n, "least": 3.0, "rss": 2.0 * n, "bytes": n**0.5}
         for n in (100, 1000, 10_000)
     ]
-    said = "time as N^0.00, memory as N^1.00, record as N^0.50"
-    assert scale.growth(rows).replace("-0.00", "0.00") == said
+    growth = "time as N^0.00, memory as N^1.00, record as N^0.50"
+    assert scale.growth(rows).replace("-0.00", "0.00") == growth
     assert scale.growth(rows[:1]) == "too few sizes to say"
     one = scale.one("hypcluster", 120, 0.01)
     assert one["least"] > 0 and 0 < one["bytes"] < 10_000
 
 
 def test_a_gram_matrix_loses_what_models_after_a_round_differ_by():
-    """Alike it says what exact distances say; of rows 1e-4 apart on a common offset it
-    chooses other neighbours, and is heard if asked."""
+    """A Gram matrix finds wrong neighbours of close models.
+
+    For distant rows it agrees with exact distances. For rows 1e-4 apart on a common
+    offset it chooses other neighbours.
+    """
     from bench import neighbours
 
     far = torch.randn(8, 500)
     near = 1.0 + 1e-4 * torch.randn(8, 500)
     for rows, same in ((far, True), (near, False)):
-        exact, by_gram = neighbours.Asked(k=3), neighbours.Asked(k=3, by_gram=True)
-        (weight, index), (other, where) = (
-            exact.mixing_weights(rows, rows),
-            by_gram.mixing_weights(rows, rows),
-        )
+        exact = neighbours.Asked(k=3)
+        by_gram = neighbours.Asked(k=3, by_gram=True)
+        weight, index = exact.mixing_weights(rows, rows)
+        other, where = by_gram.mixing_weights(rows, rows)
         assert exact.seen == by_gram.seen and len(exact.seen) == 1
         assert (exact.seen[0][0] == 0) == same and torch.equal(index, where) == same
         assert torch.equal(weight, other) == same or same

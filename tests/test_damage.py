@@ -1,9 +1,8 @@
-"""What was altered, cut off or exchanged on its way: the reader says so in one
-sentence, or what it gives is what was written.
+"""Damaged files are refused, or give what was written.
 
-Where a digest promises it (checkpoints), nothing else is ever given. Where there is
-none (records, models of other people's), a value may have become another, but no reader
-ends with somebody else's error.
+A file may be altered, cut off or exchanged on its way. Where a digest protects it
+(checkpoints), nothing else is ever read. Without a digest (records, models of other
+packages), a value may have changed, but the error is always pflcore's own.
 """
 
 import copy
@@ -43,23 +42,23 @@ damages = st.tuples(
 
 
 def damaged(before, damage):
-    """The bytes with one thing done to them, at one place or between two."""
-    how, here, there, byte = damage
-    i, j = sorted((int(here * len(before)), int(there * len(before))))
+    """The bytes with one change, at one place or between two places."""
+    kind, one_place, other_place, byte = damage
+    i, j = sorted((int(one_place * len(before)), int(other_place * len(before))))
     half = (j - i) // 2
     return {
         "alter": before[:i] + bytes([before[i] ^ byte]) + before[i + 1 :],
         "cut": before[:i],
         "insert": before[:i] + bytes([byte]) * (byte % 9 + 1) + before[i:],
         "remove": before[:i] + before[j:],
-        # two neighbouring blocks
+        # Two neighbouring blocks change places.
         "exchange": before[:i]
         + before[i + half : j]
         + before[i : i + half]
         + before[j:],
         "double": before[:j] + before[i:],
         "empty": b"",
-    }[how]
+    }[kind]
 
 
 def one_sentence(error):
@@ -68,8 +67,10 @@ def one_sentence(error):
 
 
 def refused_or(read, words):
-    """What `read()` gives; None where it says in one sentence, with these words,
-    that it cannot."""
+    """The result of `read()`, or None where it refuses in one sentence.
+
+    The sentence has these words.
+    """
     try:
         return read()
     except ValueError as e:
@@ -78,7 +79,7 @@ def refused_or(read, words):
 
 @contextmanager
 def damaged_file(path, damage):
-    """The file is damaged inside, and whole again afterwards."""
+    """Damages a file for the block inside, and restores it afterwards."""
     before = path.read_bytes()
     path.write_bytes(damaged(before, damage))
     try:
@@ -107,9 +108,9 @@ def kept(tmp_path_factory):
 @given(damage=damages)
 def test_a_damaged_checkpoint_is_refused_or_is_what_it_was(kept, damage):
     with damaged_file(kept / checkpoint.FILE_NAME, damage):
-        found = refused_or(lambda: checkpoint.load(kept), "damaged")
-    if found is not None:
-        tensors, facts = found
+        content = refused_or(lambda: checkpoint.load(kept), "damaged")
+    if content is not None:
+        tensors, facts = content
         assert repr({k: facts[k] for k in FACTS}) == repr(FACTS)
         equals(tensors, TENSORS)
 
@@ -129,7 +130,7 @@ def test_a_damaged_record_is_read_as_far_as_it_goes(record, damage):
     for run in runs:
         assert run.rounds_played >= 0 and len(run.rounds) <= 9
     if damage[0] == "cut":
-        # what a killed run left
+        # A killed run leaves such a record.
         assert len(runs) <= 1 and all(table([r]) for r in runs)
         for r in (r for run in runs for r in run.rounds):
             want = a_long_run()[1]["eval"]["loss"]
@@ -171,14 +172,14 @@ HEADER = a_run(rounds=0)[0]["header"] | {
 
 
 def whole_record():
-    """Lines with all that is read of a record."""
-    own = {
+    """Lines of a record with everything that is read of one."""
+    round_entries = {
         "relative_update_norm": [1.0, 2.0, None, 30.0],
         "clipped": [1],
         "void": False,
         "seconds": 0.1,
     }
-    rounds = [line(r, [0.5] * N, **own) for r in (1, 2, 3)]
+    rounds = [line(r, [0.5] * N, **round_entries) for r in (1, 2, 3)]
     rounds = json.loads(json.dumps(rounds, default=lambda tensor: tensor.tolist()))
     rounds[1]["report"] = {"weights": [[0.25] * N] * N}
     rounds[2]["report"] = {"index": [[0, 1]], "weight": [[0.5, 0.5]], "rows": [2]}
@@ -234,12 +235,15 @@ ODD_LINES = """\
 
 @pytest.mark.parametrize("row", ODD_LINES.splitlines())
 def test_an_odd_line_is_named_and_costs_only_itself(row, tmp_path):
-    where, value, said = row.split(" | ")
+    where, value, message = row.split(" | ")
     lines = whole_record()
     put(lines, where, json.loads(value))
-    path, number = write(tmp_path / "r.jsonl", lines), where.split()[0]
+    path = write(tmp_path / "r.jsonl", lines)
+    number = where.split()[0]
     want = re.escape(f"{path}: 1 damaged line(s) are left out ({number});")
-    with pytest.warns(UserWarning, match=f"^{want}.* Line {number}: {re.escape(said)}"):
+    with pytest.warns(
+        UserWarning, match=f"^{want}.* Line {number}: {re.escape(message)}"
+    ):
         (run,) = read(path)
     assert [r["round"] for r in run.rounds] == [
         r for r in (1, 2, 3) if r + 1 != int(number)
@@ -248,7 +252,10 @@ def test_an_odd_line_is_named_and_costs_only_itself(row, tmp_path):
 
 
 def test_a_number_in_a_line_asks_for_no_memory(tmp_path):
-    """Where the header that would count the clients is lost."""
+    """A huge client number in a line allocates no memory.
+
+    The header that would give the number of clients is lost.
+    """
     lines = whole_record()[3:]
     lines[0]["report"]["index"] = [[0, 10**9]]
     (run,) = read(write(tmp_path / "r.jsonl", lines))
@@ -278,7 +285,7 @@ ODD += [[[1], [1, 2]], [1, 2], [-1], [10**9], ["a"], {"a": 1}, {"array": 5}]
 
 
 def places(value, path=""):
-    """The way to every value in a line."""
+    """Yields the path of keys to every value in a line."""
     keys = (
         value
         if isinstance(value, dict)
@@ -293,7 +300,7 @@ EVERYWHERE = [
     f"{at} {path}"
     for at, one in enumerate(whole_record(), 1)
     for path in places(one)
-    if path and "held out" not in path  # whose key has spaces
+    if path and "held out" not in path  # this key has spaces
 ]
 
 
@@ -326,25 +333,28 @@ def test_a_bad_file_costs_a_folder_only_itself(tmp_path):
 
 
 def test_an_earlier_format_is_no_damage(tmp_path):
-    """Long lists in a file beside the record, as {"array": [file, offset]}."""
+    """Lines of an earlier format are left out with their own message.
+
+    That format keeps long lists in a separate file, as {"array": [file, offset]}.
+    """
     lines = whole_record()
     lines[0]["header"]["size"] = {"array": ["record.arrays", 0]}
     lines[1]["eval"]["loss"] = {"array": ["record.arrays", 1234]}
     path = write(tmp_path / "record.jsonl", lines[:2])
-    said = (
+    message = (
         r"2 line\(s\) of an earlier format, .* are left out \(1, 2\); read it with "
         r"the pflcore"
     )
-    with pytest.warns(UserWarning, match=said) as warned:
+    with pytest.warns(UserWarning, match=message) as warned:
         assert read(path) == []
     assert "damaged" not in str(warned[0].message)
 
 
 # models ---------------------------------------------------------------------
 def Array(data):
-    """Flower's own, of bytes as they came."""
-    made = pytest.importorskip("flwr.app").Array
-    return made(dtype="float32", shape=(3, 4), stype="numpy.ndarray", data=data)
+    """Flower's Array of these bytes."""
+    flower_array = pytest.importorskip("flwr.app").Array
+    return flower_array(dtype="float32", shape=(3, 4), stype="numpy.ndarray", data=data)
 
 
 def npy(array):
@@ -366,15 +376,19 @@ def test_a_damaged_model_is_named_with_its_client(form, damage, tmp_path_factory
         path.write_bytes(data)
         return path
 
+    def array(i, data):
+        return {"w": Array(data)}
+
     if form == "array":
-        whole, made = npy(ROW), lambda i, data: {"w": Array(data)}
+        whole = npy(ROW)
+        model = array
     else:
         save = pytest.importorskip("safetensors.torch").save
-        whole, made = (
-            save({k: torch.from_numpy(row) for k, row in zip("abc", ROW, strict=True)}),
-            file,
+        whole = save(
+            {k: torch.from_numpy(row) for k, row in zip("abc", ROW, strict=True)}
         )
-    models = [made(0, whole), made(1, damaged(whole, damage))]
+        model = file
+    models = [model(0, whole), model(1, damaged(whole, damage))]
     packed = refused_or(lambda: pack(models), "client 1")
     assert packed is None or packed.rows.shape == (2, 12)
     assert packed is None or packed.rows[0].tolist() == ROW.ravel().tolist()
@@ -396,7 +410,7 @@ def test_headers_that_no_writer_makes(header):
 
 
 class Trap:
-    """Its pickle, once read, leaves a mark."""
+    """Object whose pickle touches a file when it is loaded."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -406,14 +420,16 @@ class Trap:
 
 
 def test_a_pickle_is_never_run(tmp_path):
-    """A Flower array, an .npz, a checkpoint's tensors, a trained state: no code of a
-    file runs."""
+    """No reader runs the code of a pickle.
+
+    The pickles are in a Flower array, an .npz, a checkpoint and a trained state.
+    """
     from entry_points import folder
 
     mark = tmp_path / "ran"
     trap = np.array([Trap(mark)], dtype=object)
     pickle.loads(pickle.dumps(Trap(mark)))
-    assert mark.exists()  # or this test could not fail
+    assert mark.exists()  # the trap works
     mark.unlink()
     with sentence("client 0"):
         pack([{"w": Array(npy(trap))}])

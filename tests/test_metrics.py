@@ -1,5 +1,4 @@
-"""Metrics against values worked out by hand and against the definitions of the
-papers."""
+"""Metrics against values by hand and the papers' definitions."""
 
 import json
 import math
@@ -20,11 +19,11 @@ auc, f1, balanced_accuracy, mae, rmse, r2 = metrics.METRICS.values()
 LISTS = {
     "BASE": [0.9, 0.8, 0.7, 0.6, 0.95, 0.5, 0.85, 0.75, 0.65, 0.55],
     "PERSONAL": [0.92, 0.8, 0.75, 0.58, 0.97, 0.6, 0.8, 0.9, 0.66, 0.55],
-    "SOME": [0.2, NAN, None, 0.4],  # the others have no value
+    "SOME": [0.2, NAN, None, 0.4],  # two clients have no value
     "CURVE": [0.1, 0.8, 0.6, 0.8, 0.7],
     "MANY": [*range(25)],
 }
-# a function, what it is given, its value, and how far from that it may be
+# Function, arguments, value, tolerance.
 BY_HAND = """\
 mean | {"values": PERSONAL} | 0.753 | 1e-12
 std | {"values": PERSONAL} | 0.1429020644 | 1e-10
@@ -101,9 +100,13 @@ def test_values_by_hand(name, given, want, tolerance):
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(-3, 3))
 def test_laws_of_any_shares(values, by):
-    """The worst decile is between the worst client and the mean, in any order; a shift
-    moves the mean and keeps the deviation; nobody is hurt by their own baseline."""
-    mean, worst = metrics.mean(values), metrics.worst_decile(values)
+    """Statistics over clients have their properties for any shares.
+
+    The worst decile is between the worst client and the mean, in any order. A shift
+    moves the mean and keeps the deviation. No client is hurt by its own baseline.
+    """
+    mean = metrics.mean(values)
+    worst = metrics.worst_decile(values)
     assert min(values) - 1e-12 <= worst <= mean + 1e-12
     assert worst == pytest.approx(metrics.worst_decile(values[::-1]))
     assert metrics.worst_decile(values, share=1) == pytest.approx(mean)
@@ -137,14 +140,16 @@ def test_scores_that_are_not_of_these_samples(shape):
 
 
 def test_a_score_that_is_not_a_number_wins_no_class():
-    lost, y = torch.full((4, 3), NAN), torch.tensor([0, 0, 1, 2])
+    lost = torch.full((4, 3), NAN)
+    y = torch.tensor([0, 0, 1, 2])
     assert f1(lost, y) == 0.0 and balanced_accuracy(lost, y) == 0.0
-    some = torch.eye(3)[y]
-    some[0] = NAN
-    assert balanced_accuracy(some, y) == pytest.approx((0.5 + 1 + 1) / 3)
-    assert f1(some, y) == pytest.approx((2 / 3 + 1 + 1) / 3)
-    single, binary = torch.tensor([NAN, -1.0, 1.0, NAN]), torch.tensor([0, 0, 1, 1])
-    # right, wrong and lost: precision 1, recall 1/2
+    one_lost = torch.eye(3)[y]
+    one_lost[0] = NAN
+    assert balanced_accuracy(one_lost, y) == pytest.approx((0.5 + 1 + 1) / 3)
+    assert f1(one_lost, y) == pytest.approx((2 / 3 + 1 + 1) / 3)
+    single = torch.tensor([NAN, -1.0, 1.0, NAN])
+    binary = torch.tensor([0, 0, 1, 1])
+    # One right answer and one NaN in class 1: precision 1, recall 1/2.
     assert f1(single, binary) == pytest.approx(2 / 3)
     assert balanced_accuracy(single, binary) == pytest.approx(0.5)
     assert math.isnan(f1(torch.empty(0, 3), torch.empty(0, dtype=torch.int64)))
@@ -152,7 +157,10 @@ def test_a_score_that_is_not_a_number_wins_no_class():
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
 def test_a_score_of_zero_says_the_negative_class(shape):
-    """Be its label 0 or -1."""
+    """A score of zero predicts the negative class.
+
+    The label of that class is 0 or -1.
+    """
     assert metrics.is_correct(
         torch.zeros(shape), torch.tensor([0, 1, -1])
     ).tolist() == [
@@ -182,20 +190,23 @@ def test_scores_may_be_a_column_and_of_any_dtype():
 
 def test_metrics_are_those_of_scikit_learn():
     metrics = pytest.importorskip("sklearn.metrics")
-    scores, y = torch.randn(60, 3), torch.randint(0, 3, (60,))
-    p, won = scores.softmax(1).double(), scores.argmax(1)
+    scores = torch.randn(60, 3)
+    y = torch.randint(0, 3, (60,))
+    p = scores.softmax(1).double()
+    won = scores.argmax(1)
     ovr = metrics.roc_auc_score(y, p, multi_class="ovr")
     assert auc(scores, y) == pytest.approx(ovr) == auc(p, y)
     assert f1(scores, y) == metrics.f1_score(y, won, average="macro")
     assert balanced_accuracy(scores, y) == pytest.approx(
         metrics.balanced_accuracy_score(y, won)
     )
-    two, label = scores[:, :2], (y > 0).long()
+    two = scores[:, :2]
+    label = (y > 0).long()
     assert auc(two, label) == pytest.approx(
         metrics.roc_auc_score(label, two.softmax(1)[:, 1])
     )
     assert f1(two, label) == metrics.f1_score(label, two.argmax(1))
-    # one score, labels -1 and 1
+    # One score for labels of -1 and 1.
     assert auc(two[:, :1], 2 * label - 1) == metrics.roc_auc_score(label, two[:, 0])
     t = torch.randn(60)
     assert mae(scores[:, :1], t) == pytest.approx(
@@ -217,10 +228,11 @@ def test_a_metric_without_a_value_is_nan():
         r2(torch.ones(1), torch.ones(1)),
     )
     assert all(map(math.isnan, values))
-    scores, y = torch.randn(6, 3), torch.tensor([0, 0, 0, 1, 1, 1])
+    scores = torch.randn(6, 3)
+    y = torch.tensor([0, 0, 0, 1, 1, 1])
     shares = scores.softmax(1)
     present = [auc(shares[:, c : c + 1] - 0.5, (y == c).long()) for c in (0, 1)]
-    # class 2, which nobody has, does not count
+    # Class 2, which has no samples, does not count.
     assert auc(scores, y) == pytest.approx(sum(present) / 2)
 
 

@@ -1,5 +1,7 @@
-"""`pflcore.testing.check` names what is wrong with an algorithm, in one sentence, and
-nothing where nothing is."""
+"""`pflcore.testing.check` names a fault of an algorithm in one sentence.
+
+It is silent where there is no fault.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +21,7 @@ FAULTS = {}
 
 
 def found(sentence):
-    """Marks a class with what is found wrong with it."""
+    """Marks a class with the fault that `check` finds in it."""
 
     def mark(cls):
         FAULTS[cls] = sentence
@@ -29,7 +31,10 @@ def found(sentence):
 
 
 class Trains(FedAvg):
-    """FedAvg whose clients keep and upload what `gives` says, of the update."""
+    """FedAvg with other state and uploads of its clients.
+
+    `gives` makes both from the update.
+    """
 
     def train(self, down, client_state, clients):
         fit = clients.fit(down["x"])
@@ -37,7 +42,7 @@ class Trains(FedAvg):
 
 
 class Steps(FedAvg):
-    """FedAvg whose server adds the `step` that it makes of the updates."""
+    """FedAvg whose server adds `step` of the updates."""
 
     def update(self, state, up, cohort):
         return {"x": state["x"] + self.step(up["delta"], cohort)}, None
@@ -103,7 +108,7 @@ class NoFit(FedAvg):
 
 @found(r"update: raised RuntimeError with 2 of 4 clients")
 class Everybody(Steps):
-    """Forgets that some clients are absent."""
+    """A server that forgets that some clients are absent."""
 
     def step(self, delta, cohort):
         return torch.full((cohort.n,), 1 / cohort.n, dtype=torch.float64) @ delta
@@ -146,7 +151,7 @@ class WritesIntoItsState(FedAvg):
 
 @found(r"server\.x differs between the engines")
 class MixesClients(FedAvg):
-    """Its update forgets that it sees the rows of several clients at once."""
+    """An update that mixes the rows of several clients."""
 
     def train(self, down, client_state, clients):
         def update(rows, grad, taken):
@@ -172,7 +177,10 @@ class EvaluationTrains(FedAvg):
     r"counted"
 )
 class SendsZeros(Trains):
-    """A naive FedPer: the private columns do not move, but travel."""
+    """A naive FedPer.
+
+    The private columns do not move, but are uploaded.
+    """
 
     def gives(self, delta, own, clients):
         delta[:, clients.net.mask("2.*")] = 0
@@ -194,7 +202,7 @@ class ChangesTheModelItEvaluates(FedAvg):
 
 @found(r"update: server\.x is not finite after a client's update overflowed")
 class BelievesWhatOverflows(Trains):
-    """Sends what hides that training overflowed."""
+    """Uploads values that hide an overflow in training."""
 
     def gives(self, delta, own, clients):
         fine = delta.isfinite().all(1, keepdim=True)
@@ -208,7 +216,7 @@ class BelievesWhatOverflows(Trains):
 
 @found(r"train or update: server\.x depends on a client whose update was not finite")
 class Centres(Trains):
-    """Subtracts what only the server can know."""
+    """Subtracts the mean of the cohort, which only the server can know."""
 
     def gives(self, delta, own, clients):
         return own, {"delta": 2 * delta - delta.mean(0)}
@@ -225,7 +233,10 @@ class TrainsOnTest(Trains):
     r"of 4"
 )
 class Float64(Steps):
-    """Shares are float64, and what they are multiplied with becomes so."""
+    """Multiplies updates by shares in float64.
+
+    The product becomes float64 too.
+    """
 
     def step(self, delta, cohort):
         return self.server_lr * (
@@ -267,7 +278,7 @@ class FormerHook(FedAvg):
     r"'init_client', and the "
 )
 class MisspeltHook(Trains):
-    """Fails at once for want of what its hook would give."""
+    """A misspelt hook, without whose result another hook fails."""
 
     def init_clent(self, down, net, n):
         return {"head": down["x"]}
@@ -278,7 +289,7 @@ class MisspeltHook(Trains):
 
 @found(r"statistics: no hook has this name, and no run calls it")
 class CalledByNoHook(FedAvg):
-    """Two old hooks that call each other."""
+    """Two former hooks that call each other."""
 
     def statistics(self):
         return self.kept()
@@ -300,7 +311,7 @@ class Flags(FedAvg):
     r"annotation"
 )
 class ReadElsewhere(FedAvg):
-    """Its code speaks of other objects' attribute of that name."""
+    """Reads an attribute of the same name of other objects."""
 
     buffers = ("local",)
 
@@ -332,8 +343,11 @@ def test_a_fault_is_named_in_one_sentence(broken):
 
 @dataclass(frozen=True, slots=True)
 class Declared(Algorithm):
-    """Has no option that plays no part, and calls its helper, whose name is nearly a
-    hook's."""
+    """An algorithm without a fault.
+
+    All its options play a part. The name of a helper that it calls is similar to a
+    hook's.
+    """
 
     def update(self, state, up, cohort):
         return {"x": state["x"] + self.updates(up)}, None
@@ -344,8 +358,11 @@ class Declared(Algorithm):
 
 @dataclass(frozen=True)
 class Uses(FedAvg):
-    """What hooks use: by name, on another option, of the class, at the evaluation, and
-    when a client comes."""
+    """Attributes that hooks use in every way.
+
+    They are used by name, with another option, through the class, at the evaluation,
+    and when a client joins.
+    """
 
     server_lr: float = 0.5
     times: int = 1
@@ -397,10 +414,10 @@ def normed():
     [
         (Declared, None),
         (Uses, None),
-        # draws for each client, and is not asked for its clients' numbers
+        # FedALA draws for each client, so its clients' numbers are not exchanged.
         ("fedala", None),
-        (FedAvg, normed),  # averaged statistics are everybody's, absent or not
-        (Own, normed),  # what is each client's own stays
+        (FedAvg, normed),  # averaged statistics are those of all clients
+        (Own, normed),  # local statistics stay with their clients
     ],
 )
 def test_nothing_is_found_where_nothing_is_wrong(alg, model):

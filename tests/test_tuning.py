@@ -1,5 +1,7 @@
-"""Motley's protocol: splits that leak nothing, grids that cannot see test data, records
-that resume."""
+"""Motley's protocols and the search of options.
+
+Splits leak nothing, grids cannot see test data, and records resume.
+"""
 
 import math
 from dataclasses import replace
@@ -34,7 +36,7 @@ from pflcore.simulation.round import RunConfig, initial_state
 
 
 def regression():
-    """Labels as numbers, and a model for them."""
+    """A protocol whose labels are numbers, and a model for them."""
     p = PROTOCOLS["silo"]()
     data = replace(p.data, y=p.data.y.float(), classes=None)
     return replace(p, data=data), Net(lambda: layers("Linear 4 1"), "squared")
@@ -50,7 +52,10 @@ def search(
 
 
 def confidence(scores, y):
-    """Mean of the largest score: grows with the steps that training takes."""
+    """The mean of the largest score.
+
+    It grows with the number of training steps.
+    """
     return scores.max(1).values.mean().item()
 
 
@@ -78,16 +83,21 @@ def test_cross_device_roles_and_halves():
             i in p.report_clients
         )
         assert i in p.train_clients or len(train) == data.size()[i] // 2
-    few, size = p.keep(0.5).data.size(), p.data.size()
-    equals(few[p.train_clients], size[p.train_clients])
-    equals(few[p.report_clients], (size[p.report_clients] + 1) // 2)
+    kept_sizes = p.keep(0.5).data.size()
+    size = p.data.size()
+    equals(kept_sizes[p.train_clients], size[p.train_clients])
+    equals(kept_sizes[p.report_clients], (size[p.report_clients] + 1) // 2)
 
 
 def test_cross_silo_sizes_and_what_blind_hides():
-    """A client of one sample does not stop the others."""
+    """Cross-silo splits have their sizes, and tuning sees no test split.
+
+    A client of one sample does not stop the others.
+    """
     parts = [(torch.randn(m, 4), torch.arange(m) % 3) for m in (1, 2, 20, 22)]
     p = cross_silo(Federation.from_clients(parts, classes=3))
-    # of 22: ceil(3.3), ceil(18 * .15 / .85)
+    # Of 22 samples, ceil(3.3) are test samples, and ceil(18 * .15 / .85) of the rest
+    # validate.
     sizes = [p.data.size(s).tolist() for s in ("train", "val", "test")]
     assert sizes == [[1, 1, 14, 14], [0, 0, 3, 4], [0, 1, 3, 4]]
     assert "clients without val samples: 2" in p.data.summary()
@@ -107,7 +117,10 @@ def test_cross_silo_sizes_and_what_blind_hides():
     "make, roles", [(cross_silo, [0.2, 0.2, 3]), (cross_device, [2, 2, 2])]
 )
 def test_statistics_of_what_is_held_out_never_shape_the_features(make, roles):
-    """They are standardised after the split, by personalization samples alone."""
+    """Features are standardized by the personalization samples alone.
+
+    That happens after the split.
+    """
     fed = federation(n=6, size=24)
     data = make(fed, *roles, standardize=True).data
     for x, _ in map(data.client, range(6)):
@@ -132,7 +145,8 @@ GRIDS = {
 @pytest.mark.parametrize("setting", PROTOCOLS)
 @pytest.mark.parametrize("name", GRIDS)
 def test_poisoned_test_labels_change_no_choice(setting, name):
-    p, (alg, grid) = PROTOCOLS[setting](), GRIDS[name]
+    p = PROTOCOLS[setting]()
+    alg, grid = GRIDS[name]
     y = p.data.y.clone()
     for rows in p.data.index["test"]:
         y[rows] = (y[rows] + 1) % 3
@@ -141,19 +155,19 @@ def test_poisoned_test_labels_change_no_choice(setting, name):
     assert a.best.candidate.options == b.best.candidate.options and scores(a) == scores(
         b
     )
-    clean, wrong = (
-        a.report()["accuracy"][p.report_clients],
-        b.report()["accuracy"][p.report_clients],
-    )
+    clean = a.report()["accuracy"][p.report_clients]
+    wrong = b.report()["accuracy"][p.report_clients]
     assert not clean.isnan().any() and not torch.equal(clean, wrong)
     assert a.report()["accuracy"].isfinite().sum() == len(p.report_clients)
     assert a.states(a.best.candidate, 0)[0].context.data.splits == ("train", "val")
 
 
 def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result():
-    p, lrs = PROTOCOLS["device"](), [0.001, 0.3]
+    p = PROTOCOLS["device"]()
+    lrs = [0.001, 0.3]
     tuned = search("fedavg", {"training.lr": lrs}, 4, p)
-    found, results = [], []
+    validated = []
+    results = []
     for lr in lrs:
         options = {
             "rounds": 4,
@@ -162,10 +176,12 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
         }
         run = Simulation(FedAvg(), model(), p.data, replace(TRAINING, lr=lr), **options)
         run.run()
-        found.append(run.evaluate("val")["accuracy"][p.tuning_clients].mean().item())
+        validated.append(
+            run.evaluate("val")["accuracy"][p.tuning_clients].mean().item()
+        )
         results.append(run.evaluate("test")["accuracy"])
-    assert scores(tuned) == pytest.approx(found) and found[0] != found[1]
-    best = max(range(2), key=found.__getitem__)
+    assert scores(tuned) == pytest.approx(validated) and validated[0] != validated[1]
+    best = max(range(2), key=validated.__getitem__)
     torch.testing.assert_close(
         tuned.report()["accuracy"], results[best], equal_nan=True
     )
@@ -174,8 +190,11 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
 
 
 def test_late_options_share_a_state_and_others_do_not(tmp_path):
-    """Six candidates on two trained states, late options fastest; the value of each is
-    that of an evaluation by itself."""
+    """Candidates that differ in late options share a trained state.
+
+    Six candidates have two states, and late options vary fastest. The value of each
+    candidate is that of a separate evaluation.
+    """
     tuned = search(KnnPer(k=3), KNN, 2, folder=tmp_path)
     named = [
         (t.candidate.algorithm.server_lr, t.candidate.algorithm.lam)
@@ -192,7 +211,8 @@ def test_late_options_share_a_state_and_others_do_not(tmp_path):
 
 
 def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
-    (p, net), lrs = regression(), [1e30, 0.01]
+    p, net = regression()
+    lrs = [1e30, 0.01]
     tuned = search("fedavg", {"training.lr": lrs}, 6, p, net, folder=tmp_path)
     first, second = tuned.trials
     assert (
@@ -211,7 +231,10 @@ def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
 
 
 def test_a_candidate_that_loses_clients_cannot_win():
-    """It would be the best of all where only those count that survived it."""
+    """A candidate with non-finite clients loses.
+
+    It would be the best one if only its surviving clients counted.
+    """
 
     class Selective(KnnPer):
         def model(self, down, client_state, clients):
@@ -228,7 +251,7 @@ def test_a_candidate_that_loses_clients_cannot_win():
     )
     good, lost = tuned.trials
     survivors = lost.values[0][~lost.values[0].isnan()]
-    assert len(survivors) == 7 and survivors.mean() > good.score  # so it looked better
+    assert len(survivors) == 7 and survivors.mean() > good.score  # it looks better
     assert (
         tuned.best is good and lost.score == -math.inf and lost.stopped in tuned.table()
     )
@@ -237,7 +260,7 @@ def test_a_candidate_that_loses_clients_cannot_win():
 
 def test_a_client_without_a_value_loses_no_candidate():
     def low(scores, y):
-        """Minus the largest score; none for the clients of most samples."""
+        """Minus the largest score, or NaN for clients with many samples."""
         return math.nan if len(y) > 4 else -scores.max().item()
 
     p = PROTOCOLS["silo"]()
@@ -254,7 +277,7 @@ def test_without_an_accuracy_the_loss_chooses():
     p = PROTOCOLS["silo"]()
     p = replace(p, data=replace(p.data, y=p.data.y % 2, classes=2, relabel=None))
 
-    def own(scores, y):  # nobody knows what one score of it means
+    def own(scores, y):  # the meaning of one score is unknown
         return binary_cross_entropy_with_logits(scores[:, 0], y.float())
 
     tuned = search(p=p, net=Net(lambda: layers("Linear 4 1"), own))
@@ -273,15 +296,18 @@ def test_a_candidate_with_an_infinite_value_is_lost():
 
 
 def test_a_grid_goes_on_where_it_stopped(tmp_path):
-    alg, a, b = KnnPer(k=3), tmp_path / "a", tmp_path / "b"
-    whole, file = search(alg, KNN, 3, folder=a), b / "checkpoint.safetensors"
+    alg = KnnPer(k=3)
+    a = tmp_path / "a"
+    b = tmp_path / "b"
+    whole = search(alg, KNN, 3, folder=a)
+    file = b / "checkpoint.safetensors"
     with pytest.raises(KeyboardInterrupt):
         search(alg, KNN, 3, folder=b, log=fails(print, 4, KeyboardInterrupt()))
     again = search(alg, KNN, 3, folder=b)
     assert scores(again) == scores(whole)
     assert load(b)[1] == load(a)[1]
     equals(again.report()["accuracy"], whole.report()["accuracy"])
-    file.unlink()  # the states stay behind, and are not those of another search
+    file.unlink()  # the states remain, but belong to another search
     assert scores(search(alg, KNN, 1, folder=b)) == scores(search(alg, KNN, 1))
 
 
@@ -289,13 +315,11 @@ def test_results_of_other_searches_are_not_used_again(tmp_path):
     def net(act="ReLU", seed=0):
         return Net(lambda: layers(f"Linear 4 5, {act}, Linear 5 3"), seed=seed)
 
-    data, grid, once = (
-        federation(relabel=True),
-        {"server_lr": [0.1]},
-        {"folder": tmp_path},
-    )
+    data = federation(relabel=True)
+    grid = {"server_lr": [0.1]}
+    once = {"folder": tmp_path}
     search("fedavg", grid, 1, cross_silo(data), net(), **once)
-    for other, *how in (
+    for other, *changes in (
         (replace(data, x=data.x + 1), net()),
         (replace(data, relabel=None), net()),
         (data, net("Sigmoid")),
@@ -303,7 +327,7 @@ def test_results_of_other_searches_are_not_used_again(tmp_path):
         (data, net(), replace(TRAINING, lr=0.2)),
     ):
         with sentence("folder: .* another grid or other data"):
-            search("fedavg", grid, 1, cross_silo(other), *how, **once)
+            search("fedavg", grid, 1, cross_silo(other), *changes, **once)
 
 
 def test_a_folder_of_a_run_is_no_folder_of_a_search(tmp_path):
@@ -316,16 +340,16 @@ def test_a_folder_of_a_run_is_no_folder_of_a_search(tmp_path):
 
 def test_several_splits_are_averaged():
     splits = [cross_silo(federation(), seed=s) for s in (100, 1100)]
-    how = ("fedavg", {"training.lr": [0.01, 0.3]}, 3)
-    both = search(*how, splits, seed=5)
-    one, two = (search(*how, p, seed=5 + j) for j, p in enumerate(splits))
+    arguments = ("fedavg", {"training.lr": [0.01, 0.3]}, 3)
+    both = search(*arguments, splits, seed=5)
+    one, two = (search(*arguments, p, seed=5 + j) for j, p in enumerate(splits))
     means = [(a + b) / 2 for a, b in zip(scores(one), scores(two), strict=True)]
     assert scores(both) == pytest.approx(means)
     assert two.best.candidate.options == both.best.candidate.options
     equals(two.report()["accuracy"], both.report(1)["accuracy"])
-    assert scores(search(*how, splits, seed=[5, 6])) == scores(both)
+    assert scores(search(*arguments, splits, seed=[5, 6])) == scores(both)
     with sentence("seed and net: .*2"):
-        search(*how, splits, seed=[5])
+        search(*arguments, splits, seed=[5])
 
 
 NOT = """\
@@ -348,7 +372,7 @@ def test_what_cannot_be_tuned_is_refused(options, words):
         search("local", **options)
 
 
-# what selects ---------------------------------------------------------------
+# metrics that select --------------------------------------------------------
 @pytest.mark.parametrize(
     "metric, up, lr",
     [
@@ -364,13 +388,17 @@ def test_what_cannot_be_tuned_is_refused(options, words):
 )
 def test_a_metric_and_its_direction_choose(metric, up, lr):
     pytest.importorskip("sklearn")
-    how = {"metric": metric, "higher_is_better": up, "hardware": Hardware(workers=1)}
-    tuned = search(rounds=3, **how)
+    options = {
+        "metric": metric,
+        "higher_is_better": up,
+        "hardware": Hardware(workers=1),
+    }
+    tuned = search(rounds=3, **options)
     assert tuned.best.candidate.training.lr == lr
     measures = {"confidence": confidence, "doubt": doubt, "f1": metrics.METRICS["f1"]}
-    found = evaluate(*tuned.states(tuned.best.candidate, 0), "val", metrics=measures)
+    measured = evaluate(*tuned.states(tuned.best.candidate, 0), "val", metrics=measures)
     sign = -1 if up is False or (metric == "loss" and not up) else 1
-    values = found[getattr(metric, "__name__", metric)]
+    values = measured[getattr(metric, "__name__", metric)]
     equals(tuned.best.values[0], sign * values.double())
 
 
@@ -382,7 +410,8 @@ def test_a_metric_of_ones_own_says_its_direction():
 
 
 def test_integers_that_are_numbers_to_the_loss_are_measured_as_numbers():
-    net, grid = regression()[1], {"training.lr": [0.01]}
+    net = regression()[1]
+    grid = {"training.lr": [0.01]}
     assert math.isfinite(search("fedavg", grid, 2, None, net, metric="mae").best.score)
 
 

@@ -1,9 +1,14 @@
-"""How far an op may be from the same sum done in float64: one table by op and dtype,
-each line with its reason."""
+"""Tolerances of the ops against the same sum in float64.
+
+One table by op and dtype has a reason in each line.
+"""
 
 import torch
 
-F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+F64 = torch.float64
+F32 = torch.float32
+F16 = torch.float16
+BF16 = torch.bfloat16
 FLOATS = (F32, F64, F16, BF16)
 
 # Half the gap between neighbouring numbers near 1: what one rounding of a result costs.
@@ -14,42 +19,45 @@ ROUND = {F64: 2.0**-53, F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
 TINY = {F64: 5e-324, F32: 7.1e-46, F16: 3.0e-8, BF16: 4.6e-41}
 
 TOLERANCE = {
-    # relative to each distance. Rows are used as they are (already rounded) and a
+    # Relative to each distance. Rows are used as they are (already rounded) and a
     # square meets at most 16 roundings of 6e-8 before it is added to a float64 total, a
     # tenth of that in practice. float64 rows have float64 all the way.
     "sqdist": {F32: 1e-6, F16: 1e-6, BF16: 1e-6, F64: 1e-13},
-    # relative to the largest weight: float64 arithmetic on a handful of distances,
+    # Relative to the largest weight: float64 arithmetic on a handful of distances,
     # whatever their dtype.
     "weights": {F64: 1e-12, F32: 1e-12, F16: 1e-12, BF16: 1e-12},
-    # relative to |base| + |lr| * |weight| @ |updates|: about one float32 rounding for
+    # Relative to |base| + |lr| * |weight| @ |updates|: about one float32 rounding for
     # each of up to 20 addends, then one of the result.
     "aggregate": {F64: 4e-15, F32: 1.5e-6, F16: 2 * ROUND[F16], BF16: 2 * ROUND[BF16]},
-    # relative to the same product of absolute values: two products of up to a hundred
-    # addends; 16-bit inputs are computed in float32 and rounded once, the reference
+    # Relative to the same product of absolute values: two products of up to a hundred
+    # addends. 16-bit inputs are computed in float32 and rounded once. The reference
     # rounds the hidden values too.
     "rank1": {F64: 4e-14, F32: 1e-5, F16: 8 * ROUND[F16], BF16: 8 * ROUND[BF16]},
-    # relative to the sum of the absolute values of all terms: some ten roundings, in
+    # Relative to the sum of the absolute values of all terms: some ten roundings, in
     # any order, fused or not.
     "sgd": {F64: 2e-15, F32: 1e-6},
-    # relative to 1 and the values' own size: up to three steps through some ten layers,
+    # Relative to 1 and the values' own size: up to three steps through some ten layers,
     # each a sum of up to a thousand addends.
     "chain": {F64: 1e-11, F32: 3e-5},
 }
 
 
 def assert_close(got, want, op, dtype=None, size=None):
-    """`got` differs from the float64 `want` by at most TOLERANCE[op][dtype] * size;
-    where `want` is not finite they are the same.
+    """Asserts that `got` is close to the float64 `want`.
 
-    dtype: that of the inputs (default: got's). size: what the error is measured against
-    (default:
-    |want|).
+    They differ by at most TOLERANCE[op][dtype] * size. Where `want` is not finite, both
+    are the same.
+
+    Args:
+        dtype: dtype of the inputs, by default that of `got`
+        size: magnitude that the error is measured against, by default |want|
     """
     assert got.shape == want.shape, (
         f"shape {list(got.shape)} instead of {list(want.shape)}"
     )
     dtype = got.dtype if dtype is None else dtype
-    a, finite = got.detach().double(), want.isfinite()
+    a = got.detach().double()
+    finite = want.isfinite()
     same = (a == want) | (a.isnan() & want.isnan())
     assert bool((same | finite).all()), (
         f"NaN or Inf in other places: {got} instead of {want}"

@@ -1,9 +1,10 @@
 """Runs everything that tries to break pflcore on purpose: `make trust`.
 
-It takes some 45 minutes on two quiet cores, half an hour of it for the mutants
-(tests/mutants.py), which are others every day. All other parts are tests that the
-suites have, too. pytest does not collect this file. Parts may be named:
-`python tests/trust.py "altered data" sanitizers`.
+It takes some 45 minutes on two quiet cores. The mutants (tests/mutants.py) take half an
+hour of it, and differ from day to day. All other parts are tests that the suites have
+too. pytest does not collect this file.
+
+Parts may be named: `python tests/trust.py "altered data" sanitizers`.
 """
 
 import os
@@ -32,20 +33,20 @@ class Counts(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The result of a part: a sentence with figures, and whether all of it held."""
+    """The sentence of a part, and True where all of it held."""
 
     sentence: str
     holds: bool
 
 
 def run_python(*words):
-    """A process of this Python that has run with these words."""
+    """A finished process of this Python with these arguments."""
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     return ran(*words, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
 
 
 def run_tests(*words):
-    """The counts of a run of pytest with these words."""
+    """The counts of a run of pytest with these arguments."""
     # With the project's option -q, pytest's last line would have no counts.
     options = ["-o", "addopts=--import-mode=importlib", "--hypothesis-show-statistics"]
     options += ["-p", "no:cacheprovider", "--disable-warnings", "--suite", "all"]
@@ -81,7 +82,11 @@ def hostile_clients():
 
 
 def tests_of(sentence, *words):
-    """Runs tests; `sentence` has places for what passed, was skipped and was drawn."""
+    """Runs tests of one part.
+
+    `sentence` has places for the numbers of tests that passed, tests that were skipped,
+    and examples.
+    """
     counts = run_tests(*words)
     figures = {"passed": 0, "skipped": 0, "examples": counts.examples}
     return Finding(sentence.format(**figures | counts.tests), counts.holds)

@@ -1,5 +1,8 @@
-"""Ugly inputs for the tests of the ops: prime and zero sizes, every memory layout, all
-dtypes, scales from 1e-30 to 1e30."""
+"""Difficult inputs for the tests of the ops.
+
+They have prime and zero sizes, every memory layout, all dtypes, and scales from 1e-30
+to 1e30.
+"""
 
 import re
 from contextlib import contextmanager
@@ -10,13 +13,15 @@ import torch
 from tolerance import F16
 
 SIZES = [0, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 61, 64, 127, 257, 521, 1031]
-BAD = -(1 << 40)  # an index that is in no list
+BAD = -(1 << 40)  # an index that no list has
 LAYOUTS = ["contiguous", "wide rows", "off by one", "every second column", "transposed"]
 
 
 def lay(t, layout):
-    """The same values in another place in memory, with NaN in the gaps, so that reading
-    beside a row is seen."""
+    """The same values in another place in memory.
+
+    The gaps hold NaN, so that a read outside of a row shows.
+    """
     if layout == "contiguous":
         return t.clone(memory_format=torch.contiguous_format)
     rows, cols = t.shape
@@ -37,16 +42,19 @@ def randn(seed, *shape, dtype=torch.float64, scale=1.0):
 
 
 def scales(dtype):
-    """Powers of ten that the dtype can hold with room to spare."""
+    """Powers of ten that are far inside the range of the dtype."""
     return st.sampled_from(
         [1e-3, 1.0, 1e3] if dtype is F16 else [1e-30, 1e-12, 1e-3, 1.0, 1e6, 1e30]
     )
 
 
 def matrix(draw, m, p, dtype, scale=1.0):
-    """Normal numbers, sometimes close to the first row, with equal rows, a row that is
-    zero or tiny, constant rows (whose roundings all point one way), or a few far larger
-    numbers."""
+    """A matrix of normal numbers, in one of several kinds.
+
+    It may have rows close to the first row, equal rows, a zero row, or a tiny row. It
+    may have constant rows, whose roundings all have the same direction, or a few far
+    larger numbers.
+    """
     t = randn(draw(st.integers(0, 1 << 20)), m, p, scale=scale)
     change = {
         "plain": lambda: t,
@@ -61,8 +69,10 @@ def matrix(draw, m, p, dtype, scale=1.0):
 
 
 def intact(inner):
-    """Is everything in the memory of a tensor that `lay` placed, and that was written
-    since, as it was?"""
+    """True where the memory around a tensor did not change.
+
+    `lay` placed the tensor, and an op wrote it since.
+    """
     home = inner.new_empty(0).set_(inner.untyped_storage()).clone()
     bad = torch.nan if home.is_floating_point() else BAD
     home.as_strided(inner.shape, inner.stride(), inner.storage_offset()).fill_(bad)
@@ -71,7 +81,7 @@ def intact(inner):
 
 @contextmanager
 def threads(n):
-    """torch with n intra-op threads, and the old number again afterwards."""
+    """Sets torch's intra-op threads to n, and restores them afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     try:
@@ -81,18 +91,20 @@ def threads(n):
 
 
 def same_for_any_threads(call):
-    """One, two and three threads give the same bits."""
-    found = []
+    """Asserts that one, two and three threads give the same bits."""
+    results = []
     for n in (1, 2, 3):
         with threads(n):
-            found.append(call())
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=0, atol=0, equal_nan=True)
+            results.append(call())
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0, equal_nan=True)
 
 
 def refuses(op, name, kind=ValueError):
-    """The call inside raises `kind` with one sentence that names the op and the
-    argument."""
+    """Asserts that the call inside raises `kind`.
+
+    The message is one sentence that names the op and the argument.
+    """
     return pytest.raises(
         kind,
         match=rf"^{re.escape(op)}\([^)\n]*\b{re.escape(name)}\b[^)\n]*\): "
@@ -101,8 +113,10 @@ def refuses(op, name, kind=ValueError):
 
 
 def clustered(groups, each, p, noise=1e-3):
-    """Guides and rows [groups * each, P], shuffled, of clusters with isotropic noise
-    within."""
+    """Guides and rows [groups * each, P] in shuffled clusters.
+
+    The noise within a cluster is isotropic.
+    """
     rows = torch.randn(groups, p)[torch.randperm(groups * each) % groups]
     rows = rows + noise * torch.randn(len(rows), p)
     return rows + noise * torch.randn(len(rows), p), rows

@@ -1,4 +1,4 @@
-"""`pflcore attack`: attacks on uploads, and a table of what they learn.
+"""`pflcore attack`: attacks on uploads, and a table of their success.
 
 The table has intervals. Pictures show the reconstructions and the originals.
 """
@@ -85,8 +85,8 @@ def main(argv: Sequence[str]) -> int:
     def judge() -> privacy.Scores:
         """The scores of a model of the adversary's own.
 
-        It is trained on the test set, which no client has. It says what a
-        reconstruction looks like to a stranger.
+        It is trained on the test set, which no client has. It shows how a
+        stranger's model classifies a reconstruction.
         """
         clients = [(source.x_test, source.y_test)]
         data = Federation.from_clients(clients, classes=source.classes)
@@ -132,7 +132,7 @@ def inversion(
     are drawn into `path`.
 
     Args:
-        oracle: a stranger's model, which says what class it sees
+        oracle: a stranger's model, which names the class of an image
     """
     mean = torch.tensor(source.mean).view(1, -1, 1, 1)
     std = torch.tensor(source.std).view(1, -1, 1, 1)

@@ -1,6 +1,6 @@
 """A client's costs of a round: traffic and floating point operations.
 
-Traffic is what `step()` counts, operations are what torch counts. These are FedDWA's
+`step()` counts the traffic, and torch counts the operations. These are FedDWA's
 Tables 4 and 5 (Liu et al. 2023), for any algorithm and model.
 """
 
@@ -45,7 +45,7 @@ OWN_OPS = {
 
 
 class Inline(Workers):
-    """A worker that works in the calling thread, where torch's counter sees it.
+    """A worker in the calling thread, where torch's counter sees it.
 
     It uses one thread, as every worker does.
     """
@@ -86,7 +86,7 @@ def cost(
     samples: PositiveInt = 2500,
     batch_size: PositiveInt = 20,
 ) -> Cost:
-    """The costs of a round with all `n` clients and one epoch each.
+    """The costs of a round with all `n` clients and one epoch.
 
     It is the second round, since FedFomo and L2C have nothing to send in the first. It
     is played on random inputs of `shape`, one batch for each client, and a quarter of a
@@ -136,7 +136,10 @@ def cost(
 
 
 def table(costs: dict[str, Cost], samples: int) -> str:
-    """The costs as Markdown: traffic in models and MiB, operations of a client."""
+    """The costs as Markdown.
+
+    They are traffic in models and MiB, and operations of a client.
+    """
     first = next(iter(costs.values()))
     head = (
         f"method | models down | models up | MiB | FLOPs for {samples:,} samples | of "

@@ -23,7 +23,7 @@ Triple = tuple[Any, float, float]  # an option's value, and two results
 
 
 def nearest(weights: Tensor, k: int) -> Tensor:
-    """Mask [M, N]: True for the k clients of the largest weights in each row.
+    """Mask [M, N] of the k largest weights in each row.
 
     Of equal weights the lower client counts. A weight of 0 never counts.
     """
@@ -33,7 +33,9 @@ def nearest(weights: Tensor, k: int) -> Tensor:
 
 
 def of_rounds(run: Run) -> list[tuple[int, Tensor]]:
-    """Weights [N, N] of four rounds: the first that has any, the last, two between.
+    """Weights [N, N] of four rounds, from the first to the last.
+
+    The first is the first that has any weights.
 
     The rounds are closer together early on.
     """
@@ -49,7 +51,9 @@ def of_rounds(run: Run) -> list[tuple[int, Tensor]]:
 
 
 def heat_maps(runs: Mapping[str, Run], path: str, k: int | None = None) -> None:
-    """Draws the mixing weights over time (Fig. 4), a panel for each method and round.
+    """Draws the mixing weights over time (Fig. 4).
+
+    Each method and round has a panel.
 
     With `k` it draws each client's k nearest (Fig. 1) instead.
     """
@@ -72,7 +76,7 @@ def curves(
 
     They are means over clients against an option of the algorithm (FedDWA's Figs. 2 and
     3), against the part of the personalization set that is used (Motley's Fig. 7c), or
-    against what was sent (Fig. 6b, c).
+    against the bytes that were sent (Fig. 6b, c).
 
     Args:
         notes: texts at some points
@@ -91,7 +95,7 @@ def curves(
 
 
 def deltas(size: Tensor, groups: Mapping[str, Tensor], path: str, unit: str) -> None:
-    """Draws each client's change of accuracy, or of a loss, against its samples.
+    """Draws each client's change of accuracy or loss against its samples.
 
     They are the samples with which it personalizes. Each method has a panel (Fig. 3b,
     c).
@@ -109,7 +113,7 @@ def deltas(size: Tensor, groups: Mapping[str, Tensor], path: str, unit: str) -> 
 
 
 def option(points: Sequence[Triple], path: str, name: str, unit: str) -> None:
-    """Draws the mean over clients and the percentage hurt, by an option's value.
+    """Draws the mean and the percentage hurt, by an option's value.
 
     They need not agree on the best value (Fig. 4c, 7a, b). Learning rates are on a
     logarithmic axis.
@@ -144,7 +148,10 @@ def distributions(series: Mapping[str, Sequence[Triple]], path: str, unit: str) 
 
 
 def grid(rows: Mapping[str, Tensor], path: str | Path) -> None:
-    """Draws images [K, C, H, W] with values in 0..1, a named row of K each."""
+    """Draws named rows of K images [K, C, H, W] each.
+
+    Their values are in 0..1.
+    """
     count = max(map(len, rows.values()))
     figure, axes = figure_of(0.9 * count + 1.2, len(rows), count, len(rows))
     for i, (name, images) in enumerate(rows.items()):

@@ -1,4 +1,4 @@
-"""Plans of reproductions: small JSON files that say how a table of a paper is made.
+"""Plans of reproductions: small JSON files, one for a paper's table.
 
 A plan has the following keys.
 
@@ -7,7 +7,7 @@ A plan has the following keys.
 - `options`, `training`, `model_options`: The options of all runs, as `pflcore run` has
   them, without seeds.
 - `seeds`: The seeds of the runs, [0, 1, 2] for instance.
-- `settings`: For each name of a setting, what the setting has of its own:
+- `settings`: For each name of a setting, its own values of:
   - options, "training", "model_options" and "partition_options".
   - "method_options": For each method, options that it has in this setting.
   - "protocol": How samples or clients are held out, as in Motley. It is
@@ -39,7 +39,7 @@ A plan has the following keys.
 - `takes`: How long it takes on two free cores, in words.
 - `groups`: True for the table of the last round and its subpopulations. Then
   "reported" names measures.
-- `costs`: Is there instead of settings in a plan that counts what a round costs, and
+- `costs`: Is there instead of settings in a plan that counts the costs of a round, and
   trains nothing.
 """
 
@@ -126,7 +126,7 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """A short digest of the run, which tells records of other runs apart."""
+        """A short digest of the run, different for each run."""
         what = describe_jobs([self.job], self.cut, self.shape)
         base = self.base and self.base.digest
         facts = to_json([what, self.roles, base, STREAM_VERSION])
@@ -223,7 +223,7 @@ def complete(plan: Plan) -> Facts:
 
 
 def _check_methods(methods: Mapping[str, Facts]) -> None:
-    """Raises ValueError where a method is not as described at the head of the file."""
+    """Raises ValueError where a method is not as described above."""
     trained = set[str]()  # of the methods above
     for name, method in methods.items():
         _known(f"method {name!r}", method, KEYS["method"])
@@ -254,7 +254,7 @@ def _known(what: str, got: Any, keys: Iterable[str]) -> None:
 
 
 def shortened(plan: Facts, rounds: int) -> tuple[Facts, list[str]]:
-    """The plan with other rounds, and sentences on what else they change.
+    """The plan with other rounds, and sentences on the other changes.
 
     Methods and settings with rounds of their own, and warm-up rounds (HypCluster), keep
     their part of the whole. Expected numbers and checks are left out, since they hold
@@ -371,7 +371,7 @@ def tasks(
 
 
 def _method_options(method: Facts, of_setting: Facts) -> dict[str, Any]:
-    """A method's options, with those that it has in a setting only; lists as tuples."""
+    """A method's options in a setting, with lists as tuples."""
     options = {**method.get("options", {}), **of_setting}
     for name, value in options.items():
         if isinstance(value, list):
@@ -382,7 +382,10 @@ def _method_options(method: Facts, of_setting: Facts) -> dict[str, Any]:
 def _make_job(
     method: str, algorithm: str, options: Options, training: Facts, hyper: Facts
 ) -> Job:
-    """The job of a method; raises ValueError, with its name, for a wrong option."""
+    """The job of a method.
+
+    Raises ValueError, with the method's name, for a wrong option.
+    """
     try:
         of_algorithm = {algorithm: hyper}
         (job,) = make_jobs([algorithm], options, Training(**training), of_algorithm)

@@ -112,7 +112,7 @@ def intercept(
 
 
 def _models_of(message: Mapping[str, Any], net: Net) -> dict[str, Tensor]:
-    """The tensors of a message that hold one model for each client, [S, P]."""
+    """The tensors of a message that hold one model per client."""
     models = {}
     for name, value in message.items():
         if getattr(value, "shape", ())[1:] == (net.size,):
@@ -134,7 +134,7 @@ def views(
     seed: int = 0,
     names: Sequence[str] = VIEWS,
 ) -> dict[str, Tensor]:
-    """The models [S, P] that the adversary makes of an upload, by their names.
+    """The models [S, P] that the adversary makes, by name.
 
     They differ in the factor scores b that the adversary fills in:
 
@@ -183,7 +183,9 @@ def descend(
 
 
 def fit_scores(net: Net, row: Tensor, at: Tensor, known: Samples) -> Tensor:
-    """The scores b [F] in (0, 1) with which a dictionary suits samples best, by Adam.
+    """The best scores b [F] in (0, 1) for a dictionary.
+
+    Adam fits them.
 
     Args:
         row: the dictionary [P]
@@ -314,7 +316,7 @@ MIN_RECORDS = 20  # of either kind, for an attack model of one class
 def shokri(
     shadow: Sequence[Tensor], target: Samples, classes: int, seed: int = 0
 ) -> Tensor:
-    """Probabilities [n] of being a member, by shadow models (Shokri et al. 2017).
+    """Probabilities [n] of membership, by shadow models (Shokri et al. 2017).
 
     There is an attack model for each class, C -> 64 ReLU -> 1. It sees the logarithms
     of the sorted posterior, and the loss. A class with fewer than 20 records of either
@@ -354,7 +356,10 @@ def shokri(
 
 
 def _attack_features(z: Tensor, y: Tensor) -> Tensor:
-    """Features [n, C + 1] of scores [n, C] and labels [n], for an attack model."""
+    """Features [n, C + 1] of records, for an attack model.
+
+    A record has scores [n, C] and labels [n].
+    """
     log_p = z.log_softmax(1).clamp(min=-20)
     posterior = log_p.sort(1, descending=True).values
     return torch.cat([posterior, log_p.gather(1, y[:, None])], 1)
@@ -551,7 +556,7 @@ def _split_pool(pool: Samples, how: Played) -> tuple[Samples, Tensor]:
 
 
 def _candidate_scores(net: Net, rows: Tensor, game: Game, x: Tensor) -> Tensor:
-    """The scores [n, C] of all clients' candidates by their models [S, P]."""
+    """The scores [n, C] of all candidates by their clients' models."""
     scores = []
     with torch.no_grad():
         for row, candidates in zip(rows, game.candidates, strict=True):
@@ -609,7 +614,7 @@ def invert(
     low: float | Tensor = -torch.inf,
     high: float | Tensor = torch.inf,
 ) -> tuple[Tensor, Tensor]:
-    """Inputs [K, ...] that the model takes for `targets` [K], and its confidence [K].
+    """Inputs [K, ...] that the model takes for `targets`, and confidences [K].
 
     It is MI-FACE (Fredrikson et al. 2015, Algorithm 1): `x <- process(x - lr grad
     c(x))` with c = 1 - p_target, where process clips to [low, high]. It ends when the
@@ -645,7 +650,9 @@ def invert(
 
 
 def likeness(made: Tensor, real: Tensor, span: float) -> dict[str, float]:
-    """Likeness of images [K, C, H, W]: means of "correlation", "mse" and "ssim".
+    """Likeness of images [K, C, H, W] by "correlation", "mse" and "ssim".
+
+    They are means over the images.
 
     SSIM is that of Wang et al. 2004, with windows of 7 x 7.
 

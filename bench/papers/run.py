@@ -84,7 +84,7 @@ def reproduce(
 
 @dataclass(frozen=True)
 class Asked:
-    """Options of the command line, which choose from a plan or replace its values.
+    """Options that choose from a plan or replace its values.
 
     Args:
         list: every plan, with the data that it needs and how long it takes
@@ -164,7 +164,7 @@ OF_THE_COMMAND = ("list", "rounds", "out", "quiet")
 
 
 def print_plan(name: str) -> None:
-    """Prints a plan's description, the data that it needs, and how long it takes."""
+    """Prints a plan's description, its data and its duration."""
     plan = load(name)
     data = set()
     for setting in plan["settings"].values():

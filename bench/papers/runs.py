@@ -36,7 +36,7 @@ class Reproduction:
 
     Attributes:
         runs: the runs that are there, by setting, method and variant, one for each seed
-        tasks: their tasks, with what a grid chose
+        tasks: their tasks, with the values that a grid chose
     """
 
     def __init__(self, plan: Plan, folder: Path, progress: Progress) -> None:
@@ -107,7 +107,9 @@ class Reproduction:
         return simulation, p
 
     def tuned(self, group: list[Task]) -> list[Task]:
-        """The runs of a method at the best point of its grid, by validation data.
+        """The runs of a method at the best point of its grid.
+
+        Validation data choose the point.
 
         There is one run for each seed.
         """
@@ -156,7 +158,7 @@ class Reproduction:
         return [t.at(tuned.best.candidate) for t in group]
 
     def run(self, task: Task) -> Run:
-        """The record of a task, which is played now unless the record is there."""
+        """The record of a task; a missing one is played."""
         rounds = task.options.rounds
         name = ", ".join(filter(None, task.key))
         self.progress.name(f"{name}, seed {task.options.seed}")
@@ -217,7 +219,9 @@ class Reproduction:
         return own_fields
 
     def whole(self, task: Task) -> Run | None:
-        """The record of a task; None if it, or a state that it keeps, is missing.
+        """The record of a task; None if a part is missing.
+
+        The kept states are parts, too.
 
         A record is whole with all rounds, or where the run was stopped because it
         diverged. Raises ValueError where the record is that of another task.
@@ -265,7 +269,7 @@ class _RoundKeeper:
         self.up = 0
 
     def add(self, round: int, line: Facts) -> None:
-        """Adds to a round's line before it is written, and keeps the state."""
+        """Adds to a round's line before writing, and keeps the state."""
         self.down += line["bytes_down"]
         self.up += line["bytes_up"]
         if not line["eval"]:
@@ -284,7 +288,7 @@ class _RoundKeeper:
 
 
 def picks(config: RunConfig, state: State, clients: Tensor) -> Tensor:
-    """The index of the model that each client picks on its training data.
+    """The index of the model that suits each client's training data.
 
     They are [len(clients)], for the clients of these ids, as for an evaluation.
     """

@@ -1,4 +1,4 @@
-"""Studies of trained states as in Motley, section 4, and a reproduction's pictures.
+"""Studies of trained states as in Motley, section 4, and pictures.
 
 The studies show which clients are hurt, results on other distributions and with less
 data, and the effect of one option. Everything here is evaluation: nothing is trained on
@@ -29,7 +29,7 @@ from pflcore.simulation._state import RunConfig, State
 
 
 def results(config: RunConfig, state: State, protocol: StudyProtocol) -> Tensor:
-    """Accuracies [N] of reported clients on their test samples, NaN for the others.
+    """Accuracies [N] of reported clients on test samples, others NaN.
 
     Without accuracies they are losses.
     """
@@ -77,7 +77,7 @@ def vary(
     option: str,
     choices: Sequence[Any],
 ) -> dict[Any, list[Tensor]]:
-    """Results of one trained state with several values of an option, by value.
+    """Results of a trained state, by the value of an option.
 
     They are results in and out of distribution (Motley, Fig. 4, 5 and 7). The option is
     one that only evaluation uses, such as "finetune_epochs" of FineTune or "lam" of

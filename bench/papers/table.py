@@ -1,4 +1,4 @@
-"""The rows of a reproduction, from its records, and the checks of its plan.
+"""The rows of a reproduction, and the checks of its plan.
 
 Both become Markdown.
 """
@@ -105,7 +105,7 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
 def _related(
     plan: Plan, runs: Runs, key: tuple[str, str, str], relation: str
 ) -> Sequence[Run] | None:
-    """The runs of the method that a method names as its "before" or "state_of"."""
+    """The runs of a method's "before" or "state_of"."""
     setting, method, variant = key
     other = plan["methods"][method].get(relation, "")
     return runs.get((setting, other, variant)) or runs.get((setting, other, ""))
@@ -114,7 +114,7 @@ def _related(
 def _paper_number(
     plan: Plan, kind: str, setting: str, method: str
 ) -> tuple[float | None, float | None]:
-    """The number that a paper reports, and its standard deviation where it has one."""
+    """The number in a paper, with its standard deviation if given."""
     number = plan[kind].get(setting, {}).get(method)
     if isinstance(number, list):
         mean, std = number
@@ -173,7 +173,9 @@ def _largest_cluster(group: Sequence[Run]) -> float | None:
 
 
 def _costs(group: Sequence[Run], played: Sequence[Run]) -> dict[str, Any]:
-    """The numbers of a row on what was sent, in models, and on the time of a round.
+    """The numbers of a row on its traffic and time.
+
+    The traffic counts models, and the time is that of a round.
 
     Args:
         played: The runs that were trained: the group's own, or those whose states the
@@ -208,7 +210,7 @@ def _incidents(group: Sequence[Run]) -> list[str]:
 
 
 def curve(run: Run, measure: str) -> list[tuple[int, int, float]]:
-    """Round, bytes sent until then, and the mean over clients, of each evaluation."""
+    """Round, bytes until then, and mean over clients of each evaluation."""
     sent_until = {}
     for line, sent in zip(run.rounds, run.cumulative_bytes(), strict=True):
         sent_until[line["round"]] = sent
@@ -219,7 +221,7 @@ def curve(run: Run, measure: str) -> list[tuple[int, int, float]]:
 def _to_goal(
     runs: Runs, setting: str, group: Sequence[Run], measure: str
 ) -> float | None:
-    """Bytes, down and up by all clients, until a method's mean reaches the goal.
+    """Bytes by all clients until a method's mean reaches the goal.
 
     The goal is where the setting's first method with several evaluations ends, less 2 %
     (of a loss: 2 % more). The number is a mean over seeds. It is None where a seed
@@ -285,7 +287,7 @@ def _pairs_in_order(checks: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _verdict_on_number(
     name: str, what: str, got: float | None, want: float, within: float
 ) -> tuple[bool, str]:
-    """True where a method's number is as expected, and a sentence on it."""
+    """True where a number is as expected, and a sentence on it."""
     value = "not measured" if got is None else f"{got:.1f} %"
     text = f"{what} {value}, expected {want:g}"
     if what == "final":
@@ -295,7 +297,10 @@ def _verdict_on_number(
 
 
 def _verdict_on_order(low: Row, high: Row) -> tuple[bool, str]:
-    """True where a method ends below another with every seed, and a sentence on it."""
+    """True where a method is below another, and a sentence on it.
+
+    It must end below the other with every seed.
+    """
     by_seed = zip(low["by_seed"], high["by_seed"], strict=True)
     is_below = [a < b for a, b in by_seed]
     count = f"{sum(is_below)} of {len(is_below)}"
@@ -303,7 +308,7 @@ def _verdict_on_order(low: Row, high: Row) -> tuple[bool, str]:
 
 
 def table(plan: Plan, rows: Sequence[Row]) -> str:
-    """A table per setting as Markdown, with the methods in the plan's order.
+    """A Markdown table per setting, with methods in the plan's order.
 
     It has the columns for which some method has something.
     """
@@ -428,7 +433,7 @@ def _tuned_notes(row: Row) -> list[str]:
 
 
 def number(x: float | None, std: float | None = None, digits: int = 2) -> str:
-    """A number as text, with its deviation if there is one; "-" for none or NaN."""
+    """A number as text, with its deviation; "-" for none or NaN."""
     if x is None or math.isnan(x):
         return "-"
     text = f"{x:.{digits}f}"
@@ -439,7 +444,9 @@ def number(x: float | None, std: float | None = None, digits: int = 2) -> str:
 
 
 def rows_of_groups(plan: Plan, runs: Runs) -> list[Facts]:
-    """One row per setting and method, as in WAFFLe's Tables 1 and 2 (Hao et al. 2020).
+    """Rows by setting and method, as in WAFFLe's Tables 1 and 2.
+
+    WAFFLe is that of Hao et al. 2020.
 
     "ours" has means over runs in percent, and "std" their deviations (ddof = 0).
     """
@@ -467,7 +474,7 @@ def rows_of_groups(plan: Plan, runs: Runs) -> list[Facts]:
 
 
 def measures(values: Tensor, group: Sequence[int] | None) -> dict[str, float]:
-    """The mean over clients, "accuracy", and the "variance" over them (ddof = 0).
+    """The "accuracy", a mean over clients, and its "variance" (ddof = 0).
 
     With each client's `group` [N] there are "majority" and "minority", the means over
     groups 0 and 1, and "gap". For accuracies in percent the gap is in points and the
@@ -488,7 +495,7 @@ def measures(values: Tensor, group: Sequence[int] | None) -> dict[str, float]:
 
 
 def table_of_groups(plan: Plan, rows: Sequence[Row]) -> str:
-    """A table per setting as Markdown: our numbers, and those that the paper gives."""
+    """A Markdown table per setting, with our numbers and the paper's."""
     lines = about(plan)
     for of_setting in by_setting(rows).values():
         body = []

@@ -39,8 +39,10 @@ DIGEST_MAX_BYTES = 2**28
 # A report keeps a tensor of more numbers as a tensor, not as a list.
 REPORT_TENSOR_MIN_NUMBERS = 1000
 # Keys of a header that are not copied into a run's identity. They describe where the
-# run is computed, or the identity has them in more detail or under "made_with".
+# run is computed, or the identity has them in more detail or under "made_with". The
+# initial weights are not compared, because a checkpoint brings its own.
 NOT_IDENTITY = (
+    "initial_weights",
     "storage",
     "backend",
     "peak_bytes",
@@ -111,6 +113,7 @@ class RunDescription:
             "classes": data.classes,
             "facts": data.facts,
             "parameters": net.size,
+            "initial_weights": short_digest([net.w0, net.b0]),
             "engine": context.engine.name,
             "path": describe_engine(context),
             "device": options.hardware.device,

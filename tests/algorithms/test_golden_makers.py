@@ -1,5 +1,6 @@
 """Makers of golden numbers agree with the stored files, and can rewrite them."""
 
+import json
 import shutil
 
 from places import ROOT, ran
@@ -26,11 +27,16 @@ def test_golden_maker_finds_and_replaces_a_wrong_number(tmp_path):
     shutil.copytree(GOLDEN, tmp_path / "golden")
     rounds = tmp_path / "golden" / "rounds.json"
     right = rounds.read_text(encoding="utf-8")
-    rounds.write_text(right.replace("[1.925]", "[2.0]"), encoding="utf-8")
+    case = json.loads(right)["fedprox, 3 epochs"]
+    (number,) = case["rounds"][0]["then"]["server"]["x"]
+    wrong = number + 1.0
+    assert right.count(f"[{number}]") == 1
+    text = right.replace(f"[{number}]", f"[{wrong}]")
+    rounds.write_text(text, encoding="utf-8")
     maker = str(tmp_path / "golden" / "make" / "fedavg.py")
 
     found = ran(maker)
     ran(maker, "--write")
 
-    assert found.returncode == 1 and "stored 2.0, computed 1.92" in found.stdout
+    assert found.returncode == 1 and f"stored {wrong}, computed" in found.stdout
     assert rounds.read_text(encoding="utf-8") == right

@@ -1,5 +1,8 @@
-"""The command line, end to end: nothing of anybody's is written over, nothing is lost,
-and whatever goes wrong is one sentence, said before a record where it can be."""
+"""The command line works end to end and loses no file.
+
+It does not overwrite files and does not lose a record. An error is one sentence, and
+comes before the record is written where that is possible.
+"""
 
 import contextlib
 import json
@@ -41,8 +44,11 @@ linux = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def pictures(tmp_path, monkeypatch):
-    """An empty folder, and no pictures, which take longer than these runs, unless they
-    are asked for by a call."""
+    """A function that turns the pictures on.
+
+    Each test starts in an empty folder. The pictures are off at first, as they take
+    longer than these runs.
+    """
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as without:
         without.setattr("pflcore.results._pictures.draw", lambda *_: [])
@@ -57,8 +63,8 @@ def test_a_run_on_real_images(capsys, pictures):
     words = (
         "run waffle --data mnist5k --partition C --target 3 --rounds 3 --out o --do 4 "
     )
-    how = "--train-samples 400 --test-samples 200 --server-lr 0.9 --lr 0.05"
-    assert command(words + how) == 0
+    options = "--train-samples 400 --test-samples 200 --server-lr 0.9 --lr 0.05"
+    assert command(words + options) == 0
     out, err = capsys.readouterr()
     assert (
         "| waffle " in out
@@ -87,16 +93,20 @@ def test_a_run_on_real_images(capsys, pictures):
 
 
 def test_several_algorithms_and_seeds_share_data_and_weights(tmp_path, capsys):
-    """And a method's alpha is not the partition's."""
+    """Several algorithms and seeds share one partition of the data.
+
+    The option alpha of a method differs from the alpha of the partition.
+    """
     words = (
         f"compare --algorithms local fedavg apfl {DIGITS} --seeds 2 --seed 5 "
         "--baseline local"
     )
-    cut = "--apfl.alpha 0.25 --partition dirichlet --alpha 0.3 --out o"
-    assert command(f"{words} {cut}") == 0
+    alphas = "--apfl.alpha 0.25 --partition dirichlet --alpha 0.3 --out o"
+    assert command(f"{words} {alphas}") == 0
     out = capsys.readouterr().out
     assert "% hurt vs local" in out and "over 2 seeds" in out and "alpha=" not in out
-    runs, names = read("o"), ("local", "fedavg", "apfl")
+    runs = read("o")
+    names = ("local", "fedavg", "apfl")
     assert [(r.algorithm, r.header["seed"]) for r in runs] == [
         (a, s) for a in names for s in (5, 6)
     ]
@@ -107,34 +117,27 @@ def test_several_algorithms_and_seeds_share_data_and_weights(tmp_path, capsys):
 
 
 def test_data_that_come_with_their_clients():
-    assert (
-        command("run fedavg --data synthetic_linear --n 5 --rounds 2 --lr 0.01 --out o")
-        == 0
-    )
+    words = "run fedavg --data synthetic_linear --n 5 --rounds 2 --lr 0.01 --out o"
+    assert command(words) == 0
     (run,) = read("o")
     assert run.header["partition"] is None and run.header["n"] == 5
-    double = "--data synthetic_quadratic --rounds 2 --lr 0.01"  # of another precision
+    double = "--data synthetic_quadratic --rounds 2 --lr 0.01"  # these data are float64
     assert command(f"run fedavg {double} --out p") == 0
 
 
 def test_a_run_for_each_client(capsys):
-    assert (
-        command(f"compare --algorithms waffle fedavg --target all {SHORT} --rounds 2")
-        == 0
-    )
-    assert (
-        "Made for each client in a run of its own: waffle." in capsys.readouterr().out
-    )
+    words = f"compare --algorithms waffle fedavg --target all {SHORT} --rounds 2"
+    assert command(words) == 0
+    out = capsys.readouterr().out
+    assert "Made for each client in a run of its own: waffle." in out
     each, shared = read("o")
-    assert (
-        each.header["model_target"] == each.header["options"]["target"] == "each client"
-    )
+    assert each.header["model_target"] == "each client"
+    assert each.header["options"]["target"] == "each client"
     assert each.target is shared.target is shared.header["model_target"] is None
     assert len(each.rounds) == len(shared.rounds) == 2
     assert len(each.rounds[0]["report"]["weights"]) == 3
-    assert (
-        each.cumulative_bytes()[-1] == 3 * 2 * shared.cumulative_bytes()[-1]
-    )  # three runs, and two rows each way
+    # Three runs, and two rows each way.
+    assert each.cumulative_bytes()[-1] == 3 * 2 * shared.cumulative_bytes()[-1]
 
 
 OWN = '''
@@ -158,67 +161,74 @@ def small():
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
-    """A module of one's own in the current folder, by another name in each test."""
+def user_module(tmp_path, monkeypatch):
+    """The name of a user's module in the current folder.
+
+    It differs from test to test, as Python imports a name only once.
+    """
     name = f"mine_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(OWN)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     return name
 
 
-def test_an_algorithm_from_outside(mine, tmp_path, capsys):
-    words = f"run {mine}:Half --strength 0.25 --metrics auc {SHORT}"
+def test_an_algorithm_from_outside(user_module, tmp_path, capsys):
+    words = f"run {user_module}:Half --strength 0.25 --metrics auc {SHORT}"
     assert command(words) == 0 and sys.path[-1] == str(tmp_path)
     (run,) = read("o")
     assert run.algorithm == "Half" and run.header["options"]["strength"] == 0.25
     assert len(run.rounds[-1]["eval"]["auc"]) == 3
     words = (
-        f"compare --algorithms local {mine}:Half --Half.strength 1 --baseline Half "
-        f"{SHORT}"
+        f"compare --algorithms local {user_module}:Half --Half.strength 1 "
+        f"--baseline Half {SHORT}"
     )
     assert command(words, "--overwrite") == 0
     assert [r.algorithm for r in read("o")] == ["local", "Half"]
     assert "% hurt vs Half" in capsys.readouterr().out
-    assert command(f"run {mine}:Quarter {SHORT}") == 2
-    said = capsys.readouterr().err
-    assert said.startswith(
-        f"pflcore: algorithm: importing '{mine}:Quarter' failed with "
+    assert command(f"run {user_module}:Quarter {SHORT}") == 2
+    err = capsys.readouterr().err
+    assert err.startswith(
+        f"pflcore: algorithm: importing '{user_module}:Quarter' failed with "
     )
-    assert (
-        said.count("\n") == 1 and "has no attribute 'Quarter'; check the name" in said
-    )
+    assert err.count("\n") == 1
+    assert "has no attribute 'Quarter'; check the name" in err
 
 
-def test_a_model_of_ones_own(mine, capsys):
-    assert command(f"run local {SHORT} --model {mine}:small") == 0
+def test_a_model_of_ones_own(user_module, capsys):
+    assert command(f"run local {SHORT} --model {user_module}:small") == 0
     assert read("o")[0].header["parameters"] == 650
-    assert command(f"run local {SHORT} --overwrite --model {mine}:none") == 2
-    assert f"model: importing '{mine}:none' failed with" in capsys.readouterr().err
+    assert command(f"run local {SHORT} --overwrite --model {user_module}:none") == 2
+    assert (
+        f"model: importing '{user_module}:none' failed with" in capsys.readouterr().err
+    )
 
 
 def test_whole_numbers_may_be_targets_and_columns_may_be_scaled():
-    """Two clients' files: a column of 0 to 1 beside one of 0 to 600, and whole
-    numbers."""
+    """Clients' files may have whole-number targets and columns to scale.
+
+    One column is from 0 to 1, and one from 0 to 600.
+    """
     os.mkdir("data")
     for name in "ab":
         share, sugar = np.random.rand(2, 30)
         columns = np.stack([share, 600 * sugar, (20 + 30 * share).astype(int)], 1)
-        how = {
-            "delimiter": ",",
-            "fmt": "%g",
-            "header": "share,sugar,age",
-            "comments": "",
-        }
-        np.savetxt(f"data/{name}.csv", columns, **how)
-    how = "run local --data folder:data --loss squared --rounds 30 --quiet"
-    assert command(f"{how} --standardize True --out o") == 0
+        np.savetxt(
+            f"data/{name}.csv",
+            columns,
+            delimiter=",",
+            fmt="%g",
+            header="share,sugar,age",
+            comments="",
+        )
+    words = "run local --data folder:data --loss squared --rounds 30 --quiet"
+    assert command(f"{words} --standardize True --out o") == 0
     (run,) = read("o")
     assert run.main_metric == "loss" and bool((run.last_values("loss") < 30).all())
 
 
 @pytest.fixture
 def prices():
-    """Two clients' files of whole-number prices."""
+    """A command on two clients' files with whole-number prices as targets."""
     os.mkdir("data")
     for name in "ab":
         Path(f"data/{name}.csv").write_text(
@@ -229,16 +239,14 @@ def prices():
 
 def test_prices_are_no_classes_and_the_command_line_can_say_so(prices, capsys):
     assert command(prices) == 2
-    said = capsys.readouterr().err
-    assert (
-        "y: expected labels below 6, the number of samples" in said
-        and not os.path.exists("o")
-    )
+    err = capsys.readouterr().err
+    assert "y: expected labels below 6, the number of samples" in err
+    assert not os.path.exists("o")
     for remedy in ("--loss squared", "--classes None"):
-        assert remedy in said
+        assert remedy in err
         assert command(f"{prices} --overwrite {remedy}") == 0
         assert read("o")[0].header["classes"] is None
-    assert "--classes 411)" in said
+    assert "--classes 411)" in err
     assert command(f"{prices} --overwrite --classes 411") == 0
     assert read("o")[0].header["classes"] == 411
 
@@ -254,39 +262,39 @@ def test_models_by_name_take_whole_numbers_as_features():
     os.mkdir("data")
     for name in "ab":
         np.savez(f"data/{name}.npz", x=np.arange(12).reshape(6, 2), y=np.arange(6) % 2)
-    how = "run local --data folder:data --rounds 1 --quiet --out o --overwrite"
-    assert command(how) == 0
-    assert command(f"{how} --standardize True") == 0
+    words = "run local --data folder:data --rounds 1 --quiet --out o --overwrite"
+    assert command(words) == 0
+    assert command(f"{words} --standardize True") == 0
 
 
 def test_metrics_that_were_asked_for_are_in_the_table():
-    """Of a validation split here, after training by AdamW."""
-    held = "--val 0.25 --eval-split val --metrics balanced_accuracy auc"
-    how = (
+    """The table has the metrics that the command asks for.
+
+    The metrics are those of a validation split, after training with AdamW.
+    """
+    evaluation = "--val 0.25 --eval-split val --metrics balanced_accuracy auc"
+    training = (
         "--local-optimizer adamw --clip-grad 0.5 --lr 0.01 --betas 0.9 0.95 --eps 1e-6"
     )
-    assert command(f"run fedavg {SHORT} {held} {how}") == 0
-    text, (run,) = Path("o/table.md").read_text(), read("o")
+    assert command(f"run fedavg {SHORT} {evaluation} {training}") == 0
+    text = Path("o/table.md").read_text()
+    (run,) = read("o")
     (head,) = [line for line in text.splitlines() if line.startswith("| algorithm")]
-    at = [head.index(k) for k in ("worst decile", "auc", "balanced_accuracy", "bytes")]
-    assert (
-        at == sorted(at)
-        and f"{run.last_values('balanced_accuracy').nanmean():.4f}" in text
-    )
-    both = zip(run.header["size"], run.rounds[-1]["eval"]["size"], strict=True)
+    columns = ("worst decile", "auc", "balanced_accuracy", "bytes")
+    positions = [head.index(column) for column in columns]
+    assert positions == sorted(positions)
+    assert f"{run.last_values('balanced_accuracy').nanmean():.4f}" in text
+    sizes = zip(run.header["size"], run.rounds[-1]["eval"]["size"], strict=True)
     want = {
         "local_optimizer": "adamw",
         "clip_grad": 0.5,
         "betas": [0.9, 0.95],
         "eps": 1e-6,
     }
-    assert (
-        want.items() <= run.header["training"].items()
-        and "AdamW" in run.header["path"]["why"]
-    )
-    assert "Validation accuracy" in text and all(
-        v == math.ceil((k + v) / 4) for k, v in both
-    )
+    assert want.items() <= run.header["training"].items()
+    assert "AdamW" in run.header["path"]["why"]
+    assert "Validation accuracy" in text
+    assert all(val == math.ceil((train + val) / 4) for train, val in sizes)
 
 
 # folders --------------------------------------------------------------------
@@ -308,23 +316,24 @@ def test_a_table_of_somebody_elses_stays():
     assert command(f"{CLUSTERS} --out o") == 2
     assert path.read_text() == "my notes" and not Path("o/record.jsonl").exists()
     assert command(f"{CLUSTERS} --out o --overwrite") == 0
-    assert command("report o") == 0  # our own is made again
+    assert command("report o") == 0  # a table of pflcore is written again
     path.write_text("my notes")
     assert command("report o") == 2 and path.read_text() == "my notes"
 
 
 ON = "--data synthetic_clusters --rounds 2 --quiet --checkpoint-every 1 --out o"
-FIRST, OTHER = f"run fedavg {ON}", f"run local {ON}"
+FIRST = f"run fedavg {ON}"
+OTHER = f"run local {ON}"
 
 
 def files_in(folder):
-    """The bytes of every file in a folder, but for the lock."""
+    """The bytes of each file in a folder except its lock."""
     paths = (p for p in Path(folder).rglob("*") if p.is_file() and p.name != ".lock")
     return {str(p.relative_to(folder)): p.read_bytes() for p in paths}
 
 
 def full_disk():
-    """Texts are written half while it is on."""
+    """A patch under which each text is written half and fails."""
 
     def half(path, text, **_):
         path.write_bytes(text.encode()[: len(text) // 2])
@@ -348,7 +357,10 @@ def broken_off(words):
 
 
 def test_a_disk_that_is_full_at_the_end_costs_the_table_alone(capsys):
-    """The earlier table stays, and what the sentence names works."""
+    """A disk that is full at the end costs only the table.
+
+    An earlier table stays, and the command that the error names works.
+    """
     with full_disk():
         assert command(FIRST) == 1
     last = capsys.readouterr().err.splitlines()[-1]
@@ -372,19 +384,20 @@ def test_a_table_that_was_cut_off_is_the_commands_own(text):
 
 
 def test_what_a_command_makes_way_for_is_moved_and_named(capsys):
-    """Record, checkpoints and somebody's table; put back, the old run goes on."""
+    """With --overwrite, the record, checkpoints and table are moved and named.
+
+    Where they are moved back, the old run goes on.
+    """
     broken_off(FIRST)
     Path("o/table.md").write_text("my notes")
-    before, names = (
-        files_in("o"),
-        ("record.jsonl", "checkpoint.safetensors", "checkpoints"),
-    )
+    before = files_in("o")
+    names = ("record.jsonl", "checkpoint.safetensors", "checkpoints")
     assert command(f"{OTHER} --overwrite") == 0
-    said = ", ".join(f"{name} to {name}.1" for name in (*names, "table.md"))
-    assert f"Moved aside in o: {said}." in capsys.readouterr().err
+    moves = ", ".join(f"{name} to {name}.1" for name in (*names, "table.md"))
+    assert f"Moved aside in o: {moves}." in capsys.readouterr().err
     moved = {k.replace(".1", "", 1): v for k, v in files_in("o").items() if ".1" in k}
     assert moved == before and [r.algorithm for r in read("o")] == ["local"]
-    assert command(f"{OTHER} --overwrite") == 0  # and the next one beside it
+    assert command(f"{OTHER} --overwrite") == 0  # the next copies get the suffix ".2"
     assert {"record.jsonl.1", "record.jsonl.2"} < {*files_in("o")}
     os.mkdir("p")
     for name in names:
@@ -397,18 +410,16 @@ def test_somebodys_table_does_not_keep_a_run_from_going_on():
     broken_off(FIRST)
     Path("o/table.md").write_text("my notes")
     assert command(f"{FIRST} --resume") == 0
-    assert (
-        files_in("o")["table.md.1"] == b"my notes"
-        and "| fedavg " in Path("o/table.md").read_text()
-    )
+    assert files_in("o")["table.md.1"] == b"my notes"
+    assert "| fedavg " in Path("o/table.md").read_text()
 
 
 def test_a_checkpoint_of_a_simulation_is_not_replaced(capsys):
     simulation().save("o")
     before = files_in("o")
     assert command(FIRST) == 2
-    said = capsys.readouterr().err
-    assert "o holds checkpoint.safetensors; go on by --resume, name another" in said
+    err = capsys.readouterr().err
+    assert "o holds checkpoint.safetensors; go on by --resume, name another" in err
     assert command(f"{FIRST} --resume") == 2 and files_in("o") == before
     assert "holds another run" in capsys.readouterr().err
     assert command(f"{FIRST} --overwrite") == 0
@@ -418,10 +429,15 @@ def test_a_checkpoint_of_a_simulation_is_not_replaced(capsys):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_a_run_of_which_a_line_is_damaged_is_played_again(damaged):
-    """Its header, though it was stopped; or a round, though it has the last one."""
+    """A run with a damaged line in its record is played again.
+
+    The line is the header of a stopped run, or a round of a run that has its last
+    round.
+    """
     words = f"compare --algorithms fedavg local {DIGITS} --rounds 6 --lr 1e38 --out o"
     assert command(words) == 1
-    path, whole = Path("o/record.jsonl"), read("o")
+    path = Path("o/record.jsonl")
+    whole = read("o")
     lines = path.read_text().splitlines()
     lines[damaged] = lines[damaged][:40]
     path.write_text("\n".join(lines) + "\n")
@@ -437,17 +453,20 @@ def test_a_warning_is_a_sentence_without_a_place_in_the_source(capsys, monkeypat
     broken_off(FIRST)
     Path("o/x.jsonl").write_text('{"round": "three"}\n')
 
-    def show(*what, **_):
-        print(warnings.formatwarning(*what), file=sys.stderr, end="")
+    def show(*fields, **_):
+        print(warnings.formatwarning(*fields), file=sys.stderr, end="")
 
     monkeypatch.setattr(warnings, "showwarning", show)
     assert command("report o") == 0
-    said = "pflcore: o/x.jsonl: 1 damaged line(s) are left out (1);"
-    assert said in capsys.readouterr().err
+    warning = "pflcore: o/x.jsonl: 1 damaged line(s) are left out (1);"
+    assert warning in capsys.readouterr().err
 
 
 def test_a_command_that_was_killed_before_its_first_line_begins():
-    """Its record is empty then, and what it was writing is removed."""
+    """A run that was killed before its first line begins again.
+
+    The record is empty then, and partial files are removed.
+    """
     os.mkdir("o")
     for name in (
         "record.jsonl",
@@ -475,29 +494,31 @@ def test_tables_and_pictures_again_from_records(capsys):
 
 @pytest.mark.skipif(os.name == "nt", reason="no such rights")
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
-    """Below a file; below the kernel's own files, where not even root may make one;
-    and, but for root, in a folder without the right."""
+    """A folder that cannot be written is refused before the first round.
+
+    The folder is below a file, below the kernel's files, where not even root may
+    create one, or, for users other than root, without the right to write.
+    """
     (tmp_path / "file").write_text("mine")
     (tmp_path / "closed").mkdir(mode=0o555)
-    places = {
-        tmp_path / "file" / "run": True,
-        Path("/proc/run"): os.path.isdir("/proc/self"),
-    }
-    places[tmp_path / "closed"] = bool(os.getuid())
-    for folder in (place for place, there in places.items() if there):
-        # before the first round
+    folders = [tmp_path / "file" / "run"]
+    if os.path.isdir("/proc/self"):
+        folders.append(Path("/proc/run"))
+    if os.getuid() != 0:
+        folders.append(tmp_path / "closed")
+    for folder in folders:
         with sentence("out: expected a folder that can be written"):
             simulation().run(
                 lambda *_: pytest.fail("a round was played"), Checkpoint(folder)
             )
         assert command(f"{CLUSTERS} --out", folder) == 2
-        said = capsys.readouterr().err
-        assert "expected a folder that can be written" in said and said.count("\n") == 1
+        err = capsys.readouterr().err
+        assert "expected a folder that can be written" in err and err.count("\n") == 1
     assert (tmp_path / "file").read_text() == "mine"
 
 
 # wrong arguments ------------------------------------------------------------
-# a command, and what is said of it
+# Each line: a command, and a part of its error.
 BAD = """\
 fly | command: expected
 run | name of an algorithm
@@ -554,10 +575,10 @@ run fedavg DIGITS --attack noise --attack-clients 99 | adversary: expected ids o
 
 @pytest.mark.parametrize("line", BAD.splitlines())
 def test_bad_input_is_one_sentence_and_leaves_nothing(line, tmp_path, capsys):
-    words, said = line.split(" | ")
+    words, error = line.split(" | ")
     assert command(words.replace("DIGITS", DIGITS)) == 2
     out, err = capsys.readouterr()
-    assert err.startswith("pflcore: ") and said in err and err.count("\n") == 1, err
+    assert err.startswith("pflcore: ") and error in err and err.count("\n") == 1, err
     assert "Errno" not in err
     assert out == "" and list(tmp_path.rglob("*")) == []
 
@@ -567,9 +588,9 @@ def test_every_job_is_looked_at_before_the_first_round(capsys):
     assert command(f"compare --algorithms local pfedme {SHORT} {late}") == 2
     assert "PFedMe" in capsys.readouterr().err
     assert command(f"compare --algorithms local apfl {SHORT} --dry-run") == 0
-    said = capsys.readouterr().out
-    assert said.index("local: ") < said.index("apfl: ") and not Path("o").exists()
-    assert "of the clients' own" in said and "in memory; peak memory" in said
+    out = capsys.readouterr().out
+    assert out.index("local: ") < out.index("apfl: ") and not Path("o").exists()
+    assert "of the clients' own" in out and "in memory; peak memory" in out
 
 
 @pytest.mark.parametrize("words", ["--lr fast", "--learning-rate 1", "--seed 1e23"])
@@ -599,8 +620,8 @@ feddwa_qp | {"search": "groups"} | search: expected 'exact'
 
 @pytest.mark.parametrize("line", NO_PART.splitlines())
 def test_an_option_that_plays_no_part_is_refused(line):
-    name, options, said = line.split(" | ")
-    with sentence(f"{said}.*, got "):
+    name, options, error = line.split(" | ")
+    with sentence(f"{error}.*, got "):
         ALGORITHMS[name](**json.loads(options))
 
 
@@ -609,7 +630,7 @@ def test_an_option_that_nobody_has():
         ALGORITHMS["feddwa"](server_lr=0.5)
 
 
-# what breaks in the middle --------------------------------------------------
+# failures in the middle of a run ---------------------------------------------
 def test_a_run_that_diverges_is_a_result(capsys):
     words = f"compare --algorithms fedavg local {DIGITS} --rounds 6 --lr 1e38 --out o"
     assert command(words) == 1
@@ -618,7 +639,7 @@ def test_a_run_that_diverges_is_a_result(capsys):
     assert "3 of 6 rounds" in capsys.readouterr().out
 
 
-def test_a_failure_in_the_middle_keeps_the_record(mine, capsys, monkeypatch):
+def test_a_failure_in_the_middle_keeps_the_record(user_module, capsys, monkeypatch):
     honest = Simulation.iterate
 
     def broken(self):
@@ -627,8 +648,8 @@ def test_a_failure_in_the_middle_keeps_the_record(mine, capsys, monkeypatch):
                 raise RuntimeError("the machine is on fire\nand so on")
             yield line
 
-    assert command(f"compare --algorithms local {mine}:Late {SHORT}") == 1
-    assert "| local " in Path("o/table.md").read_text()  # the table of what was played
+    assert command(f"compare --algorithms local {user_module}:Late {SHORT}") == 1
+    assert "| local " in Path("o/table.md").read_text()  # of the runs that were played
     monkeypatch.setattr(Simulation, "iterate", broken)
     assert command(f"run fedavg {DIGITS} --out p") == 1
     last = capsys.readouterr().err.splitlines()[-1]
@@ -650,7 +671,7 @@ def test_an_interrupt_that_a_library_swallows_ends_the_run_with_the_round(monkey
     assert command(f"run fedavg {DIGITS} --out o") == 130
     (run,) = read("o")
     assert len(run.rounds) == 2 and run.stopped == "Interrupted after round 2 of 3."
-    # a later run is not interrupted
+    # A later run is not interrupted.
     assert command(f"run fedavg {DIGITS} --rounds 1 --out p") == 0
 
 
@@ -679,22 +700,18 @@ def test_a_signal_after_the_last_round_leaves_a_whole_record(monkeypatch, capsys
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_leaves_a_readable_record_and_its_table(number):
     path = Path("o/record.jsonl")
-    code = (  # the signals as they are where nobody ignores them
+    code = (  # restores the signals that the parent process may ignore
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from "
         "pflcore.cli import main; sys.exit(main())"
     )
-    words = [
-        sys.executable,
-        "-c",
-        code,
-        *f"{CLUSTERS} --rounds 1000000 --out o".split(),
-    ]
+    command_line = f"{CLUSTERS} --rounds 1000000 --out o"
+    words = [sys.executable, "-c", code, *command_line.split()]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(words, env=CHILD, **pipes)
     try:
-        until = time.monotonic() + 120
+        deadline = time.monotonic() + 120
         while not (path.exists() and path.read_bytes().count(b"\n") > 20):
-            assert process.poll() is None and time.monotonic() < until, (
+            assert process.poll() is None and time.monotonic() < deadline, (
                 process.communicate()
             )
             time.sleep(0.05)
@@ -714,59 +731,60 @@ def test_a_signal_leaves_a_readable_record_and_its_table(number):
 
 
 def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(capsys):
-    """By a limit on the size of files, which the kernel answers as it answers on a
-    full disk."""
+    """A command ends with one sentence where the disk becomes full.
+
+    With a limit on the size of files, the kernel refuses to write as it does on a full
+    disk.
+    """
     resource = pytest.importorskip("resource")
-    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, kept[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))
         code = command(f"{CLUSTERS} --rounds 400 --checkpoint-minutes 0 --out o")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     last = capsys.readouterr().err.splitlines()[-1]
     assert code == 1 and "failed: File too large; the record up to there is" in last
     assert "--resume" in last and last.endswith(".") and ". " not in last
     lines = Path("o/record.jsonl").read_text().split("\n")
-    # all but the one that the disk cut off
+    # All lines are whole except the last, which the disk has cut off.
     assert len(lines) > 3 and all(json.loads(line) for line in lines[:-1])
 
 
 @pytest.mark.deep("another process")
 @linux
 def test_where_nobody_reads_along_the_files_are_whole():
-    """A pipe or terminal that takes nothing, or no sign for ±, loses the text, not
-    the files."""
-    words = [
-        sys.executable,
-        "-m",
-        "pflcore",
-        *f"{CLUSTERS} --seeds 2 --overwrite --out o".split(),
-    ]
-    gone, (here, ascii_end) = os.pipe(), os.pipe()
-    os.close(gone[0])
-    full, closed = os.open("/dev/full", os.O_WRONLY), gone[1]
+    """An output that takes no text leaves the files whole.
+
+    The output is a full device, a closed pipe, or an encoding without the sign ±.
+    """
+    command_line = f"{CLUSTERS} --seeds 2 --overwrite --out o"
+    words = [sys.executable, "-m", "pflcore", *command_line.split()]
+    closed_reader, closed = os.pipe()
+    ascii_reader, ascii_end = os.pipe()
+    os.close(closed_reader)
+    full = os.open("/dev/full", os.O_WRONLY)
     for out, env, good in (
         (full, {}, False),
         (closed, {}, True),
         (ascii_end, {"PYTHONIOENCODING": "ascii"}, True),
     ):
-        how = {
-            "stdout": out,
-            "stderr": subprocess.PIPE,
-            "text": True,
-            "env": CHILD | env,
-        }
-        done = subprocess.run(words, check=False, timeout=120, **how)
+        run = subprocess.run(
+            words,
+            check=False,
+            timeout=120,
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=CHILD | env,
+        )
         os.close(out)
-        assert "Traceback" not in done.stderr and (done.returncode == 0) is good, (
-            done.stderr
-        )
-        assert good or "No space left" in done.stderr
-        assert (
-            "±" in Path("o/table.md").read_text(encoding="utf-8")
-            and len(read("o")) == 2
-        )
-    assert b"?" in os.read(here, 1 << 16)
+        assert "Traceback" not in run.stderr, run.stderr
+        assert (run.returncode == 0) is good, run.stderr
+        assert good or "No space left" in run.stderr
+        assert "±" in Path("o/table.md").read_text(encoding="utf-8")
+        assert len(read("o")) == 2
+    assert b"?" in os.read(ascii_reader, 1 << 16)
 
 
 # the program ----------------------------------------------------------------
@@ -824,7 +842,10 @@ def test_the_benchmarks_need_a_checkout(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("words", ["info", "report .", "run fedavg --help"])
 def test_a_command_imports_nothing_from_the_current_folder(words, monkeypatch):
-    """Not even where a file there has the name of a package that the command wants."""
+    """A command never puts the current folder into the import path.
+
+    A file there could have the name of a package that the command needs.
+    """
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     before = list(sys.path)
     with contextlib.suppress(SystemExit):
@@ -840,19 +861,20 @@ def test_nothing_measures_a_duration_by_a_clock_that_can_jump():
 
 
 def anonymous():
-    """This process' own memory, bytes: RssAnon."""
+    """The memory of this process that no file backs (RssAnon), in bytes."""
     with open("/proc/self/status") as status:
-        return next(
-            1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon")
-        )
+        line = next(line for line in status if line.startswith("RssAnon"))
+    return 1024 * int(line.split()[1])
 
 
 @pytest.mark.deep("another process")
 @linux
 @pytest.mark.parametrize("name", ["fedavg", "waffle"])
 def test_memory_does_not_grow_with_rounds(name):
-    """1,500 rounds that nobody keeps the records of: at a round a minute they are a day
-    and more."""
+    """Memory stays the same over 1,500 rounds whose records are not kept.
+
+    With a round a minute, the run takes more than a day.
+    """
     seen = {}
     for record in simulation(name, rounds=1500, every=50, workers=1).iterate():
         if record.get("round") in (300, 1500):

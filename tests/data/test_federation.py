@@ -1,5 +1,7 @@
-"""A federation: what it holds, how it is made of what people bring, its splits,
-Motley's two protocols, and what it refuses."""
+"""A federation: its contents, constructors, splits and errors.
+
+Motley's two protocols are among the splits.
+"""
 
 import json
 import math
@@ -28,7 +30,10 @@ def index(*lists):
 
 
 def small(**change):
-    """Two clients, seven samples, three classes; sample 6 belongs to nobody."""
+    """Two clients, seven samples, three classes.
+
+    Sample 6 belongs to no client.
+    """
     fields = {
         "x": torch.arange(14.0).reshape(7, 2),
         "y": torch.tensor([0, 1, 2, 0, 1, 2, 0]),
@@ -47,7 +52,7 @@ def many(n, low=2, high=30, seed=0):
     )
 
 
-# -- what it holds -----------------------------------------------------------
+# -- contents ----------------------------------------------------------------
 
 
 def test_clients_sizes_counts_and_labels():
@@ -58,7 +63,7 @@ def test_clients_sizes_counts_and_labels():
     )
     fed.client(1)[0].zero_()  # the pool is never altered
     x, y = fed.client(1)
-    # pool labels 1, 0 through [1, 2, 0]
+    # The labels 1, 0 of the pool become 2, 1 by [1, 2, 0].
     assert x.tolist() == [[2, 3], [6, 7]] and y.tolist() == [2, 1]
     assert fed.client(1, "test")[1].tolist() == [0]
     assert fed.counts("test").tolist() == [[0, 1, 0], [1, 0, 0]]
@@ -66,7 +71,8 @@ def test_clients_sizes_counts_and_labels():
     assert small(relabel=None).client(1)[1].tolist() == [1, 0]
     shared = {"train": index([0], [1]), "test": index([4, 5], [5, 4])}
     assert sizes(small(index=shared), "test") == [2, 2]  # a test set may be shared
-    tokens, numbers = torch.zeros(3, 4).long(), torch.rand(3, 2)
+    tokens = torch.zeros(3, 4).long()
+    numbers = torch.rand(3, 2)
     other = Federation(tokens, numbers, {"train": index([0], [1, 2])})
     assert other.classes is None and other.client(1)[1].shape == (2, 2)
     with sentence("counts: expected labels"):
@@ -98,7 +104,8 @@ def test_another_device_holds_everything():
 
 # -- constructors ------------------------------------------------------------
 
-X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.array([0, 1] * 4)
+X = np.arange(24, dtype=np.float32).reshape(8, 3)
+Y = np.array([0, 1] * 4)
 
 
 def test_arrays_of_any_memory():
@@ -153,12 +160,13 @@ def test_clients_datasets():
     x, y = fed.client(0)
     assert x.tolist() == [[0, 0], [1, 1], [4, 4]] and y.tolist() == [0, 1, 2]
     equals(fed.client(2)[0][0], tensors[3][0])
-    # by its getitem
+    # A subclass is read by its __getitem__.
     assert Federation.from_clients([Moved(*tensors.tensors)]).x.min() >= 100
 
 
 def test_from_partition_joins_the_pools():
-    x, y = torch.rand(40, 3), torch.arange(40) % 10
+    x = torch.rand(40, 3)
+    y = torch.arange(40) % 10
     part = partition("A*", y[:30], 3, test_labels=y[30:], shift_seed=2)
     fed = Federation.from_partition(x[:30], y[:30], part, x_test=x[30:], y_test=y[30:])
     equals(fed.x, x)
@@ -185,13 +193,13 @@ def test_a_tables_client_holds_its_own_rows_in_their_order():
         words.astype(object),
         IDS.astype(np.uint64),
     ):
-        # columns apart
+        # The memory of this matrix is column by column.
         data = Federation.from_table(torch.tensor(X).T.contiguous().T, Y, ids)
         assert data.names == tuple(sorted(set(np.asarray(ids).tolist())))
         assert data.x.is_contiguous()
         for i, name in enumerate(data.names):
-            for mine, all_rows in zip(data.client(i), (X, Y), strict=True):
-                assert np.array_equal(mine, all_rows[ids == name])
+            for client_rows, all_rows in zip(data.client(i), (X, Y), strict=True):
+                assert np.array_equal(client_rows, all_rows[ids == name])
     assert Federation.from_table(X, Y, words).subset([1]).names == ("b",)
 
 
@@ -204,18 +212,18 @@ def test_a_memory_mapped_pool_stays_where_it_is(tmp_path, recwarn):
 
 def test_a_data_frame_is_its_columns():
     pandas = pytest.importorskip("pandas")
-    who = np.array(["b", "a", "d", "c"])[IDS]
-    frame = pandas.DataFrame({"u": X[:, 0], "label": Y, "v": X[:, 1], "who": who})
-    want = Federation.from_table(X[:, :2], Y, who)
-    # row numbers are no inputs
+    owners = np.array(["b", "a", "d", "c"])[IDS]
+    frame = pandas.DataFrame({"u": X[:, 0], "label": Y, "v": X[:, 1], "who": owners})
+    want = Federation.from_table(X[:, :2], Y, owners)
+    # The frame's index is no input.
     got = Federation.from_table(frame.set_index(Y + 3), "label", "who")
     equals((got.x, got.y), (want.x, want.y))
     assert same(got, want)
-    for names, said in (
+    for names, message in (
         ({"client": "who"}, "y and client: expected two of"),
         ({"y": "label", "client": "u"}, "x: expected columns of numbers .*who"),
     ):
-        with sentence(said):
+        with sentence(message):
             Federation.from_table(frame, **names)
 
 
@@ -244,11 +252,11 @@ def test_cross_silo_laws(n, test, val, seed):
         rows = torch.cat([cut.index[s][i] for s in cut.splits])
         assert sorted(rows.tolist()) == fed.index["train"][i].tolist()
         assert len(cut.index["test"][i]) == math.ceil(test * len(rows))
-    again = cut.split(test=test, seed=seed, of=None)  # all splits pooled anew
+    again = cut.split(test=test, seed=seed, of=None)  # all splits are pooled again
     equals(again.size() + again.size("test"), fed.size())
-    held = again.split(val=0.2, seed=2)
-    assert same(again, held, "test")  # a split outside the pool stays
-    equals(held.size() + held.size("val"), again.size())
+    validated = again.split(val=0.2, seed=2)
+    assert same(again, validated, "test")  # a split outside the pool stays
+    equals(validated.size() + validated.size("val"), again.size())
 
 
 @given(st.integers(3, 60), st.integers(0, 99))
@@ -257,7 +265,7 @@ def test_client_groups_are_disjoint_exhaustive_and_of_one_permutation(n, seed):
     groups = fed.split_clients(0.5, 0.25, 0.25, seed)
     assert sorted(torch.cat(groups).tolist()) == list(range(n))
     val, test, *train = np.random.RandomState(seed).permutation(n)
-    one = np.int64(1)  # numbers of numpy are numbers
+    one = np.int64(1)  # numpy's numbers are accepted
     groups = fed.split_clients(n - 2, one, one, seed)
     assert [g.tolist() for g in groups] == [sorted(train), [val], [test]]
 
@@ -268,7 +276,8 @@ def test_halves_laws(n, seed):
     total = fed.size() + fed.size("test")
     half = fed.split_in_half(range(0, n, 2), seed)
     for i in range(n):
-        a, b = half.index["train"][i], half.index["test"][i]
+        a = half.index["train"][i]
+        b = half.index["test"][i]
         if i % 2:
             equals((a, b), (fed.index["train"][i], fed.index["test"][i]))
         else:
@@ -289,7 +298,7 @@ def test_smaller_personalization_sets_are_nested():
     )
     hundred = Federation.from_clients([(np.zeros((100, 1)), np.zeros(100, np.int64))])
     shares = [sizes(hundred.keep_fraction(f))[0] for f in (0.07, 0.55, 0.071, 1e-12)]
-    assert shares == [7, 55, 8, 1]  # a share is what it says in decimals
+    assert shares == [7, 55, 8, 1]  # a share is read as decimals: 0.07 of 100 is 7
 
 
 def test_a_subset_keeps_its_labels_and_truth():
@@ -303,9 +312,10 @@ def test_a_subset_keeps_its_labels_and_truth():
 def test_standardised_by_training_samples_only():
     fed = many(5, 12, 40).split(test=0.3, seed=0, of=None)
     x = fed.x.clone()
-    x[:, 1] = 7  # constant
+    x[:, 1] = 7  # a constant feature
     fed = replace(fed, x=x)
-    plain, (mean, deviation) = fed.standardize(), fed.standardize().scaling
+    plain = fed.standardize()
+    mean, deviation = fed.standardize().scaling
     for i in range(5):
         train = plain.client(i)[0]
         assert (
@@ -325,9 +335,9 @@ def test_names_and_scaling_are_exported(tmp_path):
     pytest.importorskip("safetensors")
     data = replace(many(3).split(test=0.3).standardize(), names=("a", "b", "c"))
     simulation(data=data, model=nn.Linear(2, 3)).run().export(tmp_path)
-    told = json.loads((tmp_path / "manifest.json").read_text())["clients"][1]
-    assert told["name"] == "b" and len(told["deviation"]) == 2
-    assert told["mean"] == data.scaling.mean[1].tolist()
+    entry = json.loads((tmp_path / "manifest.json").read_text())["clients"][1]
+    assert entry["name"] == "b" and len(entry["deviation"]) == 2
+    assert entry["mean"] == data.scaling.mean[1].tolist()
 
 
 def rows(data, *splits):
@@ -343,11 +353,12 @@ def test_a_test_split_that_is_there_stays_the_test_split(there, lacks):
         }
     ]
     data = Federation.from_clients(each * 5, classes=4)
-    made = cross_silo(data).data
-    assert rows(made, there) == rows(data, there)
-    assert rows(made, "train", lacks) == rows(data, "train")
-    assert sizes(made, lacks) == [8] * 5  # 15 of 85 %, at least
-    anew = cross_silo(data, val=0.2, test=0.3).data  # shares divide everything anew
+    completed = cross_silo(data).data
+    assert rows(completed, there) == rows(data, there)
+    assert rows(completed, "train", lacks) == rows(data, "train")
+    assert sizes(completed, lacks) == [8] * 5  # at least 15 % of the 85 %
+    # With shares, all samples are split again.
+    anew = cross_silo(data, val=0.2, test=0.3).data
     assert sizes(anew, "test") == [15] * 5
 
 
@@ -380,7 +391,7 @@ LABELS = """\
 """  # noqa: E501
 
 
-BAD = [  # and the beginning of the sentence
+BAD = [  # changed fields, beginning of the error message
     (
         {"index": {"train": [torch.zeros(1), torch.ones(1)]}},
         "index['train'][0]: expected an int64",
@@ -406,7 +417,7 @@ BAD = [  # and the beginning of the sentence
 
 
 PAIR = "[[[1.0], [2.0]], [0, 1]]"
-# clients, of which two lists are a pair (x, y), and the beginning of the sentence
+# Clients (two lists are a pair (x, y)), and the beginning of the error message.
 BAD_CLIENTS = """\
 [] | clients: expected the data of at least one client
 {"a": PAIR} | clients: expected each client's data in a list (of a dict give its values)
@@ -441,8 +452,9 @@ ARRAYS = [
         "y: expected int64 labels in 0..1 (classes=None for regression), got [-1, 1]",
     ),
 ]
-TWO, IID = Federation.from_clients([(X, Y), (X, Y)]), partition("iid", Y, 2)
-# whose method, on what, and the beginning of the sentence; in `of`: None is all splits
+TWO = Federation.from_clients([(X, Y), (X, Y)])
+IID = partition("iid", Y, 2)
+# Method, arguments, beginning of the error message. In `of`, None is all splits.
 CALLS = """\
 small.client | {"i": 2} | client: expected a number from 0 to 1, got 2
 small.client | {"i": 0, "split": "val"} | split: expected one of train, test, got 'val'
@@ -465,7 +477,7 @@ two.subset | {"clients": 0} | clients: expected ids of clients from 0 to 1, each
 
 
 def paired(client):
-    """As JSON cannot say it."""
+    """Turns lists of two into tuples, which JSON does not have."""
     if isinstance(client, dict):
         return {split: paired(samples) for split, samples in client.items()}
     return tuple(client) if isinstance(client, list) and len(client) == 2 else client
@@ -476,7 +488,7 @@ def listed(clients):
 
 
 def lists(of):
-    return {split: index(*some) for split, some in of.items()}
+    return {split: index(*rows) for split, rows in of.items()}
 
 
 def tensors(change):
@@ -490,8 +502,9 @@ def method(call):
     return getattr({"small": small(), "two": TWO, "made": Federation}[name], called)
 
 
-made, PAIRS = Federation.from_clients, BAD_CLIENTS.replace("PAIR", PAIR)
-REFUSED = [  # what is called, with what
+made = Federation.from_clients
+PAIRS = BAD_CLIENTS.replace("PAIR", PAIR)
+REFUSED = [  # function, arguments, beginning of the error message
     *((small, {"index": lists(of)}, words) for of, words in tabled(INDEX)),
     *((small, tensors(change), words) for change, words in tabled(LABELS)),
     *((small, change, words) for change, words in BAD),

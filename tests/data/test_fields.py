@@ -1,5 +1,4 @@
-"""Inputs of several tensors, and sequences of several lengths: what the model and the
-loss get of them."""
+"""Inputs of several tensors, and sequences of several lengths."""
 
 import pytest
 import torch
@@ -23,20 +22,27 @@ from pflcore import (
 from pflcore.data import pad_sequences
 from pflcore.simulation.round import RunConfig
 
-WORDS, STEPS, CLASSES = 11, 6, 3
+WORDS = 11
+STEPS = 6
+CLASSES = 3
 
 
 class Tagger(nn.Module):
-    """A class for every step; the mask keeps padding out of the context."""
+    """Model with scores of each step, or of the whole sequence.
+
+    The mask keeps padding out of the context.
+    """
 
     def __init__(self, per_step):
         super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, 4), nn.Linear(5, CLASSES)
+        self.embed = nn.Embedding(WORDS, 4)
+        self.head = nn.Linear(5, CLASSES)
         self.per_step = per_step
 
     def forward(self, x):
         assert [v.dtype for v in x.values()] == [torch.int64, torch.bool, torch.float32]
-        mask, age = x["mask"].float()[..., None], x["age"][:, None]
+        mask = x["mask"].float()[..., None]
+        age = x["age"][:, None]
         z = self.embed(x["tokens"]) * mask
         context = z.sum(1) / mask.sum(1)
         if not self.per_step:
@@ -46,7 +52,7 @@ class Tagger(nn.Module):
 
 
 def sequences(n):
-    """Fields, a label of each sequence, and one of each step."""
+    """Fields of n sequences, their labels, and labels of each step."""
     texts = [torch.randint(1, WORDS, (t,)) for t in torch.randint(1, STEPS + 1, (n,))]
     tokens, mask = pad_sequences(texts, length=STEPS)
     fields = {"tokens": tokens, "mask": mask, "age": torch.rand(n)}
@@ -54,8 +60,8 @@ def sequences(n):
 
 
 def federation(per_step):
-    made = [sequences(8 + 3 * i) for i in range(4)]
-    clients = [(x, steps if per_step else y) for x, y, steps in made]
+    samples = [sequences(8 + 3 * i) for i in range(4)]
+    clients = [(x, steps if per_step else y) for x, y, steps in samples]
     return Federation.from_clients(clients).split(test=0.25)
 
 
@@ -68,9 +74,9 @@ def federation(per_step):
 def test_padded_rows_hold_the_sequences(rows, length):
     out, mask = pad_sequences(rows, value=-1, length=length)
     assert out.shape == mask.shape == (len(rows), length)
-    for row, values, there in zip(rows, out, mask, strict=True):
-        assert values[there].tolist() == row[:length] and bool(
-            (values[~there] == -1).all()
+    for row, values, is_step in zip(rows, out, mask, strict=True):
+        assert values[is_step].tolist() == row[:length] and bool(
+            (values[~is_step] == -1).all()
         )
 
 
@@ -87,7 +93,8 @@ def run_of(algorithm, per_step, **options):
 def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
     seen = {"share": lambda scores, y: float((scores.argmax(-1) == y).double().mean())}
     run = run_of(algorithm, per_step, rounds=5, evaluation=Evaluation(metrics=seen))
-    history, data = run.run(), run.data
+    history = run.run()
+    data = run.data
     last = history.rounds[-1]["eval"]
     together = evaluate(RunConfig(run.algorithm, run.context), run.state)
     for i in range(data.n):
@@ -96,33 +103,36 @@ def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
         labels = history.predict(i, x)
         assert labels.shape == y.shape
         equals(labels, history.model(i).predict(rows))
-        there = y != IGNORED
+        is_step = y != IGNORED
         each = (labels == y).double()
         if per_step:
-            equals(there, x["mask"])
-            assert not there.all()
-            assert last["share"][i] == pytest.approx(float(each[there].mean()))
-            each = torch.stack([r[t].mean() for r, t in zip(each, there, strict=True)])
+            equals(is_step, x["mask"])
+            assert not is_step.all()
+            assert last["share"][i] == pytest.approx(float(each[is_step].mean()))
+            each = torch.stack(
+                [r[t].mean() for r, t in zip(each, is_step, strict=True)]
+            )
         assert last["accuracy"][i] == pytest.approx(float(each.mean()))
-        # one model for all is evaluated as many are
+        # A client that is evaluated alone has the same results.
         alone = evaluate(
             RunConfig(run.algorithm, run.context), run.state, clients=torch.tensor([i])
         )
         for key in ("loss", "accuracy"):
             torch.testing.assert_close(together[key][i], alone[key][i])
-        own = torch.bincount(y[there], minlength=CLASSES)
-        assert data.counts("test")[i].tolist() == own.tolist()
+        counts = torch.bincount(y[is_step], minlength=CLASSES)
+        assert data.counts("test")[i].tolist() == counts.tolist()
 
 
 def test_every_constructor_makes_the_same_federation():
     x, y, _ = sequences(12)
     halves = [slice(0, 5), slice(5, 12)]
-    one = Federation.from_clients(
-        [({k: v[s] for k, v in x.items()}, y[s]) for s in halves]
-    )
-    items = [
-        [({k: v[j] for k, v in x.items()}, y[j]) for j in range(12)[s]] for s in halves
-    ]
+
+    def samples(at):
+        return {k: v[at] for k, v in x.items()}, y[at]
+
+    one = Federation.from_clients([samples(half) for half in halves])
+    numbers = [range(12)[half] for half in halves]
+    items = [list(map(samples, half)) for half in numbers]
     for other in (
         Federation(x, y, {"train": [torch.arange(12)[s] for s in halves]}, CLASSES),
         Federation.from_table(x, y, torch.tensor([0] * 5 + [1] * 7)),
@@ -142,15 +152,15 @@ def test_a_newcomer_brings_the_same_fields():
     history = run_of("ditto", False, rounds=2).run()
     x, y, _ = sequences(9)
     assert history.adapt((x, y), rounds=1).predict(x).shape == (9,)
-    few = {k: v for k, v in x.items() if k != "age"}
-    said = r"expected (inputs of shape )?tokens \[6\] \(int64\), .*, got [^\n]*\.$"
-    with sentence(f"samples: {said}"):
-        history.adapt((few, y))
-    with sentence(f"x: {said}"):
-        history.predict(0, few)
+    incomplete = {k: v for k, v in x.items() if k != "age"}
+    message = r"expected (inputs of shape )?tokens \[6\] \(int64\), .*, got [^\n]*\.$"
+    with sentence(f"samples: {message}"):
+        history.adapt((incomplete, y))
+    with sentence(f"x: {message}"):
+        history.predict(0, incomplete)
 
 
-# fields and targets, where "c" is there of a second client
+# Fields, targets, part of the error message. A field "c" asks for a second client.
 BAD = """\
 {} | [0, 1] | x: expected tensors by name, a row per sample
 {"a": [[0, 0], [0, 0]], "b": [0, 0, 0]} | [0, 1] | x: expected tensors by name, a row per sample
@@ -164,7 +174,8 @@ COMPLEX = {"a": [1j, 0]}, [0, 1], "x['a']: expected a tensor of floats, int64 or
 
 @pytest.mark.parametrize("x, y, words", [*tabled(BAD), COMPLEX])
 def test_bad_fields_are_one_sentence(x, y, words):
-    x, y = {name: torch.tensor(v) for name, v in x.items()}, torch.tensor(y)
+    x = {name: torch.tensor(v) for name, v in x.items()}
+    y = torch.tensor(y)
     with pytest.raises(ValueError) as caught:
         if "c" in x:
             Federation.from_clients([(x, y), (torch.zeros(2, 3), y)])
@@ -177,7 +188,8 @@ def test_bad_fields_are_one_sentence(x, y, words):
 @pytest.mark.parametrize("per_step", [False, True])
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
-    data, module = federation(per_step), Tagger(per_step)
+    data = federation(per_step)
+    module = Tagger(per_step)
     training = Training(lr=0.3, batch_size=100)
     hardware = Hardware(engine, workers=1)
     setting = Simulation(
@@ -186,11 +198,12 @@ def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
     got = at_work(setting).fit(setting.net.w0.expand(data.n, -1)).w
     for i in range(data.n):
         rows, y = data.client(i)
-        x, model = data.fields.split_fields(rows), Tagger(per_step)
+        x = data.fields.split_fields(rows)
+        model = Tagger(per_step)
         model.load_state_dict(module.state_dict())
         sgd = torch.optim.SGD(model.parameters(), 0.3)
         each = []
-        # one sequence at a time, cut to its length: no padding, no mask
+        # One sequence at a time, cut to its length, without padding and mask.
         for j, t in enumerate(x["mask"].sum(1).tolist()):
 
             def alone(v, j=j, t=t):

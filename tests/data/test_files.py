@@ -1,5 +1,4 @@
-"""Files that people bring: the grammar of a CSV, the arrays of an npz, LEAF's users,
-and what is in a folder beside them."""
+"""Users' files: CSV tables, npz arrays, LEAF's users, and folders."""
 
 import json
 import os
@@ -102,7 +101,10 @@ def test_what_is_no_table_of_numbers_is_said_by_its_line(text, words, tmp_path):
 @pytest.mark.parametrize("separator", [";", "\t", "|", " "])
 @pytest.mark.parametrize("point", [".", ","])
 def test_a_table_written_anew_as_the_sentence_says_is_read(separator, point, tmp_path):
-    """With another separator, and perhaps a decimal comma."""
+    """The advice of the error message makes a table readable.
+
+    The tables have another separator, and some of them a decimal comma.
+    """
     rows = "1.5,2,0\n3.5,4,1\n"
     theirs = rows.replace(",", separator).replace(".", point)
     with pytest.raises(OSError, match="',' between values, where this has"):
@@ -137,11 +139,15 @@ def test_a_large_table_is_read_as_fast_as_by_numpy(tmp_path):
 
 # npz --------------------------------------------------------------------------
 
-X, Y = np.ones((3, 2)), np.array([0, 1, 1])
+X = np.ones((3, 2))
+Y = np.array([0, 1, 1])
 
 
 def test_a_pickled_file_is_named_and_never_read(tmp_path):
-    """As PFLlib writes it; what the sentence says to do is done."""
+    """A pickled file is refused, and the advice of the message works.
+
+    PFLlib writes such files.
+    """
     path = tmp_path / "0.npz"
     np.savez(path, data=np.array({"x": X, "y": Y}, dtype=object))
     with sentence(
@@ -159,7 +165,7 @@ def test_a_pickled_file_is_named_and_never_read(tmp_path):
     [
         {"x": X},
         {"y": Y},
-        {"x": X, "y": Y, "x_valid": X, "y_valid": Y},  # which nobody would miss
+        {"x": X, "y": Y, "x_valid": X, "y_valid": Y},  # an unknown split
         {"x_train": X, "y_train": Y, "x_test": X},
         {"x": X, "y": np.array([{}] * 3, dtype=object)},
     ],
@@ -219,7 +225,7 @@ def test_labels_that_are_no_numbers_are_refused(y, tmp_path):
 
 @pytest.fixture
 def in_time():
-    """A file that is waited for ends the test."""
+    """Fails a test that waits for a file."""
 
     alarms = []
 
@@ -232,7 +238,7 @@ def in_time():
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-    # The reader may have made a sentence of the error.
+    # The reader may have turned the TimeoutError into its own error.
     assert not alarms
 
 
@@ -267,7 +273,7 @@ def test_a_pipe_is_no_data_set_by_name(tmp_path, in_time):
 
 
 def test_a_test_folder_alone_is_no_federation(tmp_path):
-    """Its files would be left out without a word."""
+    """A folder with test/ but without train/ is refused."""
     (tmp_path / "test").mkdir()
     csv(tmp_path, "1,2,0\n")
     csv(tmp_path / "test", "1,2,0\n")

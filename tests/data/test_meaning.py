@@ -1,4 +1,4 @@
-"""What targets and inputs become: one table, the same for every reader."""
+"""Types of targets and inputs: one table holds for every reader."""
 
 import json
 
@@ -10,7 +10,7 @@ from entry_points import folder, leaf, sentence
 from pflcore import Client, Evaluation, Federation, Simulation, Training
 from pflcore.data import federation_of, partition
 
-X = [[0.5, 1.5], [2.5, 3.5], [4.5, 5.5]]  # of each client
+X = [[0.5, 1.5], [2.5, 3.5], [4.5, 5.5]]  # inputs of each client
 
 
 def of_clients(path, x, y, **options):
@@ -18,9 +18,9 @@ def of_clients(path, x, y, **options):
 
 
 def of_table(path, x, y, **options):
-    whose = [i for i, some in enumerate(y) for _ in some]
+    owners = [i for i, labels in enumerate(y) for _ in labels]
     x, y = (np.concatenate([np.asarray(v) for v in values]) for values in (x, y))
-    return Federation.from_table(x, y, whose, **options)
+    return Federation.from_table(x, y, owners, **options)
 
 
 def of_frame(path, x, y, **options):
@@ -28,7 +28,7 @@ def of_frame(path, x, y, **options):
     rows = np.concatenate([np.asarray(v) for v in x])
     columns = {f"x{i}": rows[:, i] for i in range(rows.shape[1])}
     columns["y"] = np.concatenate([np.asarray(v) for v in y])
-    columns["client"] = [i for i, some in enumerate(y) for _ in some]
+    columns["client"] = [i for i, labels in enumerate(y) for _ in labels]
     return Federation.from_table(pandas.DataFrame(columns), **options)
 
 
@@ -66,7 +66,7 @@ OBJECTS = (of_clients, of_table, of_frame)
 FILES = (of_leaf, of_csv, of_npz)
 READERS = (*OBJECTS, *FILES)
 
-# two clients' targets, options, what they are read as, and how many classes
+# Targets of two clients, options, targets as they are read, number of classes.
 KINDS = {
     "whole numbers": ([[0, 2, 1], [1, 1, 2]], {}, [0, 2, 1, 1, 1, 2], 3),
     "one client has one class": ([[0, 2, 1], [1, 1, 1]], {}, [0, 2, 1, 1, 1, 1], 3),
@@ -137,8 +137,8 @@ def test_whole_floats_are_labels_of_files_and_numbers_of_objects(reader, tmp_pat
 def test_signs_are_labels_of_files_and_no_objects_are_changed(
     y, classes, reader, tmp_path
 ):
-    told = (np.array(y) > 0).tolist()
-    want = [int(v) for some in told for v in some]
+    advised = (np.array(y) > 0).tolist()
+    want = [int(v) for labels in advised for v in labels]
     if reader in FILES:
         same(reader(tmp_path, [X, X], y, classes=classes), want, 2)
         return
@@ -146,7 +146,7 @@ def test_signs_are_labels_of_files_and_no_objects_are_changed(
         "y: expected int64 labels in 0..1 .*; of -1 and 1 give .y > 0., got .-1, 1."
     ):
         reader(tmp_path, [X, X], y, classes=classes)
-    same(reader(tmp_path, [X, X], told, classes=classes), want, 2)
+    same(reader(tmp_path, [X, X], advised, classes=classes), want, 2)
 
 
 @pytest.mark.parametrize("reader", [of_clients, of_table, of_leaf, of_npz])
@@ -161,14 +161,18 @@ def test_a_column_of_labels_is_labels(reader, tmp_path):
 
 
 def test_labels_of_sequences_of_one_step_stay_theirs():
-    x, y = torch.randn(3, 1, 4), torch.tensor([[0], [1], [0]])
+    x = torch.randn(3, 1, 4)
+    y = torch.tensor([[0], [1], [0]])
     assert Federation.from_clients([(x, y)]).y.shape == (3, 1)
 
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("low", [[-1, 0, 1], [-1, 7, 1], [-3, 5, 2]])
 def test_other_negative_labels_are_refused(low, reader, tmp_path):
-    """Also where each client's own look like signs, or like classes."""
+    """Negative labels are refused, except for signs.
+
+    That holds also where the labels of one client are only signs, or only classes.
+    """
     with sentence("y: expected "):
         reader(tmp_path, [X, X], [low, [1, 1, 1]])
 
@@ -183,7 +187,7 @@ def test_more_classes_than_samples_are_refused(top, reader, tmp_path):
     ) as e:
         reader(tmp_path, [X, X], y)
 
-    # what it says to do, done
+    # The advice of the error message works.
     assert f"classes={top + 1} (" in str(e.value)
     assert reader(tmp_path, [X, X], y, classes=top + 1).classes == top + 1
     assert reader(tmp_path, [X, X], y, classes=None).y[0] == pytest.approx(top)
@@ -214,7 +218,7 @@ def test_what_is_no_real_number_is_refused(kind, which, reader, tmp_path):
 
 # inputs -----------------------------------------------------------------------
 
-LARGE = 2**24 + 1  # which float32 does not have
+LARGE = 2**24 + 1  # float32 cannot represent it
 TOKENS = [[1, LARGE], [3, 4], [5, 6]]
 
 
@@ -256,7 +260,7 @@ def test_bytes_may_be_images_and_are_refused(reader, tmp_path):
         "x[^:]*: expected dense floats or int64 .tokens to int64, images to float"
     ):
         reader(tmp_path, [images, images], y)
-    if reader is not of_table:  # of one client, too
+    if reader is not of_table:  # one such client is enough
         with sentence("x[^:]*: expected dense floats or int64"):
             reader(tmp_path, [images.astype(np.float32), images], y)
 
@@ -264,7 +268,7 @@ def test_bytes_may_be_images_and_are_refused(reader, tmp_path):
     assert reader(tmp_path, as_told, y).x.max() == 1
 
 
-# more -------------------------------------------------------------------------
+# other cases ------------------------------------------------------------------
 
 
 def test_vehicles_signs_are_the_tables(tmp_path):
@@ -272,15 +276,18 @@ def test_vehicles_signs_are_the_tables(tmp_path):
     (tmp_path / "vehicle").mkdir()
     x, y = (np.empty((1, 2), dtype=object) for _ in range(2))
     for i, of in enumerate([[-1.0, 1, 1], [1.0, 1, 1]]):
-        x[0, i], y[0, i] = np.array(X), np.array(of)[:, None]
+        x[0, i] = np.array(X)
+        y[0, i] = np.array(of)[:, None]
     io.savemat(tmp_path / "vehicle" / "vehicle.mat", {"X": x, "Y": y})
     as_they_are = {"fractions": {}, "standardize": False}
     same(federation_of("vehicle", root=tmp_path, **as_they_are), [0, 1, 1, 1, 1, 1], 2)
 
 
 def test_one_of_many_clients_does_not_decide():
-    """Who comes later, or trains elsewhere, has labels as the federation counts
-    them."""
+    """A single client may have any labels of the federation's classes.
+
+    A client that joins late, or trains on its own machine, does not infer the classes.
+    """
     model = torch.nn.Linear(2, 62)
     Client("fedavg", model, (X, [61, 3, 60]), Training(lr=0.1))
     with sentence("y: expected int64 labels"):
@@ -319,7 +326,8 @@ def test_whole_numbers_that_are_no_classes_are_predicted_as_numbers():
 
 
 def test_void_labels_are_told_what_they_may_be():
-    x, y = torch.zeros(2, 3), np.array([[0, 255, 1], [1, 0, 255]])
+    x = torch.zeros(2, 3)
+    y = np.array([[0, 255, 1], [1, 0, 255]])
     with sentence(
         "y: expected int64 labels in 0..1 .*; labels that count in nothing are -100"
     ):

@@ -1,5 +1,4 @@
-"""Who gets which sample: the papers' counts, the laws every partition obeys, and what
-is refused."""
+"""Partitions: the papers' counts, common properties, and errors."""
 
 import doctest
 import hashlib
@@ -29,26 +28,31 @@ def labels_with(counts, seed=0):
 
 
 def counts(part, y, split="train"):
-    """Samples [N, 10] of each class."""
+    """Numbers [N, 10] of samples of each client in each class."""
     return np.array([np.bincount(y[rows], minlength=10) for rows in part.index[split]])
 
 
 def tens(low, high):
-    """Sizes of ten classes."""
+    """Strategy for the class counts of ten classes."""
     return st.lists(st.integers(low, high), min_size=10, max_size=10)
 
 
-Y, YT = labels_with([20] * 10), labels_with([7] * 10, 1)
+Y = labels_with([20] * 10)
+YT = labels_with([7] * 10, 1)
 
-# -- what is published -------------------------------------------------------
+# -- published partitions ----------------------------------------------------
 
 
 @pytest.mark.parametrize("name, options, digest", PUBLISHED, ids=range(len(PUBLISHED)))
 def test_a_partition_is_the_published_one(name, options, digest):
     part = partition(name, Y, 10, test_labels=YT, seed=4, **options)
-    held = [(s, [r.tolist() for r in lists]) for s, lists in sorted(part.index.items())]
-    more = [None if t is None else t.tolist() for t in (part.relabel, part.group)]
-    text = repr((held, more, dict(part.facts)))
+    splits = [
+        (s, [r.tolist() for r in lists]) for s, lists in sorted(part.index.items())
+    ]
+    assignments = [
+        None if t is None else t.tolist() for t in (part.relabel, part.group)
+    ]
+    text = repr((splits, assignments, dict(part.facts)))
     assert hashlib.sha256(text.encode()).hexdigest()[:12] == digest
 
 
@@ -65,7 +69,7 @@ def test_waffle_is_exhaustive_and_in_proportion(have, n, base, seed):
     y = labels_with(have, seed)
     try:
         part = partition(base, y, n, seed=seed, test_labels=y)
-    except ValueError as e:  # few samples, many agents
+    except ValueError as e:  # few samples, many clients
         assert str(e).startswith("n: expected ")
         return
     got = counts(part, y)
@@ -73,14 +77,14 @@ def test_waffle_is_exhaustive_and_in_proportion(have, n, base, seed):
         [[BASES[base][(t + i) % 10] for t in range(10)] for i in range(n)]
     )
     column = weight.sum(0)
-    # every class that somebody asks for is dealt whole
+    # Each class with a weight is dealt completely.
     assert (got.sum(0) == np.where(column > 0, have, 0)).all()
     assert (
         np.abs(got - weight * np.array(have) / np.maximum(column, 1)) < 1 + 1e-9
     ).all()
     unused = np.flatnonzero(column == 0).tolist()
     assert part.facts == ({"unused classes": unused} if unused else {})
-    # the test set is cut by the same fractions, in pool order
+    # The test set is cut by the same fractions, in the order of the pool.
     assert np.array_equal(counts(part, np.concatenate([y, y]), "test"), got)
     for r in part.index["test"]:
         r = r.numpy() - len(y)
@@ -103,13 +107,13 @@ def test_seeds_and_sizes_of_the_waffle_paper():
 @given(st.integers(1, 30), st.integers(2, 20), st.integers(0, 1000))
 def test_concept_shift_laws(n, classes, seed):
     y = np.tile(np.arange(classes), n)
-    relabel, more = (
+    relabel, of_fewer = (
         partition("A*", y, m, shift_seed=seed).relabel for m in (n, max(1, n // 2))
     )
     assert relabel.shape == (n, classes)
-    equals(relabel[0], torch.arange(classes))  # Alice
-    assert (relabel.sort(1).values == torch.arange(classes)).all()  # bijections
-    equals(relabel[: len(more)], more)  # a client's own does not depend on N
+    equals(relabel[0], torch.arange(classes))  # the first client's labels stay
+    assert (relabel.sort(1).values == torch.arange(classes)).all()  # permutations
+    equals(relabel[: len(of_fewer)], of_fewer)  # independent of N
 
 
 def test_concept_shift_is_independent_per_client_and_of_the_seed():
@@ -117,15 +121,15 @@ def test_concept_shift_is_independent_per_client_and_of_the_seed():
     equals(a.relabel, b.relabel)
     assert len(a.relabel.unique(dim=0)) == 10
     assert not torch.equal(a.relabel, partition("B*", Y, 10, shift_seed=1).relabel)
-    # samples are assigned by their true class
+    # Samples are assigned by their true class.
     plain = partition("B", Y, 10, seed=4)
     assert plain.relabel is None and same(plain, a)
     many = partition("A*", np.tile(np.arange(10), 2000), 2000).relabel[1:]
-    # uniform permutations: one fixed point each on average, none forced away
+    # Uniform permutations have one fixed point on average.
     assert abs(float((many == torch.arange(10)).float().sum(1).mean()) - 1) < 0.1
 
 
-# -- every partition ---------------------------------------------------------
+# -- all partitions ----------------------------------------------------------
 
 
 @given(
@@ -135,15 +139,18 @@ def test_concept_shift_is_independent_per_client_and_of_the_seed():
     st.integers(0, 3),
 )
 def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed):
-    y, yt = labels_with(have, seed), labels_with([h // 2 + 6 for h in have], seed + 1)
+    y = labels_with(have, seed)
+    yt = labels_with([h // 2 + 6 for h in have], seed + 1)
     groups = {
         "practical1": {"groups": min(n, 4)},
         "multimodal": {"minority_clients": n // 3 or 1},
     }
     options = {"seed": seed, **groups.get(name, {})}
     part = partition(name, y, n, test_labels=yt, **options)
-    train, test = torch.cat(part.index["train"]), torch.cat(part.index["test"])
-    both, pool = torch.cat([train, test]).tolist(), range(len(y) + len(yt))
+    train = torch.cat(part.index["train"])
+    test = torch.cat(part.index["test"])
+    both = torch.cat([train, test]).tolist()
+    pool = range(len(y) + len(yt))
     assert (
         len(part.index["train"]) == len(part.index["test"]) == n
         and min(sizes(part)) > 0
@@ -153,7 +160,7 @@ def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed
         name, torch.as_tensor(y), n, test_labels=torch.as_tensor(yt), **options
     )
     assert same(part, again) and same(part, again, "test")
-    # of both pools, or of the one for training
+    # These partitions cut their own test sets.
     own_cut = name in ("practical2", "unimodal", "multimodal")
     assert own_cut or int(train.max()) < len(y) <= int(test.min())
     if name in ("A", "A*", "iid", "dirichlet", "pathological", "practical2"):
@@ -162,14 +169,15 @@ def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed
 
 
 def test_dirichlet_cuts_both_pools_alike_and_pools_them_four_to_one():
-    y, yt = labels_with([1000] * 10), labels_with([500] * 10, 1)
+    y = labels_with([1000] * 10)
+    yt = labels_with([500] * 10, 1)
     part = partition("dirichlet", y, 8, test_labels=yt, alpha=0.3)
     a, b = (counts(part, np.concatenate([y, yt]), s) for s in ("train", "test"))
     assert np.abs(a / 2 - b).max() <= 1.5 and not part.facts["moved samples"]
     even = counts(partition("dirichlet", y, 10, alpha=1000.0), y)
     assert np.abs(even / 100 - 1).max() < 0.2
-    # so small that all draws underflow: whole classes, but for a sample moved to an
-    # empty client
+    # So small an alpha makes all draws underflow. Clients get whole classes, except for
+    # a sample that is moved to an empty client.
     tiny = counts(partition("dirichlet", y, 2, alpha=1e-8, min_size=1), y)
     assert set(tiny.ravel().tolist()) <= {0, 1, 999, 1000}
     part = partition("practical2", y, 10)
@@ -187,10 +195,10 @@ def test_dirichlet_falls_back_and_says_so():
     alike = partition("dirichlet", y, 100, test_labels=labels_with([30] * 10), **kwargs)
     assert min(sizes(alike)) == 40 and min(sizes(alike, "test")) >= 1
     assert sizes(partition("dirichlet", y, 10, alpha=0.1, min_size=600)) == [600] * 10
-    # moved one by one, never from a client that has only one
-    few = labels_with([1] * 10)
-    part = partition("dirichlet", y, 10, alpha=0.1, test_labels=few, min_size=1)
-    # a draw that leaves a client untested is not accepted
+    # Samples move one by one, never from a client that has only one.
+    test_pool = labels_with([1] * 10)
+    part = partition("dirichlet", y, 10, alpha=0.1, test_labels=test_pool, min_size=1)
+    # A draw that leaves a client without test samples is not accepted.
     assert sizes(part, "test") == [1] * 10 and part.facts["draws"] == 100
 
 
@@ -203,7 +211,7 @@ def test_dirichlets_minimum_is_half_of_the_mean_share_in_a_small_pool(
 ):
     part = partition(name, np.arange(size) % 2, n)
     lists = part.index["train"] if name == "dirichlet" else whole(part)
-    least = 2 if name == "practical2" else 1  # one to train on, and one to be tested on
+    least = 2 if name == "practical2" else 1  # one for training, one for the test
     assert part.facts["min_size"] == max(at_least, least)
     assert min(map(len, lists)) >= max(at_least, least)
 
@@ -211,7 +219,7 @@ def test_dirichlets_minimum_is_half_of_the_mean_share_in_a_small_pool(
 def test_dirichlet_needs_a_test_sample_for_each_client():
     with sentence("n: expected at most as many as the 4 test samples, got 5"):
         partition("dirichlet", Y, 5, test_labels=YT[:4])
-    # which are one pool with the others here
+    # practical2 joins both pools, so four test samples are enough.
     assert partition("practical2", Y, 5, test_labels=YT[:4]).facts["draws"]
 
 
@@ -229,7 +237,8 @@ def test_other_numbers_of_classes_have_equal_shares_alone(classes):
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 9))
 def test_shards_bound_the_classes_and_test_classes_match(n, k, seed):
-    y, yt = labels_with([120 * n] * 10), labels_with([12 * n] * 10, 1)
+    y = labels_with([120 * n] * 10)
+    yt = labels_with([12 * n] * 10, 1)
     part = partition("pathological", y, n, test_labels=yt, k=k, seed=seed)
     a, b = (counts(part, np.concatenate([y, yt]), s) > 0 for s in ("train", "test"))
     assert a.sum(1).max() <= k * (
@@ -241,15 +250,16 @@ def test_shards_bound_the_classes_and_test_classes_match(n, k, seed):
 @given(st.integers(1, 25), st.integers(1, 10), tens(30, 90), st.integers(0, 5))
 def test_exact_k_laws(n, k, have, seed):
     supply = {"train": np.array(have), "test": np.full(10, 40)}
-    y, yt = labels_with(have, seed), labels_with([40] * 10, 1)
+    y = labels_with(have, seed)
+    yt = labels_with([40] * 10, 1)
     part = partition(
         "pathological", y, n, test_labels=yt, mode="exact_k", k=k, seed=seed
     )
-    held = {s: counts(part, np.concatenate([y, yt]), s) for s in supply}
-    for split, got in held.items():
+    class_counts = {s: counts(part, np.concatenate([y, yt]), s) for s in supply}
+    for split, got in class_counts.items():
         owners = (got > 0).sum(0)
         assert ((got > 0).sum(1) == k).all() and owners.max() - owners.min() <= 1
-        # the same amount of every class, for everybody
+        # Every client has the same number of samples of each of its classes.
         assert set(got[got > 0]) == {
             (supply[split] // np.maximum(owners, 1))[owners > 0].min()
         }
@@ -257,7 +267,7 @@ def test_exact_k_laws(n, k, have, seed):
             part.facts.get(f"unused {split} samples", 0)
             == supply[split].sum() - got.sum()
         )
-    assert ((held["train"] > 0) == (held["test"] > 0)).all()
+    assert ((class_counts["train"] > 0) == (class_counts["test"] > 0)).all()
 
 
 def test_dominant_classes_of_a_group_are_four_fifths_of_its_data():
@@ -265,9 +275,10 @@ def test_dominant_classes_of_a_group_are_four_fifths_of_its_data():
     part = partition("practical1", y, 20, seed=2)
     assert part.group.tolist() == [i // 5 for i in range(20)] and not part.facts
     for i, row in enumerate(counts(part, y)):
-        # 80 % and their part of the common 20 %
+        # 80 %, and a part of the common 20 %.
         assert row.sum() == 1000 and row[GOLDEN["dominant"][i // 5]].sum() > 800
-    mnist = partition("practical1", labels_with(MNIST), 20)  # runs dry, and says so
+    # A class runs out of samples, which `facts` records.
+    mnist = partition("practical1", labels_with(MNIST), 20)
     assert (
         sizes(mnist) == [3000] * 20
         and mnist.facts["train samples of other classes"] > 0
@@ -313,7 +324,7 @@ SORTED = np.repeat(np.arange(10), MNIST)
 
 
 def whole(part):
-    """Each client's samples, to train on and to be tested on."""
+    """Each client's samples of all splits together."""
     return [torch.cat(rows) for rows in zip(*part.index.values(), strict=True)]
 
 
@@ -326,9 +337,9 @@ def test_unimodal_deals_single_class_shards(z):
     for r, test in zip(rows, sizes(part, "test"), strict=True):
         assert len(np.unique(SORTED[r])) <= z and abs(test / len(r) - 0.2) < 0.002
         assert z == 3 or 542 <= len(r) <= 676  # 20 shards of each class
-    few = partition("unimodal", SORTED, 100, z=z, seed=1, train=20)
-    assert same(few, part, "test")  # fewer training samples leave the test sets
-    equals([*few.index["train"]], [r[:20] for r in part.index["train"]])
+    short = partition("unimodal", SORTED, 100, z=z, seed=1, train=20)
+    assert same(short, part, "test")  # fewer training samples, the same test sets
+    equals([*short.index["train"]], [r[:20] for r in part.index["train"]])
 
 
 def test_multimodal_is_two_populations_with_equal_shards():
@@ -338,13 +349,13 @@ def test_multimodal_is_two_populations_with_equal_shards():
     assert {len(r) for r in rows} == {270} and len(
         torch.cat(rows).unique()
     ) == 120 * 270
-    # 5421 // 40 a shard
+    # A shard has 5421 // 40 samples.
     assert all((SORTED[r] % 2 == (i < 100)).all() for i, r in enumerate(rows))
     assert part.facts == {"unused train samples": 27600}
     y = np.repeat(np.arange(10), 6000)
-    for name, few in GOLDEN["minority"].items():
+    for name, minority in GOLDEN["minority"].items():
         rows = whole(partition("multimodal", y, 110, minority=name))
-        assert np.unique(y[torch.cat(rows[90:])]).tolist() == few
+        assert np.unique(y[torch.cat(rows[90:])]).tolist() == minority
     data = federation_of("digits", "multimodal", 12, minority_clients=2)
     assert data.n == 12 and data.truth["group"].tolist() == [0] * 10 + [1] * 2
     assert partition("unimodal", Y, 2, z=2).facts == {"unused train samples": 120}
@@ -352,7 +363,7 @@ def test_multimodal_is_two_populations_with_equal_shards():
 
 # -- bad input ---------------------------------------------------------------
 
-# a partition, what is changed of its arguments, and what the sentence is about
+# Partition, changed arguments, the arguments that the error message names.
 BAD = """\
 A | {"n": 201} | n
 A | {"sizes": [1, 0]} | sizes

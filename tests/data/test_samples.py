@@ -1,6 +1,8 @@
-"""What is taken for a client's samples: a pair, samples in a list, Datasets; and tables
-of other packages. Where something else is refused, what the sentence says to do is done
-and works."""
+"""Forms of a client's samples: pairs, lists of samples, Datasets, and tables.
+
+Tables are those of other packages. Where a form is refused, the advice of the error
+message is followed, and it works.
+"""
 
 import types
 
@@ -18,14 +20,14 @@ Y = torch.tensor([0, 1, 1])
 
 
 def read(samples):
-    """One client's inputs and targets."""
+    """One client's inputs and targets, as lists."""
     data = Federation.from_clients([samples])
     return data.x.tolist(), data.y.tolist()
 
 
 WANT = X.tolist(), Y.tolist()
 
-# a pair, or two samples -------------------------------------------------------
+# pairs and lists of two samples -----------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -34,9 +36,11 @@ def test_a_list_of_tuples_is_samples_however_many(count, kind):
     x = torch.arange(12.0).view(4, 3)[:count]
     y = -x
     if kind == "numbers":
-        x, y = x[:, 0].tolist(), (-y[:, 0]).tolist()
+        x = x[:, 0].tolist()
+        y = (-y[:, 0]).tolist()
     if kind == "lists":
-        x, y = x.tolist(), y.tolist()
+        x = x.tolist()
+        y = y.tolist()
 
     got = Federation.from_clients([list(zip(x, y, strict=True))], classes=None)
 
@@ -52,7 +56,10 @@ def test_two_arrays_are_a_pair(kind, count):
 
 
 def test_a_samples_numbers_in_a_list_are_its_row():
-    """Also where there are as many samples as numbers."""
+    """A list of numbers is the row of one sample.
+
+    That holds also where there are as many samples as numbers.
+    """
     rows = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0]]
     assert read(list(zip(rows, [0, 1, 0], strict=True))) == (rows, [0, 1, 0])
     fields = [({"u": row, "v": 1}, 0) for row in rows]
@@ -78,7 +85,10 @@ def test_what_may_be_a_pair_or_two_samples_is_refused(two):
 
 
 def test_two_samples_are_two_everywhere():
-    """Of a split, and of a client on a machine of its own."""
+    """A list of two samples is read as two samples.
+
+    That holds in a split, and for a client on its own machine.
+    """
     two = [(X[0], 0), (X[1], 1)]
     fed = Federation.from_clients([{"train": two, "test": two}])
     assert fed.size().tolist() == [2] and fed.size("test").tolist() == [2]
@@ -90,7 +100,8 @@ def test_two_samples_are_two_everywhere():
 
 class Items(Dataset):
     def __init__(self, make):
-        self.make, self.read = make, []
+        self.make = make
+        self.read = []
 
     def __len__(self):
         return 3
@@ -125,7 +136,7 @@ def test_items_that_are_no_pairs_are_made_pairs(make, words):
         read(dataset)
     assert f"make [{words} for d in dataset]" in str(e.value)
     assert read(eval(f"[{words} for d in dataset]")) == WANT
-    # in a list of two they are no pair either
+    # A list of two such items is no pair either.
     two = [make(X[i], int(Y[i]), i) for i in range(2)]
     with sentence(r"client 0 \(train\): expected a pair"):
         read(two)
@@ -183,8 +194,10 @@ def test_a_client_without_samples_can_be_left_out(none):
 
 
 class Column:
-    """What Arrow's and polars' columns have: a way to numpy, and no order of their
-    own."""
+    """Column like Arrow's and polars'.
+
+    It converts to numpy and has no order.
+    """
 
     __hash__ = None
 
@@ -196,10 +209,14 @@ class Column:
 
 
 class Arrow:
-    """As pyarrow.Table has it: `columns` are no names."""
+    """Table like pyarrow.Table.
+
+    Its attribute `columns` holds columns, not names.
+    """
 
     def __init__(self, of):
-        self.of, self.column_names = of, list(of)
+        self.of = of
+        self.column_names = list(of)
         self.columns = [Column(v) for v in of.values()]
 
     def __getitem__(self, name):
@@ -214,12 +231,13 @@ class Polars(Arrow):
 
 
 class HuggingFace(Arrow):
-    """Its columns are lists, or tensors."""
+    """Table whose columns are lists, and which has no `columns`."""
 
     columns = property(lambda self: pytest.fail("it has none"))
 
     def __init__(self, of):
-        self.of, self.column_names = of, list(of)
+        self.of = of
+        self.column_names = list(of)
 
     def __getitem__(self, name):
         return list(self.of[name])
@@ -260,7 +278,7 @@ def test_one_column_of_arrays_is_the_inputs(kind):
 
 
 def test_the_packages_themselves_are_read():
-    """Where they are installed."""
+    """Tables of the installed packages are read."""
     for name in ("pandas", "polars", "pyarrow", "datasets"):
         try:
             package = __import__(name)
@@ -319,7 +337,8 @@ def test_a_frame_is_no_client():
 
 
 def test_a_test_pool_needs_a_partition_that_knows_it():
-    x, y = torch.rand(40, 3), torch.arange(40) % 4
+    x = torch.rand(40, 3)
+    y = torch.arange(40) % 4
     pool = {"x": x[:30], "y": y[:30], "x_test": x[30:], "y_test": y[30:]}
     with sentence(
         r"partition: expected one of .*test_labels=y_test\)\), got \{'train': 30\}"
@@ -330,9 +349,9 @@ def test_a_test_pool_needs_a_partition_that_knows_it():
         "train",
         "test",
     )
-    # it would use a part
+    # The partition covers only a part of these samples.
     with sentence("partition: expected one of {'train': 40} samples"):
         Federation.from_partition(x, y, partition("iid", y[:30], 3))
-    # which cuts the training pool alone, and says so
-    own = partition("unimodal", y[:30], 3, test_labels=y[30:])
-    assert Federation.from_partition(partition=own, **pool).n == 3
+    # A unimodal partition splits the training pool itself.
+    own_split = partition("unimodal", y[:30], 3, test_labels=y[30:])
+    assert Federation.from_partition(partition=own_split, **pool).n == 3

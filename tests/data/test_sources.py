@@ -1,5 +1,7 @@
-"""Where data comes from: image sets by name, data with clients of its own, made-up data
-with known answers."""
+"""Sources of data: image sets, data with clients, and synthetic data.
+
+Synthetic data have known answers.
+"""
 
 import builtins
 import gzip
@@ -33,11 +35,12 @@ from pflcore.data import federation_of, load
 
 
 def cells(path, clients):
-    """MALSAR's cells X and Y."""
+    """Writes a .mat file with MALSAR's cells X and Y."""
     io = pytest.importorskip("scipy.io")
     x, y = (np.empty((1, len(clients)), dtype=object) for _ in range(2))
     for i, (a, b) in enumerate(clients):
-        x[0, i], y[0, i] = np.asarray(a), np.asarray(b)[:, None]
+        x[0, i] = np.asarray(a)
+        y[0, i] = np.asarray(b)[:, None]
     path.parent.mkdir(exist_ok=True, parents=True)
     io.savemat(path, {"X": x, "Y": y})
 
@@ -86,7 +89,7 @@ def test_images_of_packages_are_one_fixed_stratified_split():
         28,
     )
     assert source.y_train.bincount().tolist() == [400] * 10
-    # the same split in every release
+    # Every release makes the same split.
     assert source.x_train.double().sum().item() == pytest.approx(3724.3, abs=0.5)
     fed = federation_of(source, "A*", n=8, seed=1)
     assert fed.n == 8 and fed.name == "mnist5k A*" and fed.relabel is not None
@@ -103,7 +106,11 @@ def test_images_of_packages_are_one_fixed_stratified_split():
 
 
 def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
-    """The shapes and quirks of torchvision's classes, without its downloads."""
+    """Torchvision's data sets are read.
+
+    Stand-ins have the shapes and peculiarities of torchvision's classes, without
+    downloads.
+    """
     tries = []
 
     def cifar10(root, train, download):
@@ -132,15 +139,16 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     torch.testing.assert_close(cifar.x_train, blue.view(3, 1, 1).expand(4, 3, 32, 32))
     letters = load("emnist_letters", tmp_path)
     assert letters.y_train.tolist() == [0, 25, 1] and letters.classes == 26
-    assert letters.x_train[0, 0].argmax() == 20 * 28 + 5  # upright
-    own, cache = tmp_path / "own", tmp_path / "home" / ".cache" / "pflcore"
-    own.mkdir()
-    said = "'cifar100' can be neither read from", "cannot reach it at all"
-    sentence(OSError, lambda: load("cifar100", own), *said)
-    assert not list(own.iterdir())  # the user's own folder is only read
+    assert letters.x_train[0, 0].argmax() == 20 * 28 + 5  # the image is turned upright
+    folder_of_user = tmp_path / "own"
+    cache = tmp_path / "home" / ".cache" / "pflcore"
+    folder_of_user.mkdir()
+    messages = "'cifar100' can be neither read from", "cannot reach it at all"
+    sentence(OSError, lambda: load("cifar100", folder_of_user), *messages)
+    assert not list(folder_of_user.iterdir())  # the user's own folder is only read
     assert tries[-3:] == [
-        (str(own), False),
-        (str(own / "cifar100"), False),
+        (str(folder_of_user), False),
+        (str(folder_of_user / "cifar100"), False),
         (str(cache), True),
     ]
 
@@ -154,12 +162,16 @@ IDX = [
 
 @pytest.fixture
 def tiny_mnist(tmp_path, monkeypatch):
-    """A folder with twenty training and ten test images in MNIST's files, two of them
-    not gzipped, and the arrays. They need not be the published ones here."""
+    """A folder with MNIST's files of small size, and their arrays.
+
+    There are twenty training images and ten test images. The test files are not
+    gzipped. The digest of the published files is not checked.
+    """
     monkeypatch.setitem(
         catalogue.SOURCES, "mnist", catalogue.SOURCES["mnist"]._replace(digest=None)
     )
-    draw, arrays = np.random.RandomState(0).randint, []
+    draw = np.random.RandomState(0).randint
+    arrays = []
     (tmp_path / "mnist").mkdir()
     for name, n in zip(IDX, (20, 20, 10, 10), strict=True):
         a = draw(0, 256, (n, 28, 28)) if "images" in name else np.arange(n) % 10
@@ -193,7 +205,7 @@ def test_idx_files_are_read_normalised_and_cut_by_class(tiny_mnist, monkeypatch)
     assert not torch.equal(part.x_train, source.sample(train=10, seed=2).x_train)
     fed = federation_of("mnist", "iid", 2, root=root, train_samples=10)
     assert fed.size().tolist() == [5, 5] and fed.size("test").tolist() == [5, 5]
-    for call, said in (
+    for call, message in (
         (
             lambda: source.sample(train=21),
             "train: expected at most the 20 samples there are",
@@ -207,14 +219,17 @@ def test_idx_files_are_read_normalised_and_cut_by_class(tiny_mnist, monkeypatch)
             "fractions and standardize: exp",
         ),
     ):
-        sentence(ValueError, call, said)
+        sentence(ValueError, call, message)
 
 
 def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch):
-    """Files in the right format are not enough: Fashion-MNIST's would load as MNIST,
-    and so would a part of either."""
+    """Files that are not the published ones are refused.
+
+    Fashion-MNIST's files, or a part of either set, have the right format and would load
+    as MNIST.
+    """
     root, arrays = tiny_mnist
-    mine = hashlib.blake2b(
+    digest_of_files = hashlib.blake2b(
         b"".join(a.tobytes() for a in arrays), digest_size=8
     ).hexdigest()
 
@@ -223,13 +238,13 @@ def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch):
             catalogue.SOURCES, name, catalogue.SOURCES[name]._replace(digest=digest)
         )
 
-    published("mnist", mine)  # packed or not, these are the published ones
+    published("mnist", digest_of_files)  # the digest does not depend on gzip
     assert len(load("mnist", root).y_train) == 20
-    published("mnist", mine[::-1])
+    published("mnist", digest_of_files[::-1])
     sentence(
         OSError, lambda: load("mnist", root), "files of 'mnist', got those of 'others'"
     )
-    published("fashion_mnist", mine)
+    published("fashion_mnist", digest_of_files)
     sentence(OSError, lambda: load("mnist", root), "got those of 'fashion_mnist'")
     cells(root / "school" / "school.mat", [(np.ones((3, 28)), [1.0, 2.0, 3.0])])
     sentence(OSError, lambda: school(root), "expected the published files of 'school'")
@@ -255,7 +270,7 @@ def test_school_facts_and_motleys_protocol():
     fed = school(real("school"))
     assert fed.n == 139 and len(fed.y) == 15_362 and fed.shape == (28,)
     assert fed.size().aminmax() == (22, 251) and (fed.x[:, 27] == 1).all()
-    # scores are whole numbers
+    # The scaled scores come from whole numbers.
     torch.testing.assert_close(
         (fed.y * 69 + 1).round() / 69 - 1 / 69, fed.y, atol=1e-6, rtol=0
     )
@@ -282,7 +297,8 @@ def test_vehicle_cells(tmp_path):
         for i, (x, y) in enumerate(clients)
     }
     write_leaf(tmp_path / "all.json", users)
-    a, signs = vehicle(tmp_path), leaf(tmp_path / "all.json")
+    a = vehicle(tmp_path)
+    signs = leaf(tmp_path / "all.json")
     assert a.classes == 2 and a.counts().tolist() == [[7, 13]] * 4
     equals((a.x, a.y), (signs.x, signs.y))
     fed = federation_of("vehicle", root=tmp_path)
@@ -302,7 +318,7 @@ def test_leaf_folders(tmp_path):
     a, b = map(json.loads, USERS.splitlines())
     write_leaf(tmp_path / "data" / "train" / "part_2.json", {"ann": a})
     write_leaf(tmp_path / "data" / "train" / "part_10.json", {"bob": b})
-    # users without test samples
+    # The user ann has no test samples.
     write_leaf(
         tmp_path / "data" / "test" / "part.json", {"bob": a, "ann": {"x": [], "y": []}}
     )
@@ -312,11 +328,11 @@ def test_leaf_folders(tmp_path):
     assert fed.client(0)[0].tolist() == a["x"] and fed.client(1)[1].tolist() == [1]
     assert leaf(tmp_path, classes=None).y.dtype == torch.float32
     assert federation_of(f"leaf:{tmp_path}").size("test").tolist() == [0, 2]
-    # LEAF's split by user
+    # LEAF's other split: some users are held out.
     write_leaf(tmp_path / "data" / "test" / "part.json", {"cid": a})
-    held = leaf(tmp_path)
-    assert held.n == 3 and held.splits == ("train",)
-    assert held.truth["held_out"].tolist() == [False, False, True]
+    by_user = leaf(tmp_path)
+    assert by_user.n == 3 and by_user.splits == ("train",)
+    assert by_user.truth["held_out"].tolist() == [False, False, True]
 
 
 def test_writers_of_emnist_in_tffs_files(tmp_path):
@@ -346,8 +362,8 @@ def csv(at, **files):
     return at
 
 
-# files, options, how many classes, and the rows and labels of each client: 2 stands
-# before 10, Excel marks its UTF-8, pandas numbers the columns of an array, and quotes
+# Files, options, number of classes, then rows and labels of each client. c2 comes
+# before c10. Excel marks its UTF-8. pandas numbers the columns and quotes names.
 TABLES = r"""{"c10": "a,b,z\n1,2,0\n3,4,1\n", "c2": "5,6,2\n\n"} | {} | 3 | [[[5, 6]], [2]] | ROWS
 {"c10": "1,2,0\n3,4,1\n", "c2": "5,6,2\n"} | {"classes": null} | null | [[[5, 6]], [2]] | ROWS
 {"c": "5,6,2\n"} | {"target": 0, "classes": 6} | 6 | [[[6, 2]], [5]]
@@ -373,12 +389,14 @@ def test_what_lies_beside_csv_files(tmp_path):
     (tmp_path / "README.md").write_text("about")
     (tmp_path / "._a.csv").write_bytes(b"hidden")
     assert federation_of(f"folder:{tmp_path}", fractions={"test": 0.5}).n == 1
-    (tmp_path / "holiday.jpg").write_bytes(b"")  # a download folder is no federation
+    # Other files suggest that the folder is no federation.
+    (tmp_path / "holiday.jpg").write_bytes(b"")
     sentence(OSError, lambda: folder(tmp_path), "holiday.jpg")
 
 
 def test_a_folder_of_npz_files(tmp_path):
-    x, y = np.random.rand(4, 2), np.array([0.5, 1.5, 2.0, 3.0])
+    x = np.random.rand(4, 2)
+    y = np.array([0.5, 1.5, 2.0, 3.0])
     np.savez(tmp_path / "a.npz", x=x, y=y)
     np.savez(tmp_path / "b.npz", x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
     fed = folder(tmp_path)
@@ -391,7 +409,7 @@ def test_a_folder_of_npz_files(tmp_path):
     assert fed.size("test").tolist() == [4] and fed.classes == 4
 
 
-# made-up data ------------------------------------------------------------
+# synthetic data ----------------------------------------------------------
 
 
 def test_synthetic_linear_has_its_optimum():
@@ -411,7 +429,8 @@ def test_synthetic_linear_has_its_optimum():
 
 
 def test_synthetic_quadratic_is_that_quadratic():
-    a, b = torch.rand(2, 2), torch.randn(2, 2)
+    a = torch.rand(2, 2)
+    b = torch.randn(2, 2)
     fed = synthetic_quadratic(a, b)
     for w in (torch.zeros(2), torch.tensor([2.0, -5.0])):
         for i in range(2):
@@ -433,10 +452,10 @@ def test_synthetic_clusters_disagree_between_groups():
     assert federation_of("synthetic_linear", n=3, seed=1, dim=2).shape == (2,)
 
 
-# what is refused ---------------------------------------------------------
+# errors ------------------------------------------------------------------
 
 
-# what federation_of is given, and what is said
+# Arguments of federation_of, type of the error, parts of its message.
 WRONG = """\
 mnist5k | {"partition": "Z"} | ValueError | partition: expected one of A, B, C, A* | 'Z'
 synthetic_linear | {"partition": "A"} | ValueError | none, as synthetic_linear has clients
@@ -455,9 +474,11 @@ leaf:HERE/no.json | {} | OSError | no.json: expected .json files and nothing els
 @pytest.mark.parametrize("line", WRONG.splitlines())
 def test_wrong_options_are_one_sentence(line, tmp_path, monkeypatch):
     monkeypatch.delenv("PFLCORE_DATA", raising=False)
-    data, options, error, *said = line.replace("HERE", str(tmp_path)).split(" | ")
-    given = json.loads(options)
-    sentence(getattr(builtins, error), lambda: federation_of(data, **given), *said)
+    data, options, error, *messages = line.replace("HERE", str(tmp_path)).split(" | ")
+    arguments = json.loads(options)
+    sentence(
+        getattr(builtins, error), lambda: federation_of(data, **arguments), *messages
+    )
 
 
 def test_the_page_on_data_has_every_name():
@@ -469,10 +490,13 @@ def test_the_page_on_data_has_every_name():
 
 
 def test_unknown_names_list_the_known_ones():
-    said = *catalogue.SOURCES, *catalogue.FEDERATIONS, "leaf:PATH", "got 'imagenet'"
-    sentence(ValueError, lambda: federation_of("imagenet"), *said)
+    messages = *catalogue.SOURCES, *catalogue.FEDERATIONS, "leaf:PATH", "got 'imagenet'"
+    sentence(ValueError, lambda: federation_of("imagenet"), *messages)
     sentence(
-        ValueError, lambda: load("imagenet"), "data: expected one of mnist5k", said[-1]
+        ValueError,
+        lambda: load("imagenet"),
+        "data: expected one of mnist5k",
+        messages[-1],
     )
 
 
@@ -491,12 +515,12 @@ def test_missing_packages_name_the_extra(monkeypatch, tmp_path):
         package = {"sklearn": "scikit-learn", "torchvision": "torchvision torch=="}.get(
             module, module
         )
-        said = (
+        messages = (
             f"data: it needs {module}, which is not installed",
             f"pip install {package}",
             ", or set",
         )
-        sentence(ImportError, lambda name=name: load(name, tmp_path), *said)
+        sentence(ImportError, lambda name=name: load(name, tmp_path), *messages)
 
 
 BROKEN = r"""{"a": "a,b\n"} | OSError | a.csv: expected rows of numbers in UTF-8, all of one length
@@ -531,17 +555,19 @@ def test_broken_files(tmp_path):
         "school.mat: expected a .mat file with the cells",
     )
     path = tmp_path / "leaf.json"
-    said = (
+    message = (
         "leaf.json: expected LEAF's users and user_data, each user once, numbers as x "
         "and y"
     )
     for text in LEAF.splitlines():
         path.write_text(text)
-        sentence(OSError, lambda: leaf(path), said)
+        sentence(OSError, lambda: leaf(path), message)
     at = tmp_path / "csv"
-    for files, error, said in tabled(BROKEN):
+    for files, error, message in tabled(BROKEN):
         sentence(
-            getattr(builtins, error), lambda files=files: folder(csv(at, **files)), said
+            getattr(builtins, error),
+            lambda files=files: folder(csv(at, **files)),
+            message,
         )
     csv(at, a="1,2\n", b="1,2\n")
     sentence(

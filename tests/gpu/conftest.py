@@ -1,5 +1,7 @@
-"""Tests that need a GPU: all of this folder are skipped, with the reason, where torch
-sees none or the CUDA kernels are not built."""
+"""Skips the tests of this folder where there is no GPU.
+
+The reason is that torch sees no GPU, or that the CUDA kernels are not built.
+"""
 
 from pathlib import Path
 

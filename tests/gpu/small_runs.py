@@ -1,7 +1,8 @@
-"""Runs every kernel at the smallest shapes that reach it, for tools that watch each
-access of a program; `python tests/gpu/small_runs.py` runs it on the card.
+"""Runs every kernel at the smallest shapes that reach it.
 
-The results are not looked at: the tests do that.
+It is meant for tools that watch each memory access of a program. `python
+tests/gpu/small_runs.py` runs it on the card. It does not check the results; the tests
+do that.
 """
 
 import sys
@@ -14,16 +15,20 @@ from tolerance import F32, F64, FLOATS
 from torch import Tensor
 from ugly import lay, randn
 
-WORTH = 1 << 25  # pairs times columns from which tensor cores make distances
+WORTH = 1 << 25  # pairs times columns from which tensor cores are used
 Place = Callable[[Tensor, bool], Tensor]  # puts a matrix on the device, aligned or not
 
 
 def distances(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
-    """One lane and several, one window and two, several pieces of the columns, two
-    operands, listed pairs, and what is done again in float64."""
+    """Runs the kernels of distances.
+
+    The shapes need one lane and several, one window and two, and several pieces of the
+    columns. There are two operands, listed pairs, and pairs that are computed again in
+    float64.
+    """
     for n, p in ((3, 40), (6, 67), (20, 136), (70, 21), (4, 5000)):
         rows = randn(n, n, p, dtype=dtype)
-        rows[-1] = rows[0]  # a distance of 0 is done again
+        rows[-1] = rows[0]  # a distance of 0 is computed again
         index = place(integers(0, 0, n, n, 3), True)
         a = place(rows, aligned)
         ops.pairwise_sqdist(a)
@@ -32,8 +37,10 @@ def distances(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None
 
 
 def distances_by_tensor_cores(ops: Any, place: Place, worth: int) -> None:
-    """One triangle of each size, and windows; rows so long that their pairs are
-    `worth` it."""
+    """Runs a triangle of each size, and windows.
+
+    The rows are so long that pairs times columns reach `worth`.
+    """
     for n in (26, 40, 60, 75, 100, 120, 140):
         p = max(70, 2 * worth // (n * (n - 1)) + 1)
         ops.pairwise_sqdist(place(randn(n, n, p, dtype=F32), True))
@@ -42,13 +49,15 @@ def distances_by_tensor_cores(ops: Any, place: Place, worth: int) -> None:
 
 
 def aggregates(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
-    """Few results and many, dense and by index, onto a base, into another dtype,
-    precise."""
+    """Runs mixtures with few results and many, dense and by index.
+
+    They have a base, another dtype of the result, and precise=True.
+    """
     for n, p in ((6, 136), (20, 67), (21, 300)):
         rows = place(randn(n, n, p, dtype=dtype), aligned)
         for m in (1, 3, 7, 9, 20):
             weight = place(randn(1, m, n), True)
-            few = place(randn(2, m, 5), True)
+            sparse = place(randn(2, m, 5), True)
             index = place(integers(3, 0, n, m, 5), True)
             base = place(randn(4, m, p, dtype=dtype), aligned)
             wide = place(randn(5, m, p), aligned)
@@ -56,21 +65,21 @@ def aggregates(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> Non
                 ops.aggregate(rows, weight, precise=precise)
                 ops.aggregate(rows, weight, None, base, 0.5, precise=precise)
                 ops.aggregate(rows, weight, None, wide, precise=precise)
-                ops.aggregate(rows, few, index, precise=precise)
-                ops.aggregate(rows, few, index, wide, precise=precise)
+                ops.aggregate(rows, sparse, index, precise=precise)
+                ops.aggregate(rows, sparse, index, wide, precise=precise)
 
 
 def aggregates_of_many(
     ops: Any, place: Place, dtype: torch.dtype, aligned: bool
 ) -> None:
-    """By index, of more rows than a tile in shared memory has room for."""
+    """Mixes more rows by index than a tile in shared memory holds."""
     rows = place(randn(0, 3600, 40, dtype=dtype), aligned)
     weight = place(randn(1, 720, 5), True)
     ops.aggregate(rows, weight, place(integers(2, 0, 3600, 720, 5), True))
 
 
 def steps(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
-    """Plain, and with every correction."""
+    """Runs a plain step, and one with every correction."""
     for s, q in ((1, 40), (3, 67)):
         w, grad, shift, anchor, buffer = (
             place(randn(k, s, q, dtype=dtype), aligned) for k in range(5)
@@ -81,21 +90,23 @@ def steps(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
 
 
 def layers(ops: Any, place: Place, dtype: torch.dtype) -> None:
-    """Factors that clients share and factors of their own; with lam's gradient and
-    without."""
+    """Runs factorized layers, with lam's gradient and without it.
+
+    Clients share the factors, or have their own.
+    """
     for leads in ((((3,), (), (3,), ())), ((3,),) * 4, ((),) * 4):
         inputs = factors(17, 21, 19, 35, dtype, leads, 0.5)
-        given = [
+        placed = [
             place(t.reshape(-1, t.shape[-1]), True).reshape(t.shape) for t in inputs
         ]
-        y = ops.rank1_linear(*given)
+        y = ops.rank1_linear(*placed)
         grad = torch.ones_like(y)
         for lam_too in (True, False):
-            ops.rank1_linear_backward(grad, *given, True, True, lam_too, True)
+            ops.rank1_linear_backward(grad, *placed, True, True, lam_too, True)
 
 
 def weights(ops: Any, place: Place, dtype: torch.dtype) -> None:
-    """Rows that fit into a block's registers and rows that do not."""
+    """Runs rows that fit a block's registers, and rows that do not."""
     for m, n, k in ((3, 7, 5), (40, 67, 33), (2, 1100, 50), (1, 5000, 300)):
         d = place(randn(m, m, n, dtype=dtype).abs(), True)
         target = place(integers(0, 0, n, 1, m), True)[0]
@@ -104,7 +115,7 @@ def weights(ops: Any, place: Place, dtype: torch.dtype) -> None:
 
 
 def run_all(ops: Any, place: Place, worth: int = WORTH) -> None:
-    """Every op in every dtype, on rows that are aligned and rows that are not."""
+    """Runs every op in every dtype, on aligned and unaligned rows."""
     distances_by_tensor_cores(ops, place, worth)
     for dtype in FLOATS:
         for aligned in (True, False):
@@ -119,8 +130,11 @@ def run_all(ops: Any, place: Place, worth: int = WORTH) -> None:
 
 
 class OnCard:
-    """The public ops, and of the rank-1 layer the kernels, which it calls only where
-    torch's products would be rounded."""
+    """The public ops, except for the rank-1 layer.
+
+    Its kernels are called directly, because the public op uses them only where torch's
+    products would be rounded.
+    """
 
     def __init__(self, ops: Any) -> None:
         self.ops = ops

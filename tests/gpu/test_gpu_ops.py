@@ -1,5 +1,7 @@
-"""Every op on a GPU against its reference in float64 on the CPU, and what only a GPU
-can show: streams, graphs, devices, sizes."""
+"""Every op on a GPU against its float64 reference on the CPU.
+
+Streams, graphs, devices and sizes are tested here, because only a GPU has them.
+"""
 
 import hypothesis.strategies as st
 import laws
@@ -47,23 +49,28 @@ GPU = laws.Machine(
 
 
 def calls(p=40_001, device="cuda"):
-    """Each op; of the rank-1 layer also the kernels, which serve where products are
-    rounded."""
-    found = laws.calls(ops, OPS.rank1_linear_backward.default, p, device=device)
+    """Calls of each op.
+
+    The kernels of the rank-1 layer are listed too. The op uses them where torch's
+    products are rounded.
+    """
+    named = laws.calls(ops, OPS.rank1_linear_backward.default, p, device=device)
     for name in ("rank1_listed", "rank1_listed_backward"):
-        _, inputs = found[name.replace("listed", "linear")]
-        found[name] = (getattr(OPS, name).default, inputs)
-    return found
+        _, inputs = named[name.replace("listed", "linear")]
+        named[name] = (getattr(OPS, name).default, inputs)
+    return named
 
 
-# Matrices that tensor cores make where there are such: rows of each operand.
+# Rows of each operand of distances that tensor cores compute, where the card has them.
 MATRICES = {"triangle": (67,), "windows": (140,), "two operands": (40, 70)}
 
 
 @pytest.fixture(params=[*calls(1, "cpu"), *MATRICES])
 def case(request):
-    """Each op as a function of its inputs, which gives its outputs as a list; and
-    inputs."""
+    """An op and its inputs.
+
+    The op is a function of the inputs that gives a list of outputs.
+    """
     if request.param in MATRICES:
         call = ops.pairwise_sqdist
         inputs = [randn(m, m, 20_011).float().cuda() for m in MATRICES[request.param]]
@@ -93,26 +100,36 @@ def test_definition(law, dtype, data):
 @pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-19, 1.0, 1e19, 1e30])
 @pytest.mark.parametrize("m", [9, 20, 64, 65, 100, 130])
 def test_sqdist_scales_and_bad_rows(scale, m):
-    """Whatever the alignment and the order of the rows, the same bits; by each kind
-    of kernel."""
+    """Distances have the same bits for any alignment and order of rows.
+
+    The sizes reach each kind of kernel.
+    """
     a = randn(0, m, 20_011).float() * scale
     a[3] = a[1]
-    got, moved = ops.pairwise_sqdist(a.cuda()), randn(3, m).argsort().cuda()
+    got = ops.pairwise_sqdist(a.cuda())
+    moved = randn(3, m).argsort().cuda()
     equals(ops.pairwise_sqdist(lay(a.cuda(), "off by one")), got)
     equals(ops.pairwise_sqdist(a.cuda()[moved]), got[moved][:, moved])
-    a[2, 7], a[5, 9] = torch.nan, torch.inf
-    got, want = ops.pairwise_sqdist(a.cuda()).cpu(), reference.pairwise_sqdist(a, None)
+    a[2, 7] = torch.nan
+    a[5, 9] = torch.inf
+    got = ops.pairwise_sqdist(a.cuda()).cpu()
+    want = reference.pairwise_sqdist(a, None)
     laws.assert_close(got, want, "sqdist", F32)
 
 
 @pytest.mark.parametrize("m, n", [(100, None), (130, None), (40, 70)])
 def test_sqdist_by_tensor_cores_and_by_windows_agree(m, n):
-    """Clusters of close models, copies and an outlier, beside the listed pairs of
-    the same rows."""
+    """Tensor cores and windows give the same distances.
+
+    The rows are clusters of close models with copies and an outlier. The listed pairs
+    of the same rows are computed by windows.
+    """
     base = randn(0, 2, 60_007)[torch.arange(m + (n or 0)) % 2]
     rows = (base * (1 + 1e-5 * randn(1, *base.shape))).float()
-    rows[4], rows[7] = rows[2], 1e3 * rows[7]
-    a, b = rows[:m].cuda(), None if n is None else rows[m:].cuda()
+    rows[4] = rows[2]
+    rows[7] = 1e3 * rows[7]
+    a = rows[:m].cuda()
+    b = None if n is None else rows[m:].cuda()
     everybody = torch.arange(n or m, device="cuda").expand(m, -1)
     got = ops.pairwise_sqdist(a, b)
     torch.testing.assert_close(
@@ -124,8 +141,13 @@ def test_sqdist_by_tensor_cores_and_by_windows_agree(m, n):
 @pytest.mark.parametrize("n", [20, 100])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_aggregate_has_the_same_bits_in_every_kernel(n, dtype):
-    """Dense, however many results, and by index; whatever the alignment."""
-    updates, weight = randn(0, n, 5002).to(dtype).cuda(), randn(1, 101, n).cuda()
+    """A mixture has the same bits in every kernel.
+
+    That holds for dense weights with any number of results, by index, and for any
+    alignment.
+    """
+    updates = randn(0, n, 5002).to(dtype).cuda()
+    weight = randn(1, 101, n).cuda()
     want = ops.aggregate(updates, weight)
     every = torch.arange(n, device="cuda").expand(101, n)
 
@@ -137,7 +159,10 @@ def test_aggregate_has_the_same_bits_in_every_kernel(n, dtype):
 
 
 def test_aggregate_entry_without_weight_changes_no_sign():
-    """The first product is below float32: its sum is -0."""
+    """An entry of weight 0 does not change a sum's sign.
+
+    The first product is too small for float32, so its sum is -0.
+    """
     updates = torch.full((2, 300), 1e-30, device="cuda")
     weight = torch.tensor([[-1e-30, 0.0]], device="cuda")
 
@@ -149,7 +174,7 @@ def test_aggregate_entry_without_weight_changes_no_sign():
 @pytest.mark.parametrize("allowed", [False, True])
 @pytest.mark.parametrize("leads", [((6,), (), (6,), ()), ((6,),) * 4])
 def test_tf32_rounds_no_factor(monkeypatch, leads, allowed):
-    """A user's setting for torch's own products changes nothing here."""
+    """The setting allow_tf32 does not change the rank-1 layer."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
     inputs = laws.factors(32, 784, 120, 200, F32, leads, 0.3)
     laws.close_layer(inputs, [t.cuda() for t in inputs])
@@ -157,7 +182,7 @@ def test_tf32_rounds_no_factor(monkeypatch, leads, allowed):
 
 @pytest.mark.parametrize("op", ["rank1_linear", "rank1_listed"])
 def test_rank1_linear_skips_inactive_factors(op):
-    """Where lam is 0, what a factor holds changes no bit."""
+    """The values of a factor with lam = 0 change no bit."""
     inputs = [t.cuda() for t in laws.factors(32, 57, 60, 31, F32, ((6,), (), (6,), ()))]
     _, w_a, lam, w_b = inputs
     lam[:, ::3] = 0
@@ -168,11 +193,12 @@ def test_rank1_linear_skips_inactive_factors(op):
         return [y, *backward(torch.ones_like(y), *inputs, True, True, False, True)]
 
     want = found()
-    w_a[:, ::3], w_b[::3] = torch.nan, torch.inf
+    w_a[:, ::3] = torch.nan
+    w_b[::3] = torch.inf
     laws.identical(found(), want)
 
 
-# --- what only a GPU can show -----------------------------------------------
+# --- properties of a GPU ----------------------------------------------------
 
 
 def test_repeats_bit_for_bit(case):
@@ -193,19 +219,25 @@ def test_nothing_waits_for_the_device(case):
 
 
 def test_follows_the_current_stream(case):
-    """On a side stream behind a long wait: the op has been queued, has not run, and the
-    default stream is free."""
+    """An op runs on the current stream and does not wait.
+
+    Behind a long wait on a side stream, the op is queued and has not run, while the
+    default stream is free.
+    """
     call, inputs = case
-    want, held = call(copies(inputs)), copies(inputs)
+    want = call(copies(inputs))
+    arguments = copies(inputs)
     torch.cuda.synchronize()
-    side, done, free = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
-    # once before: memory for a new stream may wait for the device
+    side = torch.cuda.Stream()
+    done = torch.cuda.Event()
+    free = torch.cuda.Event()
+    # A first call, since memory for a new stream may wait for the device.
     with torch.cuda.stream(side):
         call(copies(inputs))
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(400_000_000)  # about a quarter of a second
-        result = call(held)
+        result = call(arguments)
         done.record()
     free.record()
     free.synchronize()
@@ -222,15 +254,16 @@ def test_captured_in_a_graph(case):
         t * 1.5 if isinstance(t, Tensor) and t.is_floating_point() else t
         for t in inputs
     ]
-    want, held = call(copies(fresh)), copies(inputs)
+    want = call(copies(fresh))
+    arguments = copies(inputs)
     side = torch.cuda.Stream()
-    with torch.cuda.stream(side):  # warm up, as graphs want it
-        call(copies(held))
+    with torch.cuda.stream(side):  # graphs need a warm-up
+        call(copies(arguments))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = call(held)
-    for t, new in zip(held, fresh, strict=True):
+        result = call(arguments)
+    for t, new in zip(arguments, fresh, strict=True):
         if isinstance(t, Tensor):
             t.copy_(new)
     graph.replay()
@@ -249,16 +282,14 @@ def test_another_device_than_the_current_one(case):
 
 def test_mixed_devices_are_refused_with_a_sentence():
     a, half, index = on_two_devices("cuda")
-    # past the checks: the kernel's own
+    # The kernel has its own check, behind those of the public op.
     with pytest.raises(RuntimeError, match="expected index on cuda"):
         OPS.aggregate.default(a, half, index, None, 1.0, False)
 
 
 def test_an_index_out_of_range_is_nan_not_a_crash():
-    a, weight = (
-        torch.ones(3, 1000, device="cuda"),
-        torch.full((2, 1), 1.0, device="cuda"),
-    )
+    a = torch.ones(3, 1000, device="cuda")
+    weight = torch.full((2, 1), 1.0, device="cuda")
     got = ops.aggregate(a, weight, torch.tensor([[7], [1]], device="cuda"))
     assert got[0].isnan().all() and (got[1] == 1).all()
 

@@ -1,5 +1,4 @@
-"""Whole simulations on a GPU against the same on the CPU, and the waits inside a
-round."""
+"""Simulations on a GPU against the CPU, and waits inside a round."""
 
 import warnings
 
@@ -16,7 +15,7 @@ from pflcore.algorithms import ALGORITHMS
 from pflcore.nn import Dropout
 
 CAPTURE_AFTER_STEPS = "pflcore.train._graphs.CAPTURE_AFTER_STEPS"
-# of each family one, for the other models
+# One algorithm of each family, for the other models.
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "apfl", "fedrod")
 EACH = [(n, "MLP") for n in ALGORITHMS] + [
     (n, k) for n in DIFFERENT for k in FORMS if k != "MLP"
@@ -45,7 +44,7 @@ def test_same_losses_as_on_the_cpu(name, kind):
 
 
 def waits(name, kind, epochs):
-    """How often the host waits for the device in the third round."""
+    """Number of the host's waits for the device in round 3."""
     model, engine, form = FORMS[kind]
     play = rounds(
         name, model, data(kind), "cuda", Training(0.05, 3, epochs), engine, form
@@ -62,20 +61,25 @@ def waits(name, kind, epochs):
     return sum("synchroniz" in str(w.message) for w in seen)
 
 
-# FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its
-# weights until the losses stand still
+# FactorizedWaffle draws its factors on the host in every step. FedALA learns its
+# weights until the losses stop changing.
 @pytest.mark.parametrize(
     "name, kind", [(n, k) for n, k in EACH if n not in ("factorized_waffle", "fedala")]
 )
 def test_local_steps_do_not_wait(name, kind):
-    """A round may look at a few numbers (who sent something that is not finite), but
-    not more often when there are more local steps."""
+    """More local steps do not make the host wait more often.
+
+    A round may read a few numbers, for example whether an upload is finite.
+    """
     assert waits(name, kind, 1) == waits(name, kind, 4)
 
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(kind, tmp_path):
-    """By torch's defaults: a run itself asks cuDNN for what repeats."""
+    """A resumed run has the bits of an uninterrupted run.
+
+    Torch's defaults are kept: the run itself asks cuDNN for deterministic algorithms.
+    """
     assert not torch.backends.cudnn.deterministic
     assert_resumed(kind, data(kind), "cuda", tmp_path)
 
@@ -107,24 +111,27 @@ def dropped():
 
 
 def trained(name, model, kind, engine, graphs):
-    how = {
+    settings = {
         "training": Training(0.05, 5, 2),
         "engine": engine,
         "device": "cuda",
         "rounds": 3,
     }
-    run = simulation(name, data(kind), model=model, graphs=graphs, **how)
+    run = simulation(name, data(kind), model=model, graphs=graphs, **settings)
     assert run.run().stopped is None
     return run
 
 
 def assert_same_bits(name, model, kind, engine):
-    """With graphs, all steps but the first of each shape are replayed."""
+    """Asserts that a run with graphs has the bits of one without.
+
+    With graphs, all steps but the first of each shape are replayed.
+    """
     got = trained(name, model, kind, engine, True)
     want = trained(name, model, kind, engine, False)
 
     assert got.header()["path"]["graphs"] == "captured"
-    if name in DIFFERENT:  # of others no step may come twice
+    if name in DIFFERENT:  # other algorithms may not repeat a step
         assert got.context.graphs.replays > 0
     for a, b in zip(models(got), models(want), strict=True):
         assert torch.equal(a, b)

@@ -1,5 +1,7 @@
-"""Chains of layers of every kind, and problems of training, gradients and evaluation
-with them."""
+"""Chains of layers of all kinds, and problems for them.
+
+A problem has clients with samples, and trains, differentiates or evaluates a chain.
+"""
 
 import json
 from copy import copy
@@ -19,12 +21,13 @@ from pflcore.ops._sgd import clipped
 from pflcore.train._chain import compile_chain
 from pflcore.train._losses import LOSSES
 
-# a model's shape of one input, and its layers: a kind, what it takes, its options
+# By the model's name: the shape of one input, and the layers. A layer has a kind, its
+# arguments and its options.
 MODELS = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def layer(kind, taken=(), options=None):
-    """pflcore's where it has one, else torch's."""
+    """A layer of pflcore if it has this kind, else of torch."""
     cls = getattr(pflcore.nn, kind, None) or getattr(nn, kind)
     return cls(*taken, **(options or {}))
 
@@ -35,7 +38,7 @@ KINDS += [("mlp, one output", c) for c in sorted(set(LOSSES) - {"cross_entropy"}
 
 
 def by_steps(w, *args):
-    """What `chain_sgd_` does, by one gradient and one step at a time."""
+    """The result of `chain_sgd_`, computed step by step from gradients."""
     (*head, names), (order, size, steps, batch, drop_last, seeds) = args[:8], args[8:14]
     lr, shift, mask, _, mu, anchor, momentum, decay, clip, sums = args[14:]
     velocity, loss = torch.zeros_like(w), torch.zeros(len(w), dtype=torch.float64)
@@ -61,8 +64,10 @@ def by_steps(w, *args):
 
 
 class Problem:
-    """Clients of these sizes in one pool, each with its own order, and a model that
-    is a chain."""
+    """A model that is a chain, and clients of the given sizes.
+
+    All clients' samples are in one pool. Each client has its own order of samples.
+    """
 
     def __init__(
         self,
@@ -107,7 +112,7 @@ class Problem:
         return (*self.chain.fixed_args, self.x.to(dtype), y, self.names)
 
     def alone(self, i):
-        """The client `i` alone."""
+        """The same problem for client `i` only."""
         one = copy(self)
         some = slice(i, i + 1)
         one.w, one.order, one.sizes = self.w[some], self.order[some], self.sizes[some]

@@ -1,13 +1,16 @@
-"""Plays runs of every kind and keeps what came out:
-`python tests/internal/same.py play FILE`, before and after a change of the code;
-`python tests/internal/same.py compare BEFORE AFTER` says which of them are equal bit by
-bit, the engine included.
+"""Compares the results of runs before and after a code change.
 
-`make_run` is the one place where names of pflcore stand, so that other names change
-that function and no run. Kept of a run: its engine; of each round the cohort, who was
-dropped, the training loss and what was evaluated; digests of all clients' personalized
-models. That a run which broke off, or whose rows are on disk, is the run that was not
-is for the tests.
+`python tests/internal/same.py play FILE` plays the runs and writes their results.
+`python tests/internal/same.py compare BEFORE AFTER` prints the runs whose results are
+not equal bit by bit. The engine counts as a result.
+
+`make_run` is the only function that uses names of pflcore's options. If such a name
+changes, only this function changes, and no run.
+
+The results of a run are its engine, the digests of all clients' personalized models,
+and parts of its record. Of each round they have the cohort, the dropped clients, the
+training loss and the evaluation. Interrupted runs and rows on disk are not covered
+here; other tests compare them with plain runs.
 """
 
 import argparse
@@ -33,19 +36,24 @@ from small import images, layers
 
 from pflcore import ALGORITHMS, Adversary, Client, Net, Server, Training
 
-RENAMED = {"moved": "relative_update_norm"}  # keys of records that other versions wrote
+# Keys in the records of other versions, and their present names.
+RENAMED = {"moved": "relative_update_norm"}
 KEPT = ("cohort", "dropped", "void", "train_loss", "relative_update_norm", "eval")
 SIZES = (24, 17, 40, 9, 33, 24, 12, 50)
-SHAPES = {"Conv2d": (1, 8, 8), "GRU": (7, 6)}  # of samples, by the model's first layer
+# Shapes of samples, by the model's first layer.
+SHAPES = {"Conv2d": (1, 8, 8), "GRU": (7, 6)}
 APART = ("fedavg", "scaffold", "ditto", "feddwa")
 MLP = "Linear 6 10, ReLU, Linear 10 4"
 
 
 # runs -----------------------------------------------------------------------
 def make_run(algorithm, model=MLP, sizes=SIZES, data=None, dtype="float32", **options):
-    """The simulation of a run: options are the method's own, the training's and the
-    run's."""
-    dtype, first = getattr(torch, dtype), model.partition(" ")[0]
+    """The simulation of a run.
+
+    The options are those of the method, of the training and of the run.
+    """
+    dtype = getattr(torch, dtype)
+    first = model.partition(" ")[0]
     data = data or images(sizes, SHAPES.get(first, (6,)))
     data = replace(data, x=data.x.to(dtype))
     method, how = (
@@ -66,7 +74,8 @@ def built(model):
 
 def play(algorithm, **options):
     run = make_run(algorithm, **options)
-    history, path = run.run(), run.header()["path"]
+    history = run.run()
+    path = run.header()["path"]
     return {
         "engine": [path["engine"], path["form"]],
         "rounds": kept(history.rounds),
@@ -99,17 +108,15 @@ def adapted():
 
 
 def by_messages(algorithm):
-    """Server and Client, without a simulation."""
-    method, net, data = (
-        ALGORITHMS[algorithm],
-        Net(lambda: layers(MLP), seed=3),
-        images(),
-    )
-    server, how = (
-        Server(method(), net, 3, rounds=2, seed=3),
-        Training(lr=0.1, batch_size=8),
-    )
-    clients = [Client(method(), net, data.client(i), how, seed=3) for i in range(3)]
+    """Digests of the models that Server and Client train without a simulation."""
+    method = ALGORITHMS[algorithm]
+    net = Net(lambda: layers(MLP), seed=3)
+    data = images()
+    training = Training(lr=0.1, batch_size=8)
+    server = Server(method(), net, 3, rounds=2, seed=3)
+    clients = [
+        Client(method(), net, data.client(i), training, seed=3) for i in range(3)
+    ]
     for _ in range(2):
         server.aggregate(
             {i: c.train(server.download(i)) for i, c in enumerate(clients)}
@@ -121,7 +128,10 @@ def by_messages(algorithm):
 
 
 def plan():
-    """Two methods of Motley's School, or nothing where it is not."""
+    """The rounds of two methods on Motley's School data.
+
+    There are none where the data are missing.
+    """
     if not (Path(os.environ.get("PFLCORE_DATA", "nowhere")) / "school").is_dir():
         return {"models": []}
     plan = "motley-school --rounds 2 --seeds 1 --methods Local Ditto"
@@ -148,9 +158,12 @@ RUNS = {
 }
 
 
-# what differs ---------------------------------------------------------------
+# comparison -----------------------------------------------------------------
 def read(file):
-    """The runs of a file, of this version or one whose records have other names."""
+    """The runs of a file.
+
+    Old names of a record's keys are replaced by the present ones.
+    """
 
     def renamed(pairs):
         return {RENAMED.get(key, key): value for key, value in pairs}
@@ -164,20 +177,21 @@ def losses(run):
 
 
 def compare(before, after):
-    """How many runs are equal; of the others, what differs and how far the losses
-    are apart."""
+    """True where runs differ; prints the number of equal runs.
+
+    For each other run it prints the results that differ and the largest difference of
+    the losses.
+    """
     differ = [name for name in before if before[name] != after.get(name)]
     for name in differ:
-        a, b = before[name], after.get(name, {})
-        keys, (one, two) = (
-            [k for k in a if a[k] != b.get(k)],
-            (losses(run) for run in (a, b)),
-        )
-        gap = (
-            float((one - two).abs().max())
-            if one.shape == two.shape and len(one)
-            else "unknown"
-        )
+        a = before[name]
+        b = after.get(name, {})
+        keys = [k for k in a if a[k] != b.get(k)]
+        losses_a = losses(a)
+        losses_b = losses(b)
+        gap = "unknown"
+        if losses_a.shape == losses_b.shape and len(losses_a):
+            gap = float((losses_a - losses_b).abs().max())
         print(
             f"{name}: other {', '.join(keys)} ({b.get('engine')}); losses differ by up "
             f"to {gap}"

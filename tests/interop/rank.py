@@ -1,5 +1,10 @@
-"""One rank of test_distributed.py, by `rank.py STORE RANK`: it ends with 0 where all
-laws hold, and the last one dies."""
+"""One rank of test_distributed.py: `rank.py STORE RANK`.
+
+A rank ends with 0 where all its checks hold. The last rank ends with 9, as if it were
+killed, to test the others.
+
+Symbols: N clients of all ranks; P parameters of a model.
+"""
 
 import os
 import re
@@ -17,87 +22,105 @@ import pflcore
 from pflcore.interop.distributed import aggregate, pairwise_sqdist, to_columns, to_rows
 
 STORE, RANK = sys.argv[1], int(sys.argv[2])
-COUNTS, WIDTHS = (3, 0, 4), (1, 1900, 102)  # of the ranks' clients and columns
-WORLD, N, P = len(COUNTS), sum(COUNTS), sum(WIDTHS)
+COUNTS = (3, 0, 4)  # clients of each rank
+WIDTHS = (1, 1900, 102)  # columns of each rank
+WORLD = len(COUNTS)
+N = sum(COUNTS)
+P = sum(WIDTHS)
 
 
 def matrix(dtype=torch.float32, seed=0):
-    """[N, P], the same on every rank: clients that differ by little."""
+    """Models [N, P] that differ little, the same on every rank."""
     gen = torch.Generator().manual_seed(seed)
-    start, own = (torch.randn(n, P, generator=gen, dtype=torch.float64) for n in (1, N))
-    return (start + 1e-3 * own).to(dtype)
+    start = torch.randn(1, P, generator=gen, dtype=torch.float64)
+    difference = torch.randn(N, P, generator=gen, dtype=torch.float64)
+    return (start + 1e-3 * difference).to(dtype)
 
 
-def mine(x):
-    """This rank's columns."""
+def local_columns(x):
+    """The columns of this rank of a matrix [N, P]."""
     return x.split(WIDTHS, 1)[RANK]
 
 
 WEIGHT = torch.rand(2, N, generator=torch.Generator().manual_seed(1))  # of two mixes
-INDEX = torch.tensor([[0, 3], [6, 6]])  # whose two models each mixes where it is sparse
+INDEX = torch.tensor([[0, 3], [6, 6]])  # the two models of each sparse mix
 
 
 def same(got, want, rtol=0.0):
-    """What is wanted, and what all ranks have alike, to the last bit."""
+    """Checks that `got` is near `want` and bit for bit equal everywhere."""
     assert_close(got, want, rtol=rtol, atol=0, equal_nan=True)
-    everywhere = [torch.empty_like(got) for _ in COUNTS]
-    dist.all_gather(everywhere, got.contiguous())
+    of_all_ranks = [torch.empty_like(got) for _ in COUNTS]
+    dist.all_gather(of_all_ranks, got.contiguous())
     assert all(
         torch.equal(other.nan_to_num(-1.0), got.nan_to_num(-1.0))
-        for other in everywhere
+        for other in of_all_ranks
     )
 
 
 def rows_become_columns_and_come_back(dtype):
     x = matrix(dtype)
-    rows, groups = x.split(COUNTS)[RANK], x.split(800, 1)[RANK]  # whole groups of 160
+    rows = x.split(COUNTS)[RANK]
+    groups = x.split(800, 1)[RANK]  # whole groups of 160 columns
     columns = to_columns(rows)
     assert torch.equal(columns, groups)
     assert torch.equal(to_rows(columns, count=COUNTS[RANK]), rows)
-    assert torch.equal(to_columns(rows, width=WIDTHS[RANK]), mine(x))
-    assert torch.equal(to_rows(mine(x)), x.split(3)[RANK])
+    assert torch.equal(to_columns(rows, width=WIDTHS[RANK]), local_columns(x))
+    assert torch.equal(to_rows(local_columns(x)), x.split(3)[RANK])
 
 
 def distances_are_those_of_one_process(dtype):
-    """Rounding of float64 where a float32 sum meets the same columns; 1e-6, the op's
-    own, where shards cut through them."""
-    x, y = matrix(dtype), matrix(dtype, 1)[:5]
-    off = 1e-14 if dtype == torch.float64 else 2e-6
-    for columns, rtol in ((x.split(800, 1)[RANK], 1e-14), (mine(x), off)):
+    """Distances over the ranks equal those of one process, up to rounding.
+
+    Only the rounding of float64 differs where each float32 sum has the same columns.
+    Where a shard cuts a group of columns, the error is that of the op, 1e-6.
+    """
+    x = matrix(dtype)
+    y = matrix(dtype, 1)[:5]
+    cut_rtol = 1e-14 if dtype == torch.float64 else 2e-6
+    whole_groups = x.split(800, 1)[RANK]
+    for columns, rtol in ((whole_groups, 1e-14), (local_columns(x), cut_rtol)):
         got = pairwise_sqdist(columns)
         same(got, pflcore.pairwise_sqdist(x), rtol)
         assert torch.equal(got, got.T) and (got.diagonal() == 0).all()
-    same(pairwise_sqdist(mine(x), mine(y)), pflcore.pairwise_sqdist(x, y), 2e-6)
+    got = pairwise_sqdist(local_columns(x), local_columns(y))
+    same(got, pflcore.pairwise_sqdist(x, y), 2e-6)
 
 
 def mixes_are_bit_for_bit_those_of_one_process(dtype):
     x = matrix(dtype)
+    columns = local_columns(x)
     want = pflcore.aggregate(x, WEIGHT, base=x[0])
-    assert torch.equal(aggregate(mine(x), WEIGHT, base=mine(x)[0]), mine(want))
+    assert torch.equal(aggregate(columns, WEIGHT, base=columns[0]), local_columns(want))
     sparse = WEIGHT[:, :2], INDEX
     want = pflcore.aggregate(x, *sparse, lr=0.5)
-    assert torch.equal(aggregate(mine(x), *sparse, lr=0.5), mine(want))
+    assert torch.equal(aggregate(columns, *sparse, lr=0.5), local_columns(want))
 
 
 def distances_of_the_ugly():
-    """NaN in one rank's columns, equal clients, none at all, a tensor that requires
-    grad."""
+    """Distances hold for NaN, equal clients, no client and tensors with gradients.
+
+    The NaN is in the columns of one rank.
+    """
     x = matrix()
-    x[2, 1950], x[4] = torch.nan, x[5]
-    got, nan = pairwise_sqdist(mine(x)), torch.zeros(N, N, dtype=torch.bool)
-    nan[2], nan[:, 2], nan[2, 2] = True, True, False
+    x[2, 1950] = torch.nan
+    x[4] = x[5]
+    got = pairwise_sqdist(local_columns(x))
+    nan = torch.zeros(N, N, dtype=torch.bool)
+    nan[2] = True
+    nan[:, 2] = True
+    nan[2, 2] = False
     same(got, got)
-    assert (
-        torch.equal(got.isnan(), nan) and got[4, 5] == 0 == got[5, 4] and got[2, 2] == 0
-    )
-    assert pairwise_sqdist(mine(x[:0])).shape == (0, 0)
-    learnt = mine(x).clone().requires_grad_()
-    for made in (pairwise_sqdist(learnt), aggregate(learnt, WEIGHT)):
-        assert not made.requires_grad
+    assert torch.equal(got.isnan(), nan)
+    assert got[4, 5] == 0 == got[5, 4] and got[2, 2] == 0
+    assert pairwise_sqdist(local_columns(x[:0])).shape == (0, 0)
+    learnt = local_columns(x).clone().requires_grad_()
+    for result in (pairwise_sqdist(learnt), aggregate(learnt, WEIGHT)):
+        assert not result.requires_grad
 
 
 def dtensors():
-    x, mesh = matrix(), init_device_mesh("cpu", (WORLD,))
+    x = matrix()
+    mesh = init_device_mesh("cpu", (WORLD,))
     sharded = distribute_tensor(x, mesh, [Shard(1)])
     same(pairwise_sqdist(sharded), pflcore.pairwise_sqdist(x), 2e-6)
     mixed = aggregate(sharded, WEIGHT)
@@ -105,8 +128,8 @@ def dtensors():
     same(mixed.full_tensor(), pflcore.aggregate(x, WEIGHT))
 
 
-def said(call, *args):
-    """What is said, in one line and soon."""
+def error_of(call, *args):
+    """The type and text of the error that a call raises."""
     begin = time.monotonic()
     try:
         call(*args)
@@ -117,9 +140,15 @@ def said(call, *args):
 
 
 def a_mistake_is_one_sentence_on_every_rank():
-    """A mistake on one rank, or between them; afterwards nothing is out of step."""
-    x, last = matrix(), RANK == WORLD - 1
-    own, sqdist = mine(x), pairwise_sqdist
+    """A mistake is an error with one sentence on every rank.
+
+    The mistake is on one rank, or the calls of the ranks differ. After the errors, the
+    ranks still work together.
+    """
+    x = matrix()
+    last = RANK == WORLD - 1
+    columns = local_columns(x)
+    sqdist = pairwise_sqdist
     replicated = DTensor.from_local(
         x, init_device_mesh("cpu", (WORLD,)), run_check=False
     )
@@ -128,30 +157,30 @@ def a_mistake_is_one_sentence_on_every_rank():
             "pairwise_sqdist: expected the call of rank 0 .*a with 7 rows of .*, got "
             ".*a with 6 rows .*on rank 2",
             sqdist,
-            own[: N - last],
+            columns[: N - last],
         ),
-        (".*torch.float64 on rank 2", sqdist, own.double() if last else own),
+        (".*torch.float64 on rank 2", sqdist, columns.double() if last else columns),
         (
             r".*pairwise_sqdist\(a\): expected a tensor, got 'text'",
             sqdist,
-            "text" if last else own,
+            "text" if last else columns,
         ),
         (
             r".*pairwise_sqdist\(b\): expected (1|1900|102) columns like a, got",
             sqdist,
-            own,
-            own[:, :-1] if last else own,
+            columns,
+            columns[:, :-1] if last else columns,
         ),
         (
             ".*b with 7 rows of torch.float32 on rank 2",
             sqdist,
-            own,
-            own if last else None,
+            columns,
+            columns if last else None,
         ),
         (
             ".*to_rows, columns with 7 rows of torch.float32 on rank 2",
             to_rows if last else sqdist,
-            own,
+            columns,
         ),
         (
             ".*rows with 2002 columns of torch.float32 on rank 2",
@@ -173,21 +202,26 @@ def a_mistake_is_one_sentence_on_every_rank():
             replicated,
         ),
     ):
-        found = said(call, *args)
-        assert found.endswith(".") and ". " not in found and "\n" not in found, found
-        assert re.match(f"(TypeError|ValueError): {words}", found), found
-    some = dist.new_group([0, 1])
+        error = error_of(call, *args)
+        assert error.endswith(".") and ". " not in error and "\n" not in error, error
+        assert re.match(f"(TypeError|ValueError): {words}", error), error
+    group = dist.new_group([0, 1])
     if last:
-        found = said(sqdist, own, None, some)
-        assert "(group): expected a process group that this rank belongs to" in found
+        error = error_of(sqdist, columns, None, group)
+        assert "(group): expected a process group that this rank belongs to" in error
     else:
-        sqdist(own, None, some)
-    same(sqdist(own), pflcore.pairwise_sqdist(x), 2e-6)
+        sqdist(columns, None, group)
+    same(sqdist(columns), pflcore.pairwise_sqdist(x), 2e-6)
 
 
 torch.set_num_threads(1)
-ours = {"init_method": f"file://{STORE}", "timeout": timedelta(seconds=60)}
-dist.init_process_group("gloo", rank=RANK, world_size=WORLD, **ours)
+dist.init_process_group(
+    "gloo",
+    rank=RANK,
+    world_size=WORLD,
+    init_method=f"file://{STORE}",
+    timeout=timedelta(seconds=60),
+)
 for dtype in (torch.float32, torch.float64, torch.bfloat16):
     rows_become_columns_and_come_back(dtype)
     distances_are_those_of_one_process(dtype)
@@ -197,6 +231,6 @@ dtensors()
 a_mistake_is_one_sentence_on_every_rank()
 if RANK == WORLD - 1:
     os._exit(9)  # as if it were killed
-found = said(pairwise_sqdist, mine(matrix()))
-assert found.startswith("RuntimeError: "), found
-os._exit(0)  # a group that has lost a member cannot be taken down in order
+error = error_of(pairwise_sqdist, local_columns(matrix()))
+assert error.startswith("RuntimeError: "), error
+os._exit(0)  # a group that has lost a rank cannot be destroyed in the usual way

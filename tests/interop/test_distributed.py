@@ -1,5 +1,7 @@
-"""Matrices over three processes (rank.py) against the ops in one: the same numbers, no
-rank that waits for another for ever."""
+"""Ops on matrices over three processes give the numbers of one process.
+
+No rank waits for another without end. The checks of a rank are in rank.py.
+"""
 
 import os
 import re
@@ -24,21 +26,18 @@ ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 def test_every_law_of_a_rank_holds_on_every_one(tmp_path):
-    """See rank.py."""
+    """Every check of rank.py holds on every rank."""
     words = [sys.executable, Path(__file__).with_name("rank.py"), tmp_path / "store"]
     options = {"env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
-    said, running = (
-        [],
-        [subprocess.Popen([*words, str(rank)], **options) for rank in range(3)],
-    )
+    errors = []
+    processes = [subprocess.Popen([*words, str(rank)], **options) for rank in range(3)]
     try:
-        said = [process.communicate(timeout=400)[1] for process in running]
+        errors = [process.communicate(timeout=400)[1] for process in processes]
     finally:
-        for process in running:
+        for process in processes:
             process.kill()
-    assert [process.returncode for process in running] == [0, 0, 9], "\n".join(said)[
-        -9000:
-    ]
+    codes = [process.returncode for process in processes]
+    assert codes == [0, 0, 9], "\n".join(errors)[-9000:]
 
 
 def test_without_a_group():

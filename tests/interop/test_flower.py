@@ -1,6 +1,10 @@
-"""Flower: `PflStrategy` and `client_app` give what a simulation gives; one line keeps
-tensors with their client, one sends each client its own model, in apps that know
-nothing of it; Multi-Krum by exact distances."""
+"""Flower runs the algorithms, and a mod or strategy personalizes any app.
+
+`PflStrategy` and `client_app` give the models of a simulation. In an app that does not
+know pflcore, one line (`keep_private`) keeps tensors with their client, and one line
+(`PersonalStrategy`) sends each client its own model. `ExactMultiKrum` uses exact
+distances.
+"""
 
 import io
 import logging
@@ -47,26 +51,37 @@ from pflcore.interop.flower import (
     select_multikrum,
 )
 
-TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+TaskIdentity.task_id = 1
+TaskIdentity.run_id = 1
+TaskIdentity.node_id = 1
 
 
 def context(node, config=None):
-    own = {"node_id": node, "node_config": config or {}, "state": RecordDict()}
-    return Context(run_id=1, run_config={}, **own)
+    return Context(
+        run_id=1,
+        run_config={},
+        node_id=node,
+        node_config=config or {},
+        state=RecordDict(),
+    )
 
 
 class Nodes(Grid):
-    """Nodes 100, 101, ... of partitions `partitions` in this process, all with one
-    ClientApp: messages go through Flower's classes, but through no network and no Ray.
+    """A grid of nodes 100, 101, ... in one process and ClientApp.
+
+    The nodes have the partitions `partitions`. Messages go through Flower's classes,
+    but not through a network or Ray.
     """
 
     def __init__(self, app, partitions):
-        self.app, self.answered, self.asked = app, [], []
-        self.lies = {}  # what a node answers to the question which client it is
+        self.app = app
+        self.answered = []  # the replies of all rounds
+        self.asked = []  # the kind, node and timeout of each message to a node
+        self.lies = {}  # false answers of nodes to the question which client they are
         each = enumerate(partitions, 100)
         self.contexts = {node: context(node, {"partition-id": p}) for node, p in each}
         self.mute = set()  # nodes that do not answer
-        self.spoil = None  # what becomes of node 102's trained model on its way
+        self.spoil = None  # function that replaces the trained model of node 102
 
     def get_node_ids(self):
         return list(self.contexts)
@@ -74,38 +89,42 @@ class Nodes(Grid):
     def send_and_receive(self, messages, *, timeout=None):
         replies = []
         for message in messages:
-            node, kind = message.metadata.dst_node_id, message.metadata.message_type
+            node = message.metadata.dst_node_id
+            kind = message.metadata.message_type
             self.asked.append((kind, node, timeout))
             if node in self.mute:
                 continue
             if kind == "query.pflcore" and node in self.lies:
                 replies.append(Message(self.lies[node], reply_to=message))
                 continue
-            kept = pickle.loads(pickle.dumps(self.contexts[node]))  # as it travels
+            # Contexts and messages are pickled, as on their way through Flower.
+            node_context = pickle.loads(pickle.dumps(self.contexts[node]))
+            received = pickle.loads(pickle.dumps(message))
             try:
-                replies.append(self.app(pickle.loads(pickle.dumps(message)), kept))
-                self.contexts[node] = kept
-            except Exception as error:  # as a node does
-                why = Error(code=0, reason=f"{type(error)}:<'{error}'>")
-                replies.append(Message(why, reply_to=message))
+                replies.append(self.app(received, node_context))
+                self.contexts[node] = node_context
+            except Exception as exception:  # a node of Flower catches all errors
+                error = Error(code=0, reason=f"{type(exception)}:<'{exception}'>")
+                replies.append(Message(error, reply_to=message))
             if self.spoil and node == 102 and message.metadata.message_type == "train":
                 replies[-1].content = self.spoil(replies[-1])
         self.answered += sorted(replies, key=lambda reply: reply.metadata.src_node_id)
         return replies[::-1]
 
     def trainers(self):
-        """The nodes that were asked to train since they were last asked for here."""
+        """The nodes that were asked to train since the last call."""
         nodes = sorted(node for kind, node, _ in self.asked if kind == "train")
         self.asked.clear()
         return nodes
 
     def trained(self):
-        """The models that came, round after round."""
+        """The trained models that nodes have sent, round after round."""
         train = [m for m in self.answered if m.metadata.message_type == "train"]
         return [m.content["arrays"] for m in train]
 
 
-Nodes.__abstractmethods__ = frozenset()  # a network's, which nobody calls here
+# The abstract methods of Grid are those of a network, and no test calls them.
+Nodes.__abstractmethods__ = frozenset()
 
 
 N = DATA.n
@@ -135,7 +154,8 @@ def maker(alg, net=model):
     ],
 )
 def test_every_algorithm_in_flower_is_the_simulation(name):
-    alg, models = algorithm(name), {}
+    alg = algorithm(name)
+    models = {}
     part = 0.5 if name in ("scaffold", "waffle", "ditto", "fedavg") else 1.0
 
     def keep(personal, context):
@@ -149,8 +169,10 @@ def test_every_algorithm_in_flower_is_the_simulation(name):
     strategy.start(Nodes(client_app(maker(alg), evaluate=keep), range(N)))
     assert strategy.server.round == ROUNDS and sorted(models) == list(range(N))
     for i, other in models.items():
-        x, one = DATA.client(i, "test")[0], history.model(i)
-        # else who never trained has other statistics, see docs/interop.md
+        x = DATA.client(i, "test")[0]
+        one = history.model(i)
+        # Without averaged statistics, a client that never trained has others, see
+        # docs/interop.md.
         agree(one, other, x if strategy.server.averages or part == 1 else None)
 
 
@@ -160,26 +182,25 @@ def test_who_is_absent_or_comes_again_under_another_node():
         Server("ditto", model, N, rounds=4, seed=SEED), min_available_nodes=1
     )
     grid.mute = {101}
-    found = strategy.start(grid, num_rounds=1).evaluate_metrics_clientapp[1]
-    assert set(found) == {"loss", "accuracy"}
+    metrics = strategy.start(grid, num_rounds=1).evaluate_metrics_clientapp[1]
+    assert set(metrics) == {"loss", "accuracy"}
     assert strategy.server.round == 1 and {*strategy.clients.values()} == {0, 2, 3}
     grid.mute = set()
-    grid.contexts[205] = grid.contexts.pop(100)  # it was restarted; it has its state
+    grid.contexts[205] = grid.contexts.pop(100)  # a restarted node with its old state
     strategy.start(grid, num_rounds=1)
     assert {*strategy.clients.values()} == {*range(N)}
     assert strategy.server.clients == {i: i for i in range(N)}
-    grid.mute = set(grid.contexts)  # nobody answers in time
+    grid.mute = set(grid.contexts)  # no node answers in time
     strategy.start(grid, num_rounds=1)
     assert strategy.server.round == 2
     two = PflStrategy(Server("ditto", model, 3, rounds=1))
-    # two nodes claim one client
+    # Two nodes claim to be client 1.
     two.start(Nodes(client_app(maker("ditto")), [0, 1, 1]))
     assert two.server.round == 1
 
 
 def trainer(*mods, seen=None, moved=None, drop=""):
-    """Any app of Flower's, whose training is a function of the state and the
-    client's number."""
+    """A Flower app whose training is a function of model and client."""
     app = ClientApp(mods=list(mods))
 
     @app.train()
@@ -194,8 +215,8 @@ def trainer(*mods, seen=None, moved=None, drop=""):
     @app.evaluate()
     def test(message, context):
         if seen is not None:
-            came = message.content["arrays"].to_torch_state_dict()
-            seen[context.node_config["partition-id"]] = came
+            received = message.content["arrays"].to_torch_state_dict()
+            seen[context.node_config["partition-id"]] = received
         metrics = MetricRecord({"loss": 0.0, "num-examples": 1})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
@@ -203,13 +224,13 @@ def trainer(*mods, seen=None, moved=None, drop=""):
 
 
 def apart(state, i):
-    """Two groups of clients, each of which goes its own way."""
+    """A training step that moves two groups of clients apart."""
     step = 1e-3 * (i + 1) + (i % 2)
     return {k: v + step if v.is_floating_point() else v for k, v in state.items()}
 
 
 def pulled(state, i):
-    """Each client pulls everything towards a number of its own."""
+    """A training step that moves weights towards a number of the client."""
     return {
         k: v if k.endswith("tracked") else v + 0.5 * (i + 1 - v)
         for k, v in state.items()
@@ -222,14 +243,15 @@ def test_any_app_gets_its_own_models(method):
     grid = Nodes(trainer(seen=seen), range(4))
     start = ArrayRecord(model().state_dict())
     result = PersonalStrategy(method, **LEAST).start(grid, start, num_rounds=2)
-    first, second = grid.trained()[:4], grid.trained()[4:]
+    first = grid.trained()[:4]
+    second = grid.trained()[4:]
     previous = {"previous": first} if method == "feddwa" else {}
     expected = personalize(second, method, **previous)
     for i in range(4):
         for k, v in expected[i].to_torch_state_dict().items():
             near(seen[i][k], v)
     mean = result.arrays.to_torch_state_dict()["0.weight"]
-    # not what FedAvg would have sent
+    # FedAvg would have sent the mean.
     assert (seen[0]["0.weight"] - mean).abs().min() > 1e-6
 
 
@@ -244,22 +266,23 @@ def test_any_app_is_fedper_lg_fedavg_or_fedbn_and_private_values_do_not_travel(p
     grid = Nodes(trainer(*mods, seen=seen, moved=pulled), range(4))
     start = model().state_dict()
     result = FedAvg(**LEAST).start(grid, ArrayRecord(start), num_rounds=ROUNDS)
-    mine = [k for k in start if pattern and k[0] in pattern]
-    # by hand, without Flower
-    shared, own = dict(start), [{k: start[k] for k in mine}] * 4
+    names = [k for k in start if pattern and k[0] in pattern]  # of private tensors
+    # The wanted models, computed by hand without Flower.
+    shared = dict(start)
+    private = [{k: start[k] for k in names}] * 4
     for _ in range(ROUNDS):
-        trained = [pulled(shared | o, i) for i, o in enumerate(own)]
-        own = [{k: t[k] for k in mine} for t in trained]
-        for k in start.keys() - set(mine):
+        trained = [pulled(shared | tensors, i) for i, tensors in enumerate(private)]
+        private = [{k: t[k] for k in names} for t in trained]
+        for k in start.keys() - set(names):
             shared[k] = sum((i + 1) * t[k] for i, t in enumerate(trained)) / 10
     for i in range(4):
-        for k, v in (shared | own[i]).items():
+        for k, v in (shared | private[i]).items():
             near(seen[i][k], v)
     for k, v in result.arrays.to_torch_state_dict().items():
-        near(v, shared[k])  # the private ones are where they started
+        near(v, shared[k])  # the server's private tensors keep their first values
     for state in (record.to_torch_state_dict() for record in grid.trained()):
         assert list(state) == list(start)
-        for k in mine:
+        for k in names:
             near(state[k], start[k])
 
 
@@ -275,28 +298,32 @@ def test_what_cannot_be_kept_is_one_sentence():
     for patterns in ((), (3,)):
         with sentence("patterns: expected names of private tensors"):
             keep_private(*patterns)
-    ctx, ok = context(7, {"partition-id": 1}), {"body": [1.0], "head": [1.0, 2.0]}
+    ctx = context(7, {"partition-id": 1})
+    ok = {"body": [1.0], "head": [1.0, 2.0]}
     app = trainer(keep_private("head*"))
     app(message(arrays=ok), ctx)
     before = ctx.state[KEPT]
     one = "the server's message: expected one ArrayRecord"
     lacks = r"keep_private: expected patterns of some of body, got 'head\*'"
-    for given, where, words in (
+    for records, node_context, words in (
         ({"arrays": {"body": [1.0]}}, context(7), lacks),
         ({"arrays": ok, "more": ok}, ctx, one),
         ({}, ctx, one),
     ):
         with sentence(words):
-            app(message(**given), where)
+            app(message(**records), node_context)
     with sentence(r"the app's reply: expected a model with \['head'\], got"):
         trainer(keep_private("head*"), drop="head")(message(arrays=ok), ctx)
     assert ctx.state[KEPT] is before
 
 
 def test_a_tensor_of_bytes_that_numpy_has_no_numbers_for_is_kept_as_it_is():
-    """bfloat16 as other code puts it into a record: two bytes a number, of which
-    nothing is computed here."""
-    ctx, raw = context(7), Array(np.frombuffer(b"\x80\x3f\x00\x40", dtype="V2"))
+    """A private tensor of a dtype that NumPy lacks is kept unchanged.
+
+    bfloat16 may come as two bytes a number. `keep_private` does not compute with them.
+    """
+    ctx = context(7)
+    raw = Array(np.frombuffer(b"\x80\x3f\x00\x40", dtype="V2"))
     app = ClientApp(mods=[keep_private("head")])
 
     @app.train()
@@ -305,9 +332,10 @@ def test_a_tensor_of_bytes_that_numpy_has_no_numbers_for_is_kept_as_it_is():
             RecordDict({"arrays": message.content["arrays"]}), reply_to=message
         )
 
-    given = Message(RecordDict({"arrays": ArrayRecord({"head": raw})}), 7, "train")
-    kept = app(given, ctx).content["arrays"]["head"], ctx.state[KEPT]["head"]
-    assert kept[0].data == kept[1].data == raw.data
+    sent = Message(RecordDict({"arrays": ArrayRecord({"head": raw})}), 7, "train")
+    reply = app(sent, ctx)
+    assert reply.content["arrays"]["head"].data == raw.data
+    assert ctx.state[KEPT]["head"].data == raw.data
 
 
 def error_of(app, partitions, name="scaffold", net=model):
@@ -320,30 +348,29 @@ def error_of(app, partitions, name="scaffold", net=model):
 
 def test_what_does_not_fit_is_one_sentence():
     wide = client_app(maker("scaffold", lambda: nn.Linear(6, 3).double()))
-    said = error_of(wide, [0, 1])
-    assert "all 2 clients failed, the first one by" in said
-    assert "download: it is of another algorithm, model or `batch_norm` than" in said
-    said = error_of(ClientApp(), [0])
-    assert "no node says which client it is" in said and "must be a client_app" in said
-    said = error_of(client_app(maker("waffle")), [1, 2], "waffle")
-    assert said.startswith(
+    error = error_of(wide, [0, 1])
+    assert "all 2 clients failed, the first one by" in error
+    assert "download: it is of another algorithm, model or `batch_norm` than" in error
+    error = error_of(ClientApp(), [0])
+    assert "no node says which client it is" in error
+    assert "must be a client_app" in error
+    error = error_of(client_app(maker("waffle")), [1, 2], "waffle")
+    assert error.startswith(
         "3 rounds in a row came to nothing: Waffle needs a node for client numb"
     )
     halves = lambda: model().bfloat16()  # noqa: E731
-    said = error_of(client_app(maker("fedavg", halves)), [0], "fedavg", halves)
-    assert "expected float32 or float16, which Flower carries, got a tensor" in said
-    own = PflStrategy(Server("fedavg", model, 1))
-    arrays, nodes = (
-        ArrayRecord(model().state_dict()),
-        Nodes(client_app(maker("fedavg")), [0]),
-    )
+    error = error_of(client_app(maker("fedavg", halves)), [0], "fedavg", halves)
+    assert "expected float32 or float16, which Flower carries, got a tensor" in error
+    strategy = PflStrategy(Server("fedavg", model, 1))
+    arrays = ArrayRecord(model().state_dict())
+    nodes = Nodes(client_app(maker("fedavg")), [0])
     three = client_app(lambda context: 3)
     with sentence("make: expected a function that"):
         three(message(arrays={"a": [1.0]}), context(7))
     with sentence("make: expected a function"):
         client_app("fedavg")
     with sentence("initial_arrays: expected None, as the start is the mo"):
-        own.start(nodes, arrays)
+        strategy.start(nodes, arrays)
     with sentence("method: scaffold needs more of its clients than a model"):
         PersonalStrategy("scaffold")
 
@@ -364,10 +391,12 @@ def test_one_malformed_reply_ends_no_run(strategy, how, caplog, monkeypatch):
         )
 
     if strategy == "all":
-        app, start = client_app(maker("fedavg")), ()
+        app = client_app(maker("fedavg"))
+        start = ()
         plan = PflStrategy(Server("fedavg", model, 4, rounds=2))
     else:
-        app, start = trainer(), (ArrayRecord(model().state_dict()),)
+        app = trainer()
+        start = (ArrayRecord(model().state_dict()),)
         plan = PersonalStrategy("clusters", **LEAST)
     grid = Nodes(app, range(4))
     grid.spoil = spoilt
@@ -375,22 +404,21 @@ def test_one_malformed_reply_ends_no_run(strategy, how, caplog, monkeypatch):
     warned = strategy == "all" and how != "nan"
     with pytest.warns(RuntimeWarning) if warned else caplog.at_level(logging.WARNING):
         plan.start(grid, *start, num_rounds=2)
-    assert (
-        plan.server.round == 2
-        if strategy == "all"
-        else set(plan.models) == {100, 101, 103}
-    )
+    if strategy == "all":
+        assert plan.server.round == 2
+    else:
+        assert set(plan.models) == {100, 101, 103}
 
 
-# -- one node that answers otherwise than the others is absent, and ends no run
+# -- a node whose reply cannot be used counts as absent, and ends no run
 
 
 def npy(array, **header):
     """The bytes of an array as Flower carries them."""
     file = io.BytesIO()
     if header:
-        about = np.lib.format.header_data_from_array_1_0(array) | header
-        np.lib.format.write_array_header_1_0(file, about)
+        fields = np.lib.format.header_data_from_array_1_0(array) | header
+        np.lib.format.write_array_header_1_0(file, fields)
         file.write(array.tobytes())
     else:
         np.save(file, array)
@@ -398,7 +426,7 @@ def npy(array, **header):
 
 
 class Touches:
-    """Leaves a file behind where it is unpickled."""
+    """An object that writes a file when it is unpickled."""
 
     def __reduce__(self):
         return os.system, ("touch unpickled",)
@@ -408,7 +436,7 @@ def carried(array, data, stype="numpy.ndarray"):
     return Array(dtype=str(array.dtype), shape=array.shape, stype=stype, data=data)
 
 
-TENSORS = {  # what may stand in the place of a tensor of a reply
+TENSORS = {  # replacements of a tensor of a reply
     "cut": lambda a: carried(a, npy(a)[:60]),
     "cut in its numbers": lambda a: carried(a, npy(a)[:-2]),
     "garbage": lambda a: carried(a, b"garbage"),
@@ -427,7 +455,7 @@ TENSORS = {  # what may stand in the place of a tensor of a reply
     "NaN": lambda a: Array(a * np.nan),
     "Inf": lambda a: Array(a + np.inf),
 }
-WEIGHTS = {  # and in that of its number of samples
+WEIGHTS = {  # replacements of its metrics, which hold the number of samples
     "0": {"num-examples": 0},
     "negative": {"num-examples": -1},
     "nan": {"num-examples": float("nan")},
@@ -436,7 +464,7 @@ WEIGHTS = {  # and in that of its number of samples
     "list": {"num-examples": [12]},
     "absent": {"n": 12},
 }
-RECORDS = {  # and in that of its records
+RECORDS = {  # replacements of its records
     "nothing": lambda arrays, metrics: {},
     "config": lambda arrays, metrics: {"config": ConfigRecord({"x": 1})},
     "arrays alone": lambda arrays, metrics: {"arrays": arrays},
@@ -455,7 +483,7 @@ RECORDS = {  # and in that of its records
         "metrics": metrics,
     },
 }
-# what only the means of Flower's own do not bear
+# Replacements of its records that only the means of Flower's own code cannot use.
 NAMES = {
     "two metrics": lambda arrays, metrics: {
         "arrays": arrays,
@@ -471,25 +499,29 @@ NAMES = {
 
 
 def spoilt(content, part, how):
-    """A reply in which one thing is another."""
+    """The content of a reply in which one part is replaced."""
     arrays, metrics = content["arrays"], content["metrics"]
     if part == "tensor":
         key = next(k for k in arrays if not k.startswith("@"))
         arrays = ArrayRecord({**arrays, key: TENSORS[how](arrays[key].numpy())})
     if part == "weight":
         metrics = MetricRecord(WEIGHTS[how])
-    make = {**RECORDS, **NAMES}[how] if part == "records" else RECORDS["arrays alone"]
-    made = make(arrays, metrics)
-    return RecordDict(made if part == "records" else {**made, "metrics": metrics})
+    if part != "records":
+        return RecordDict({"arrays": arrays, "metrics": metrics})
+    make = {**RECORDS, **NAMES}[how]
+    return RecordDict(make(arrays, metrics))
 
 
 @cache
 def honest(strategy):
-    """What four nodes answer in a first round of this strategy."""
-    grid = Nodes(
-        client_app(maker("ditto")) if strategy == "server" else trainer(), range(4)
-    )
-    start = () if strategy == "server" else (ArrayRecord(model().state_dict()),)
+    """The replies of four honest nodes in a first round, by node."""
+    if strategy == "server":
+        app = client_app(maker("ditto"))
+        start = ()
+    else:
+        app = trainer()
+        start = (ArrayRecord(model().state_dict()),)
+    grid = Nodes(app, range(4))
     STRATEGIES[strategy]().start(grid, *start, num_rounds=1)
     replies = [m for m in grid.answered if m.metadata.message_type == "train"]
     return {m.metadata.src_node_id: m.content for m in replies}
@@ -506,25 +538,25 @@ STRATEGIES = {
 
 
 def answers(contents, kind="train"):
-    """Replies of nodes, the last one's first."""
+    """Replies of nodes in reverse order."""
     asked = {node: Message(RecordDict(), node, kind) for node in contents}
     each = [Message(contents[node], reply_to=asked[node]) for node in contents]
     return each[::-1]
 
 
 def aggregated(strategy, contents):
-    """All that a strategy makes of these answers to its first round."""
+    """All tensors and metrics of a strategy after these first replies."""
     plan = STRATEGIES[strategy]()
     for node in honest(strategy):
         if strategy == "server":
             plan.clients[node] = node - 100
             plan.server.join(node - 100)
     arrays, metrics = plan.aggregate_train(1, answers(contents))
-    made = {"mean": arrays, **getattr(plan, "models", {})}
-    made = {k: v.to_torch_state_dict() for k, v in made.items() if v is not None}
+    models = {"mean": arrays, **getattr(plan, "models", {})}
+    states = {k: v.to_torch_state_dict() for k, v in models.items() if v is not None}
     if strategy == "server":
-        made["state"] = plan.server.state_dict()["state"]
-    return {f"{k}.{n}": t for k, v in made.items() for n, t in v.items()}, metrics
+        states["state"] = plan.server.state_dict()["state"]
+    return {f"{k}.{n}": t for k, v in states.items() for n, t in v.items()}, metrics
 
 
 def equal(one, other):
@@ -553,7 +585,7 @@ def test_a_reply_that_cannot_be_used_is_absent(
     got, _ = aggregated(strategy, {**contents, 102: spoilt(contents[102], part, how)})
 
     want, _ = aggregated(strategy, others)
-    # a model of Krum's that is not finite is one of those that it does not choose
+    # Krum never chooses a model that is not finite.
     assert equal(got, want) and [*tmp_path.iterdir()] == []
 
 
@@ -592,18 +624,16 @@ def test_an_evaluation_that_cannot_be_used_is_absent(strategy, odd):
     fine = RecordDict({"metrics": MetricRecord({"loss": 1.0, "num-examples": 2})})
     contents = {100: RecordDict(odd), 101: fine, 102: fine}
 
-    found = STRATEGIES[strategy]().aggregate_evaluate(1, answers(contents, "evaluate"))
+    got = STRATEGIES[strategy]().aggregate_evaluate(1, answers(contents, "evaluate"))
 
-    assert found == MetricRecord({"loss": 1.0})
+    assert got == MetricRecord({"loss": 1.0})
 
 
 def test_an_evaluation_of_nobody_gives_nothing():
-    none = RecordDict({"metrics": MetricRecord({"loss": 1.0, "num-examples": 0})})
+    empty = RecordDict({"metrics": MetricRecord({"loss": 1.0, "num-examples": 0})})
     for make in STRATEGIES.values():
-        assert (
-            make().aggregate_evaluate(1, answers({100: none, 101: none}, "evaluate"))
-            is None
-        )
+        replies = answers({100: empty, 101: empty}, "evaluate")
+        assert make().aggregate_evaluate(1, replies) is None
 
 
 def test_a_negative_variance_reaches_nobody():
@@ -615,9 +645,9 @@ def test_a_negative_variance_reaches_nobody():
     )
     plan = PersonalStrategy("krum", **LEAST)
     plan.aggregate_train(1, answers(contents))
-    for mean, _ in (plan.aggregate_train(2, answers(contents)),):
-        assert (mean.to_torch_state_dict()["1.running_var"] > 0).all()
-    assert plan.models == {}  # krum wants five
+    mean, _ = plan.aggregate_train(2, answers(contents))
+    assert (mean.to_torch_state_dict()["1.running_var"] > 0).all()
+    assert plan.models == {}  # krum needs five models
 
 
 def test_too_few_models_for_a_method_leave_everybody_the_one_that_it_has():
@@ -636,19 +666,22 @@ def test_too_few_models_for_a_method_leave_everybody_the_one_that_it_has():
 
 
 def test_cohorts_that_share_nobody_have_no_last_round():
-    """FedDWA looks back to a client's last upload; who has none keeps its model."""
+    """A client without a last upload keeps its model under FedDWA."""
     contents = honest("feddwa")
     plan = PersonalStrategy("feddwa", **LEAST)
     for ids in ((100, 101), (102, 103)):
         plan.aggregate_train(1, answers({node: contents[node] for node in ids}))
     for node in (102, 103):
-        own = contents[node]["arrays"].to_torch_state_dict()
+        upload = contents[node]["arrays"].to_torch_state_dict()
         for key, value in plan.models[node].to_torch_state_dict().items():
-            near(value, own[key])
+            near(value, upload[key])
 
 
 def test_models_of_another_form_do_not_become_the_usual_ones():
-    """Of two nodes either may be the odd one: the form is the one that was sent."""
+    """Models must have the form that the server has sent.
+
+    Of two nodes, either could be the one with another form.
+    """
     contents = honest("feddwa")
     odd = spoilt(contents[100], "tensor", "short")
     plan = PersonalStrategy("feddwa", min_train_nodes=2, min_available_nodes=2)
@@ -658,27 +691,27 @@ def test_models_of_another_form_do_not_become_the_usual_ones():
     for round in (1, 2):
         plan.aggregate_train(round, answers({100: odd, 101: contents[101]}))
     assert sorted(plan.models) == [101]
-    plan.aggregate_train(3, answers({100: odd}))  # nobody sends the usual form
+    plan.aggregate_train(3, answers({100: odd}))  # no node sends the usual form
     plan.aggregate_train(4, answers({100: odd}))
     assert sorted(plan.models) == [100, 101]
 
 
-# -- and which client a node is ------------------------------------------------
+# -- a node says which client it is ----------------------------------------------
 
 
-def asked(answer):
-    return RecordDict({"config": answer})
+def answer_of(record):
+    return RecordDict({"config": record})
 
 
 ANSWERS = {
     "nothing": RecordDict({}),
-    "no client": asked(ConfigRecord({"x": 1})),
-    "a list": asked(ConfigRecord({"client": [1, 2]})),
-    "a float": asked(ConfigRecord({"client": 1.5})),
-    "a truth value": asked(ConfigRecord({"client": True})),
-    "bytes": asked(ConfigRecord({"client": b"a"})),
-    "metrics": asked(MetricRecord({"client": 1.5})),
-    "a tensor": asked(ArrayRecord({"client": Array(np.zeros(2))})),
+    "no client": answer_of(ConfigRecord({"x": 1})),
+    "a list": answer_of(ConfigRecord({"client": [1, 2]})),
+    "a float": answer_of(ConfigRecord({"client": 1.5})),
+    "a truth value": answer_of(ConfigRecord({"client": True})),
+    "bytes": answer_of(ConfigRecord({"client": b"a"})),
+    "metrics": answer_of(MetricRecord({"client": 1.5})),
+    "a tensor": answer_of(ArrayRecord({"client": Array(np.zeros(2))})),
     "an error": Error(code=0, reason="boom"),
 }
 
@@ -708,23 +741,23 @@ def test_who_was_known_first_is_the_client_while_it_is_connected(monkeypatch, ca
         return grid.trainers()
 
     assert play() == [100, 101, 102, 103]
-    for impostor in (5, 999):  # before and behind it in the order of the nodes
+    for impostor in (5, 999):  # before and after node 101 in the order of the nodes
         grid.contexts[impostor] = context(impostor, {"partition-id": 1})
         assert play() == [100, 101, 102, 103]
     assert (
         "node 5 says it is client 1, as node 101 does, which was first" in caplog.text
     )
     caplog.clear()
-    # it is said once
+    # The warning comes once.
     assert play() == [100, 101, 102, 103] and "node 5" not in caplog.text
     assert strategy.server.clients == {i: i for i in range(N)}
-    # the connection ends, and the client comes back, as the same node or as another
+    # The connection ends, and the client comes back, as the same node or as another.
     del grid.contexts[5], grid.contexts[999]
-    own = grid.contexts.pop(101)
+    client_context = grid.contexts.pop(101)
     assert play() == [100, 102, 103]
-    grid.contexts[205] = own
+    grid.contexts[205] = client_context
     assert play() == [100, 102, 103, 205]
-    grid.contexts[101] = own
+    grid.contexts[101] = client_context
     del grid.contexts[205]
     assert play() == [100, 101, 102, 103]
     assert strategy.server.clients == {i: i for i in range(N)}
@@ -747,7 +780,7 @@ def test_a_node_whose_client_would_grow_a_round_that_has_begun_waits():
     strategy.start(grid, num_rounds=1)
     grid.asked.clear()
     grid.contexts[102] = context(102, {"partition-id": 2})
-    strategy.server.download(0)  # which begins a round
+    strategy.server.download(0)  # begins a round
     list(strategy.configure_train(2, ArrayRecord(), ConfigRecord(), grid))
     assert strategy.server.num_clients == 2
     strategy.start(grid, num_rounds=2)
@@ -798,73 +831,80 @@ def test_a_round_in_which_everybody_fails_is_skipped_twice():
         strategy.start(night, num_rounds=3)
 
 
-K, F, P = 10, 2, 100_000  # replies, hostile ones of them, numbers of each
+K = 10  # replies
+F = 2  # hostile replies
+P = 100_000  # parameters of a model
 
 
 def contents(spread, seed=0, far=1.5, p=P):
-    """Models that differ by `spread`, relatively; the first F of them are `far` times
-    as far from the middle as the others."""
+    """Replies with K models that differ from a centre by `spread`, relatively.
+
+    The first F models are `far` times as far from the centre as the others.
+    """
     draw = np.random.default_rng(seed)
-    base, made = draw.normal(size=p), []
+    base = draw.normal(size=p)
+    replies = []
     for i in range(K):
         w = 0.05 * (base + spread * (far if i < F else 1.0) * draw.normal(size=p))
         arrays = ArrayRecord(
             {"w": Array(w.astype(np.float32)), "steps": Array(np.asarray(i))}
         )
-        made.append(
-            RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})})
-        )
-    return made
+        metrics = MetricRecord({"num-examples": 1})
+        replies.append(RecordDict({"arrays": arrays, "metrics": metrics}))
+    return replies
 
 
-def messages(given):
-    nodes = [Message(RecordDict(), 100 + i, "train") for i in range(len(given))]
-    return [Message(c, reply_to=node) for c, node in zip(given, nodes, strict=True)]
+def messages(replies):
+    nodes = [Message(RecordDict(), 100 + i, "train") for i in range(len(replies))]
+    return [Message(c, reply_to=node) for c, node in zip(replies, nodes, strict=True)]
 
 
-def chosen(select, given):
-    """The numbers of those whom it selects."""
+def chosen(select, replies):
+    """The positions of the replies that `select` chooses."""
     return [
-        next(i for i, c in enumerate(given) if c is one)
-        for one in select(given, F, K - F)
+        next(i for i, c in enumerate(replies) if c is one)
+        for one in select(replies, F, K - F)
     ]
 
 
 def test_exact_distances_are_those_of_float64():
-    """Flower's own picks a wrong client at a thousandth; where models differ much both
-    pick the same."""
-    close, apart = [contents(1e-3, seed) for seed in range(5)], contents(0.5)
-    for given in (*close, apart, contents(1e-5, far=1.0)):
-        rows = np.stack([c["arrays"]["w"].numpy().astype(np.float64) for c in given])
+    """Multi-Krum chooses the clients that float64 distances choose.
+
+    Where models differ by a thousandth, Flower's own Multi-Krum chooses a wrong client.
+    Where models differ much, both choose the same.
+    """
+    close = [contents(1e-3, seed) for seed in range(5)]
+    distant = contents(0.5)
+    for replies in (*close, distant, contents(1e-5, far=1.0)):
+        rows = np.stack([c["arrays"]["w"].numpy().astype(np.float64) for c in replies])
         square = ((rows[:, None] - rows[None]) ** 2).sum(-1)
         score = np.sort(square, 1)[:, 1 : K - F - 1].sum(1)
-        assert chosen(select_multikrum, given) == score.argsort()[: K - F].tolist()
-    assert any(min(chosen(flowers, given)) < F for given in close)
-    assert (
-        {*chosen(flowers, apart)}
-        == {*chosen(select_multikrum, apart)}
-        == {*range(F, K)}
-    )
+        assert chosen(select_multikrum, replies) == score.argsort()[: K - F].tolist()
+    assert any(min(chosen(flowers, replies)) < F for replies in close)
+    honest_ids = {*range(F, K)}
+    assert {*chosen(flowers, distant)} == honest_ids
+    assert {*chosen(select_multikrum, distant)} == honest_ids
 
 
 @pytest.mark.deep("two whole runs of Flower's")
 def test_the_strategy_is_flowers_own_but_for_the_distances():
-    words = {"num_malicious_nodes": F, "num_nodes_to_select": K - F}
-    for given in (contents(1e-3), contents(0.5)):
-        arrays, metrics = ExactMultiKrum(**words).aggregate_train(1, messages(given))
+    options = {"num_malicious_nodes": F, "num_nodes_to_select": K - F}
+    for replies in (contents(1e-3), contents(0.5)):
+        strategy = ExactMultiKrum(**options)
+        arrays, metrics = strategy.aggregate_train(1, messages(replies))
         mean = np.mean(
-            [c["arrays"]["w"].numpy() for c in select_multikrum(given, F, K - F)], 0
+            [c["arrays"]["w"].numpy() for c in select_multikrum(replies, F, K - F)], 0
         )
         np.testing.assert_allclose(arrays["w"].numpy(), mean, rtol=1e-5, atol=1e-8)
         assert metrics is not None
-    other, _ = MultiKrum(**words).aggregate_train(1, messages(given))
+    other, _ = MultiKrum(**options).aggregate_train(1, messages(replies))
     np.testing.assert_allclose(
         arrays["w"].numpy(), other["w"].numpy(), rtol=1e-5, atol=1e-7
     )
-    # it takes a second for each 20,000 parameters
-    few = messages(contents(1e-3, p=1000))
+    # The models are small, as Bulyan takes a second for each 20,000 parameters.
+    small = messages(contents(1e-3, p=1000))
     bulyan = Bulyan(num_malicious_nodes=1, selection_rule=select_multikrum)
-    assert bulyan.aggregate_train(1, few)[0] is not None
+    assert bulyan.aggregate_train(1, small)[0] is not None
 
 
 def test_too_few_replies_skip_a_round_and_a_model_that_is_not_finite_is_not_chosen():
@@ -872,28 +912,30 @@ def test_too_few_replies_skip_a_round_and_a_model_that_is_not_finite_is_not_chos
     strategy = ExactMultiKrum(num_malicious_nodes=4, num_nodes_to_select=2)
     for replies in (messages(given), []):
         assert strategy.aggregate_train(1, replies) == (None, None)
-    bad, steps = Array(np.full(100, np.nan, np.float32)), Array(np.asarray(0))
+    bad = Array(np.full(100, np.nan, np.float32))
+    steps = Array(np.asarray(0))
     given[5] = RecordDict({"arrays": ArrayRecord({"w": bad, "steps": steps})})
     assert 5 not in chosen(select_multikrum, given)
 
 
 def test_krum_goes_on_without_who_does_not_fit():
-    """Of ten that may have two hostile ones, and of seven, of whom each that does not
-    fit was one."""
+    """Krum goes on without a model of another shape.
+
+    Of ten models, two may be hostile. Of seven, two may be hostile too, and the model
+    that does not fit counts as one of them.
+    """
     given = contents(0.5, p=100)
     odd = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(3, np.float32))})})
     for count in (10, 7):
-        some, words = (
-            given[:count],
-            {"num_malicious_nodes": 2, "num_nodes_to_select": count - 2},
-        )
+        replies = given[:count]
+        options = {"num_malicious_nodes": 2, "num_nodes_to_select": count - 2}
         for node in (0, 1, count - 1):
-            mixed = [odd if i == node else c for i, c in enumerate(some)]
-            left = [c for i, c in enumerate(some) if i != node]
-            got, _ = ExactMultiKrum(**words).aggregate_train(1, messages(mixed))
+            mixed = [odd if i == node else c for i, c in enumerate(replies)]
+            left = [c for i, c in enumerate(replies) if i != node]
+            got, _ = ExactMultiKrum(**options).aggregate_train(1, messages(mixed))
             f = 2 if count == 10 else 1
-            most = {"num_malicious_nodes": f, "num_nodes_to_select": len(left) - f}
-            want, _ = ExactMultiKrum(**most).aggregate_train(1, messages(left))
+            fewer = {"num_malicious_nodes": f, "num_nodes_to_select": len(left) - f}
+            want, _ = ExactMultiKrum(**fewer).aggregate_train(1, messages(left))
             assert np.array_equal(got["w"].numpy(), want["w"].numpy())
             best = select_multikrum(mixed, 1, 3)
             assert best == select_multikrum(left, 1, 3)

@@ -1,5 +1,7 @@
-"""The example is a Flower app: Flower finds its components, Ray runs them on two cores,
-and a simulation gives the same models."""
+"""The example, a Flower app, gives the models of a simulation.
+
+Flower finds the components of the app, and Ray runs them on two cores.
+"""
 
 import importlib
 import os
@@ -20,8 +22,10 @@ from safetensors.torch import load_file
 
 from pflcore import Evaluation, Simulation
 
-APP, ROUNDS, SEED = ROOT / "examples" / "flower", 3, 3
-# and the participation
+APP = ROOT / "examples" / "flower"
+ROUNDS = 3
+SEED = 3
+# Algorithms that the test plays, and the participation of each.
 PLAYED = {"feddwa": 1.0, "waffle": 0.5, "ditto": 0.5, "scaffold": 1.0}
 PROGRAM = """
 import pathlib, sys
@@ -98,20 +102,27 @@ def test_the_app_gives_the_models_of_a_simulation(app, tmp_path):
         PLAYED
     )
     task = importlib.import_module("pfl_app.task")
-    for name, part in PLAYED.items():
-        alg = task.algorithm(name)
-        never = {"seed": SEED, "evaluation": Evaluation(every=0)}
-        history = Simulation(
-            alg, task.model, task.data(8), task.TRAINING, ROUNDS, part, **never
-        ).run()
+    for name, participation in PLAYED.items():
+        run = Simulation(
+            task.algorithm(name),
+            task.model,
+            task.data(8),
+            task.TRAINING,
+            ROUNDS,
+            participation,
+            seed=SEED,
+            evaluation=Evaluation(every=0),
+        )
+        history = run.run()
         models = [
             load_file(tmp_path / name / f"client-{i}.safetensors") for i in range(8)
         ]
         for i, model in enumerate(models):
             for key, value in history.model(i).tensors().items():
                 torch.testing.assert_close(model[key], value, rtol=1e-4, atol=1e-6)
-        alike = all(torch.equal(models[0]["0.weight"], m["0.weight"]) for m in models)
-        assert alike == (name in ("waffle", "scaffold"))
+        first = models[0]["0.weight"]
+        all_equal = all(torch.equal(first, m["0.weight"]) for m in models)
+        assert all_equal == (name in ("waffle", "scaffold"))
 
 
 def test_what_flower_looks_for_is_there(app):

@@ -1,5 +1,7 @@
-"""The snippets of docs/interop.md, run as they stand there inside the frameworks that
-they are for, where these are installed."""
+"""The snippets of docs/interop.md run unchanged inside their frameworks.
+
+A test of a framework is skipped where the framework is not installed.
+"""
 
 import re
 import subprocess
@@ -23,7 +25,7 @@ NAMES = ("NVFlare", "APPFL", "fluke", "PFLlib", "FL-bench")
 
 
 def personal(name, **names):
-    """The snippet's class."""
+    """The class that a snippet defines."""
     space = {"pflcore": pflcore, **names}
     exec(compile(SNIPPETS[name], f"docs/interop.md, {name}", "exec"), space)
     return space.get("Personal") or space["PersonalServer"]
@@ -42,15 +44,14 @@ def close(got, want):
 def test_the_table_counts_the_lines_that_call_pflcore():
     for name in NAMES:
         calls = [line for line in SNIPPETS[name].splitlines() if "pflcore" in line]
-        row = next(
-            line for line in TEXT.splitlines() if line.startswith(f"| {name} |")
-        ).split("|")
-        assert len(calls) == int(row[4]) <= 5
+        lines = TEXT.splitlines()
+        row = next(line for line in lines if line.startswith(f"| {name} |"))
+        assert len(calls) == int(row.split("|")[4]) <= 5
         compile(SNIPPETS[name], name, "exec")
 
 
 def test_appfl():
-    """Its own scheduler hands each client what `aggregate` made for it."""
+    """APPFL's scheduler gives each client the model that `aggregate` made for it."""
     base = pytest.importorskip("appfl.algorithm.aggregator.base_aggregator")
     scheduler = pytest.importorskip("appfl.algorithm.scheduler.sync_scheduler")
     omegaconf = pytest.importorskip("omegaconf")
@@ -67,14 +68,15 @@ def test_appfl():
 
 
 def test_fluke():
-    """Models travel by its own channel; who was absent gets the server's model, later
-    its own last one."""
+    """Clients of fluke get their own models over fluke's channel.
+
+    A client that was absent gets the server's model, and in a later round its own last
+    one.
+    """
     server = pytest.importorskip("fluke.server")
     comm = pytest.importorskip("fluke.comm")
-    clients, start = (
-        [SimpleNamespace(index=i, n_examples=4) for i in range(3)],
-        nn.Linear(3, 2),
-    )
+    clients = [SimpleNamespace(index=i, n_examples=4) for i in range(3)]
+    start = nn.Linear(3, 2)
     one = personal("fluke", Server=server.Server, Message=comm.Message)(
         start, None, clients
     )
@@ -123,7 +125,7 @@ if __name__ == "__main__":
 
 
 def test_nvflare(tmp_path):
-    """Three simulated sites, three rounds: each site got its own model back."""
+    """Each simulated site gets its own model back in three rounds."""
     pytest.importorskip("nvflare.recipe.sim_env")
     out = tmp_path / "models.pt"
     (tmp_path / "personal_job.py").write_text(
@@ -148,18 +150,25 @@ def test_nvflare(tmp_path):
 
 
 def test_pfllib_and_fl_bench_by_the_attributes_that_their_sources_name():
-    """Not the frameworks: stand-ins with the attributes that the snippets use, so that
-    at least the snippets' own lines have run; a second run of the same process starts
-    fresh."""
-    sent, start = models(), nn.Linear(3, 2)
+    """The snippets for PFLlib and FL-bench run with stand-ins for the frameworks.
+
+    The stand-ins have the attributes that the snippets use, so that the lines of the
+    snippets run without the frameworks. A second run in the same process starts without
+    the models of the first.
+    """
+    sent = models()
+    start = nn.Linear(3, 2)
     want = pflcore.personalize(dict(enumerate(sent[:2])), "fedamp")
     cls = personal("PFLlib", Server=type("Server", (), {}))
-    one, received = cls(), [start] * 3
+    one = cls()
+    received = [start] * 3
     one.clients = [
         SimpleNamespace(id=i, set_parameters=lambda m, i=i: received.__setitem__(i, m))
         for i in range(3)
     ]
-    one.uploaded_ids, one.uploaded_models, one.global_model = [0, 1], sent[:2], start
+    one.uploaded_ids = [0, 1]
+    one.uploaded_models = sent[:2]
+    one.global_model = start
     one.aggregate_parameters()
     one.send_models()
     close(received[0], want[0])

@@ -1,5 +1,11 @@
-"""Laws of lowrank: rows are an isometric image of the products, whatever the factors;
-mixes of rows are mixes of products."""
+"""Rows of low-rank factors keep the distances of the products.
+
+This holds for all factors: the map from products to rows is an isometry. A mix of rows
+is the mix of the products.
+
+Symbols: a, b factors of a layer, whose product is b @ a; o outputs and i inputs of the
+layer.
+"""
 
 import functools
 
@@ -22,8 +28,13 @@ def normal(seed, dtype=F64):
 
 
 def factors(o, i, ranks, shared=False, zero=(), dependent=False, gauge=False):
-    draw, spread, least, a, b = normal(0), 1e-3, min(ranks), [], []
-    a0, b0 = draw(least, i), draw(o, least)
+    draw = normal(0)
+    spread = 1e-3
+    least = min(ranks)
+    a = []
+    b = []
+    a0 = draw(least, i)
+    b0 = draw(o, least)
     for j in range(20):
         more = ranks[j % len(ranks)] - least
         x = torch.cat(
@@ -33,10 +44,12 @@ def factors(o, i, ranks, shared=False, zero=(), dependent=False, gauge=False):
             j not in zero
         )
         if dependent:
-            x[-1], y[:, -1] = x[0], y[:, 0]
+            x[-1] = x[0]
+            y[:, -1] = y[:, 0]
         m = torch.eye(len(x), dtype=F64)
         m = draw(len(x), len(x)) + 3 * m if gauge else m
-        a, b = [*a, m @ x], [*b, torch.linalg.solve(m, y, left=False)]
+        a.append(m @ x)
+        b.append(torch.linalg.solve(m, y, left=False))
     return a, b, [8.0 / len(x) for x in a]
 
 
@@ -50,7 +63,8 @@ KINDS = [
 ]
 
 
-# ranks add up to 80 or 120: below both, above one, above both
+# The ranks of the 20 clients add up to about 80: less than o and i, more than one of
+# them, or more than both.
 @pytest.mark.parametrize("o, i", [(128, 128), (48, 128), (32, 24)])
 @pytest.mark.parametrize("ranks", [[4], [2, 4, 6]])
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,23 +76,24 @@ def test_rows_are_the_products(o, i, ranks, kind):
     )
     assert rows.shape[1] <= product.shape[1]
     assert basis.size == pytest.approx(torch.cat(a).norm(dim=1).mean().item())
-    exact, size = pairwise_sqdist(product), float(product.square().sum(1).max())
+    exact = pairwise_sqdist(product)
+    size = float(product.square().sum(1).max())
     near(pairwise_sqdist(rows), exact, atol=1e-12)
     layers = [{"lora_A": x, "lora_B": y} for x, y in zip(a, b, strict=True)]
-    found = lowrank.sqdist(layers, [{"lora_A": s} for s in scale])
-    near(found, exact, rtol=1e-6, atol=1e-12 * size)
+    got = lowrank.sqdist(layers, [{"lora_A": s} for s in scale])
+    near(got, exact, rtol=1e-6, atol=1e-12 * size)
     full = min(basis.left.shape[1], basis.right.shape[1])
     mean = product.mean(0).view(o, i)
     singular = torch.linalg.svdvals(mean)
     for rank in {full, min(3, full)}:
         y, x, lost = lowrank.lift(rows.mean(0), basis, rank, scale=0.5)
-        off, least = (0.5 * y @ x - mean).norm(), 1e-12 * max(1.0, float(mean.norm()))
-        near(off, singular[rank:].norm(), rtol=0, atol=least)
-        share = singular[rank:].square().sum() / singular.square().sum().clamp(
-            min=1e-300
-        )
+        error = (0.5 * y @ x - mean).norm()
+        atol = 1e-12 * max(1.0, float(mean.norm()))
+        near(error, singular[rank:].norm(), rtol=0, atol=atol)
+        total = singular.square().sum().clamp(min=1e-300)
+        share = singular[rank:].square().sum() / total
         assert lost == pytest.approx(float(share), abs=1e-12)
-        # of the clients' length, no dead direction
+        # The rows of x are orthogonal, and as long as the clients' rows on average.
         torch.testing.assert_close(x @ x.T, torch.eye(rank, dtype=F64) * basis.size**2)
 
 
@@ -112,31 +127,31 @@ def scale_of(rank, alpha=16.0):
     }
 
 
-def some(*ranks):
-    return [adapter(j, r) for j, r in enumerate(ranks)], [scale_of(r) for r in ranks]
+def adapters(*ranks):
+    """Adapters of clients with these ranks, and their scales."""
+    states = [adapter(j, rank) for j, rank in enumerate(ranks)]
+    return states, [scale_of(rank) for rank in ranks]
 
 
 def dense(state, scale):
-    """All that a row means, in one."""
-    pairs = [
-        (state[k].flatten(1), state[k.replace("A", "B", 1)].flatten(1)) for k in NAMES
-    ]
-    found = [
-        scale[k] * b.double() @ a.double()
-        for k, (a, b) in zip(NAMES, pairs, strict=True)
-    ]
-    return torch.cat(
-        [v.double().flatten() for v in (*found, *(state[k] for k in PLAIN))]
-    )
+    """A vector of an adapter's products and of its other tensors."""
+    products = []
+    for k in NAMES:
+        a = state[k].flatten(1)
+        b = state[k.replace("A", "B", 1)].flatten(1)
+        products.append(scale[k] * b.double() @ a.double())
+    others = [state[k] for k in PLAIN]
+    return torch.cat([v.double().flatten() for v in (*products, *others)])
 
 
-def alike(got, want, scale):
-    """The same products in the same form."""
+def form(state):
+    return [(k, v.shape, v.dtype) for k, v in state.items()]
+
+
+def assert_same_adapters(got, want, scale):
+    """Checks that two lists of adapters have the same products and form."""
     for one, other, c in zip(want, got, scale, strict=True):
-        forms = [
-            [(k, v.shape, v.dtype) for k, v in state.items()] for state in (one, other)
-        ]
-        assert forms[0] == forms[1]
+        assert form(one) == form(other)
         assert torch.equal(one["m.step"], other["m.step"])
         near(dense(other, c), dense(one, c))
 
@@ -145,10 +160,10 @@ def halved(state):
     return {k: v.bfloat16() if v.is_floating_point() else v for k, v in state.items()}
 
 
-# the last one's is beyond what the factors of a layer of 12 inputs span
+# Rank 14 is greater than 12, the inputs of a layer.
 @pytest.mark.parametrize("ranks", [(2, 3, 4, 2), (14, 14)])
 def test_adapters_of_different_ranks_are_packed_and_come_back(ranks):
-    states, scale = some(*ranks)
+    states, scale = adapters(*ranks)
     rows, layout = lowrank.pack(states, scale)
     exact = pairwise_sqdist(
         torch.stack([dense(*pair) for pair in zip(states, scale, strict=True)])
@@ -157,32 +172,30 @@ def test_adapters_of_different_ranks_are_packed_and_come_back(ranks):
     near(lowrank.sqdist(states, scale), exact)
     back, lost = lowrank.unpack(rows, layout)
     assert max(lost) < 1e-24
-    alike(back, states, scale)
-    # by id and in half precision
-    named, its = (
-        {"b": halved(states[0]), "a": halved(states[1])},
-        {"b": scale[0], "a": scale[1]},
-    )
-    back, _ = lowrank.unpack(*lowrank.pack(named, its))
+    assert_same_adapters(back, states, scale)
+    # The same by client id and in half precision.
+    named = {"b": halved(states[0]), "a": halved(states[1])}
+    scales = {"b": scale[0], "a": scale[1]}
+    back, _ = lowrank.unpack(*lowrank.pack(named, scales))
     assert list(back) == ["b", "a"]
     for c, state in named.items():
         assert all(v.dtype == state[k].dtype for k, v in back[c].items())
-        near(dense(back[c], its[c]), dense(state, its[c]), rtol=0.05, atol=0.3)
+        near(dense(back[c], scales[c]), dense(state, scales[c]), rtol=0.05, atol=0.3)
 
 
 def test_mixes_of_some_are_those_of_all():
-    states, scale = some(2, 2, 2, 2)
+    states, scale = adapters(2, 2, 2, 2)
     index = torch.tensor([[0, 1], [1, 3], [2, 0], [3, 3]])
     weight = torch.tensor([[0.7, 0.3]], dtype=F64).expand(4, -1)
     rows, layout = lowrank.pack(states, scale_of(2))
     mixed = torch.stack([w @ rows[i] for w, i in zip(weight, index, strict=True)])
     whole, lost = lowrank.unpack(mixed, layout)
-    few, share = lowrank.mix(states, scale, weight, index)
+    mixes, share = lowrank.mix(states, scale, weight, index)
     assert share == pytest.approx(lost)
-    alike(few, whole, scale)
+    assert_same_adapters(mixes, whole, scale)
     ranks = [2, 3, 1, 4]
-    few, _ = lowrank.mix(*some(*ranks), weight, torch.tensor([[0, 2]] * 4))
-    assert [len(m[NAMES[0]]) for m in few] == ranks
+    mixes, _ = lowrank.mix(*adapters(*ranks), weight, torch.tensor([[0, 2]] * 4))
+    assert [len(m[NAMES[0]]) for m in mixes] == ranks
 
 
 GOOD = adapter(0, 2)
@@ -206,7 +219,7 @@ def test_bad_adapters_are_one_sentence(states, scale, words):
         lowrank.pack(states, scale)
 
 
-# a tensor of client 1, of one value
+# Each line: a tensor of client 1, its shape, the value of all its entries, the error.
 OTHER = """\
 more | [10] | 1 | client 1: expected an adapter of
 m.q.lora_B.weight | [9, 2] | 1 | m.q.lora_A.weight: .*, got .client 1's
@@ -218,14 +231,15 @@ m.classifier.weight | [3, 10] | Infinity | client 1: m.classifier.weight: expect
 
 @pytest.mark.parametrize("name, shape, value, words", tabled(OTHER))
 def test_an_adapter_unlike_the_first_is_named(name, shape, value, words):
+    odd = adapter(1, 2, **{name: torch.full(shape, value)})
     with sentence(words):
-        lowrank.pack(
-            [GOOD, adapter(1, 2, **{name: torch.full(shape, value)})], scale_of(2)
-        )
+        lowrank.pack([GOOD, odd], scale_of(2))
 
 
 def test_what_cannot_be_lifted_mixed_or_unpacked():
-    a, b, weight = torch.ones(2, 8), torch.ones(8, 2), torch.ones(1, 2)
+    a = torch.ones(2, 8)
+    b = torch.ones(8, 2)
+    weight = torch.ones(1, 2)
     rows, basis = lowrank.project([a], [b])
     for rank, scale in ((0, 1.0), (3, 1.0), (2, 0.0)):
         with sentence("rank, scale"):
@@ -246,14 +260,14 @@ def test_what_cannot_be_lifted_mixed_or_unpacked():
 
 def test_the_scales_and_states_of_peft():
     peft = pytest.importorskip("peft")
-    states, scales, products = [], [], []
+    states = []
+    scales = []
+    products = []
 
     def deltas(model):
         layers = [m for m in model.modules() if hasattr(m, "get_delta_weight")]
-        found = [
-            m.get_delta_weight("default").detach().double().flatten() for m in layers
-        ]
-        return torch.cat(found)
+        weights = [m.get_delta_weight("default").detach() for m in layers]
+        return torch.cat([weight.double().flatten() for weight in weights])
 
     for j, rslora in enumerate((False, True)):
         torch.manual_seed(j)

@@ -1,5 +1,7 @@
-"""Every form of clients' models becomes rows and comes back; what does not fit is
-one sentence."""
+"""Every form of clients' models becomes rows and comes back.
+
+Models that do not fit are refused with one sentence.
+"""
 
 import warnings
 from collections import OrderedDict
@@ -25,27 +27,25 @@ DTYPES = st.sampled_from(["float16", "float32", "float64"])
 
 
 class Array:
-    """What is asked of a Flower Array."""
+    """A stand-in with the attributes that `pack` reads from a Flower Array."""
 
     stype = "numpy.ndarray"
 
     def __init__(self, array):
-        self.array, self.dtype, self.shape = (
-            np.array(array),
-            str(array.dtype),
-            array.shape,
-        )
+        self.array = np.array(array)
+        self.dtype = str(array.dtype)
+        self.shape = array.shape
 
     def numpy(self):
         return self.array.copy()
 
 
 class Record(dict):
-    """A Flower ArrayRecord is a mapping of Arrays."""
+    """A stand-in for a Flower ArrayRecord, a mapping of Arrays."""
 
 
 def state(arrays, make, seed):
-    """A state dict, whose last tensor is no part of the rows."""
+    """A state dict whose last tensor is outside the rows."""
     named = OrderedDict(
         (f"layer{i}.weight", make(a.copy())) for i, a in enumerate(arrays)
     )
@@ -94,7 +94,7 @@ def same(a, b):
 @pytest.mark.parametrize("form", FORMS)
 @given(outer=st.sampled_from(sorted(OUTER)), shapes=SHAPES, dtype=DTYPES)
 def test_what_is_packed_comes_back(form, outer, shapes, dtype):
-    def made():
+    def models():
         draw = np.random.default_rng(0)
         arrays = [
             [np.asarray(draw.normal(size=s)).astype(dtype) for s in shapes]
@@ -102,16 +102,17 @@ def test_what_is_packed_comes_back(form, outer, shapes, dtype):
         ]
         return OUTER[outer]([FORMS[form](a, i) for i, a in enumerate(arrays)])
 
-    given, twin = made(), made()
+    uploads = models()
+    twin = models()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rows, packed = pack(given)
+        rows, packed = pack(uploads)
     assert rows.shape[0] == 3 and str(rows.dtype) == f"torch.{dtype}"
     back = unpack(rows, packed)
-    same(back, given)
+    same(back, uploads)
     rows.zero_()
-    same(given, twin)  # the rows are no view of what came
-    same(back, twin)  # nor is what goes back a view of the rows
+    same(uploads, twin)  # the rows are not a view of the uploads
+    same(back, twin)  # the models are not a view of the rows
 
 
 def test_a_matrix_is_taken_as_it_is():
@@ -121,8 +122,8 @@ def test_a_matrix_is_taken_as_it_is():
         assert rows.data_ptr() == tensor.data_ptr()
         same(unpack(rows, form), matrix)
     for kind in ("f8", ">f4"):
-        turned = tensor.numpy().astype(kind)[::-1, ::-1]
-        same(unpack(*pack(turned)), turned.astype(kind[-2:]))
+        reversed_matrix = tensor.numpy().astype(kind)[::-1, ::-1]
+        same(unpack(*pack(reversed_matrix)), reversed_matrix.astype(kind[-2:]))
 
 
 def net(seed=0, wide=3):
@@ -134,39 +135,40 @@ def net(seed=0, wide=3):
 
 
 def test_modules_come_back_as_modules_of_their_own():
-    given = [net(0), net(1)]
-    given[0][0].weight.requires_grad_(False)
-    rows, form = pack(given)
+    models = [net(0), net(1)]
+    models[0][0].weight.requires_grad_(False)
+    rows, form = pack(models)
     assert list(form.columns) == [
         f"{i}.{kind}" for i in range(3) for kind in ("weight", "bias")
     ]
     back = unpack(rows.flip(0), form)
     for i in (0, 1):
-        mine, others = given[i].state_dict(), given[1 - i].state_dict()
+        before = models[i].state_dict()
+        other = models[1 - i].state_dict()
         for key, value in back[i].state_dict().items():
-            own = "running" in key or "num_batches" in key
-            assert torch.equal(value, (mine if own else others)[key]), key
-            assert value.data_ptr() != mine[key].data_ptr()
+            is_statistic = "running" in key or "num_batches" in key
+            assert torch.equal(value, (before if is_statistic else other)[key]), key
+            assert value.data_ptr() != before[key].data_ptr()
     assert not back[0][0].weight.requires_grad and back[1][0].weight.requires_grad
 
 
 @pytest.mark.parametrize("form", [lambda m: m, nn.Module.state_dict])
 def test_running_statistics_are_mixed_like_the_models_or_left_alone(form):
-    given = [form(net(i)) for i in range(3)]
+    uploads = [form(net(i)) for i in range(3)]
 
     def statistics(models):
         states = [m if isinstance(m, dict) else m.state_dict() for m in models]
         return torch.stack([s["1.running_mean"] for s in states])
 
-    local = pack(given)
-    assert torch.equal(statistics(unpack(*local)), statistics(given))
-    rows, packed = pack(given, batch_norm="average")
-    assert torch.equal(rows, local.rows)  # statistics are no part of a distance
-    means = statistics(given).mean(0).expand(3, -1)
+    local = pack(uploads)
+    assert torch.equal(statistics(unpack(*local)), statistics(uploads))
+    rows, packed = pack(uploads, batch_norm="average")
+    assert torch.equal(rows, local.rows)  # statistics are not a part of the rows
+    means = statistics(uploads).mean(0).expand(3, -1)
     assert_close(statistics(unpack(rows, packed)), means)
     weight = torch.tensor([[0.0, 0.5, 0.5], [1, 0, 0], [0, 0, 1]], dtype=torch.float64)
     mixed = statistics(unpack(rows, packed, weight))
-    assert_close(mixed, weight.float() @ statistics(given))
+    assert_close(mixed, weight.float() @ statistics(uploads))
     with sentence("weight: expected a row for each of 3 clients, got"):
         unpack(rows, packed, weight[:2])
     with sentence(
@@ -176,23 +178,23 @@ def test_running_statistics_are_mixed_like_the_models_or_left_alone(form):
 
 
 def test_patterns_choose_and_private_tensors_may_differ():
-    given = [net(0, 3).state_dict(), net(1, 3).state_dict()]
-    given[1] |= {"2.weight": torch.ones(7, 3), "extra": torch.ones(1)}
-    rows, form = pack(given, exclude=["2.*", "extra"])
+    states = [net(0, 3).state_dict(), net(1, 3).state_dict()]
+    states[1] |= {"2.weight": torch.ones(7, 3), "extra": torch.ones(1)}
+    rows, form = pack(states, exclude=["2.*", "extra"])
     assert list(form.columns) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     back = unpack(torch.zeros_like(rows), form)
     assert (
         torch.equal(back[1]["2.weight"], torch.ones(7, 3))
         and not back[1]["0.weight"].any()
     )
-    assert list(pack(given, include="0.*").form.columns) == ["0.weight", "0.bias"]
-    assert list(pack(given, include="0.*", exclude="*.bias").form.columns) == [
-        "0.weight"
-    ]
+    form = pack(states, include="0.*").form
+    assert list(form.columns) == ["0.weight", "0.bias"]
+    form = pack(states, include="0.*", exclude="*.bias").form
+    assert list(form.columns) == ["0.weight"]
     with sentence(
         "include, exclude: expected patterns of some of 0.weight, .*, got 'v'"
     ):
-        pack(given, include="v")
+        pack(states, include="v")
 
 
 def test_lazy_values_are_asked_for_one_client_at_a_time():
@@ -219,15 +221,13 @@ def test_lazy_values_are_asked_for_one_client_at_a_time():
 
 
 def test_bfloat16_and_foreign_memory():
-    given = [{"w": torch.randn(3, 4).bfloat16().T} for _ in range(2)]
-    rows, form = pack(given)
+    uploads = [{"w": torch.randn(3, 4).bfloat16().T} for _ in range(2)]
+    rows, form = pack(uploads)
     assert rows.dtype == torch.bfloat16
-    same(unpack(rows, form), given)
-    fortran, order = (
-        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        np.arange(2.0).astype(">f8"),
-    )
-    odd = [[fortran, np.arange(4.0)[::-1], order]] * 2
+    same(unpack(rows, form), uploads)
+    fortran = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    big_endian = np.arange(2.0).astype(">f8")
+    odd = [[fortran, np.arange(4.0)[::-1], big_endian]] * 2
     rows, form = pack(odd)
     assert rows[0].tolist() == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0, 0, 1]
     same(unpack(rows, form), odd)
@@ -248,17 +248,17 @@ def test_files(tmp_path):
 
 def test_flowers_own_records():
     app = pytest.importorskip("flwr.app")
-    given = [app.ArrayRecord(net(i).state_dict()) for i in range(2)]
-    rows, form = pack(given)
+    records = [app.ArrayRecord(net(i).state_dict()) for i in range(2)]
+    rows, form = pack(records)
     assert_close(rows, pack([net(0), net(1)]).rows)
     back = unpack(rows, form)
-    assert back == given and isinstance(back[0], app.ArrayRecord)
+    assert back == records and isinstance(back[0], app.ArrayRecord)
     with sentence("client 0: 'w': expected a whole array .* as float32"):
         pack([app.ArrayRecord({"w": app.Array(np.zeros(4, "V2"))})])
 
 
-# tensors of ones by dtype and shape, and what is said of them; LIKE stands for what is
-# said to the others of the first client
+# Each line: the dtypes and shapes of tensors of ones, and the error. LIKE stands for
+# the words of the error that compare a client with the first one.
 BAD = """\
 [["float 2", "float 2"], ["float 2"]] | client 1: '1': expected .2. torch.float32.* LIKE none
 [{"w": "float 2"}, {"w": "float 2", "c": "float 2"}] | client 1: 'c': expected none, LIKE .2.

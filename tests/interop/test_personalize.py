@@ -1,5 +1,9 @@
-"""One call is one step of the algorithm's server; Krum and clusters by their
-definitions."""
+"""A call of `personalize` is one step of the algorithm's server.
+
+Krum and the clusters follow their definitions.
+
+Symbols: N clients; P parameters of a model.
+"""
 
 import itertools
 import warnings
@@ -25,8 +29,7 @@ def rows(seed=0, spread=0.3):
 GUIDE = rows() + 0.1 * rows(1)
 
 
-# models by name
-ROWS = {
+ROWS = {  # models by the names that the tables below use
     "rows": rows(),
     "others": rows(1),
     "guide": GUIDE,
@@ -43,11 +46,11 @@ ROWS = {
 
 
 def known(options):
-    """Options with the models that they name."""
+    """Options in which each name of ROWS is replaced by its models."""
     return {k: ROWS.get(v, v) for k, v in options.items()}
 
 
-# what else the call is given, and the server
+# Each line: the method, its options, and the guidance or the previous models.
 STEPS = """\
 fedamp | {"sigma": 3.0, "alpha": 0.5} | {}
 fedamp | {"alpha": 5.0} | {}
@@ -64,8 +67,12 @@ feddwa_qp | {"k": 3} | {"previous": "others"}
 @pytest.mark.parametrize("name, options, given", tabled(STEPS))
 @pytest.mark.filterwarnings("ignore:FedAMP")
 def test_it_is_the_step_of_the_methods_server(name, options, given):
-    """After everybody's upload, of one round or, by the previous models, of two."""
-    options, given = known(options), known(given)
+    """A call equals a step of the server after all uploads.
+
+    With previous models, the server has seen the uploads of two rounds.
+    """
+    options = known(options)
+    given = known(given)
     before = [*given.values()] if "previous" in given else []
     alg = ALGORITHMS[name](**options, **({"guidance": "previous"} if before else {}))
     state = alg.init(torch.zeros(P, dtype=torch.float64), N)
@@ -79,19 +86,19 @@ def test_it_is_the_step_of_the_methods_server(name, options, given):
 
 def test_guidance_belongs_to_a_client_by_its_name_and_one_without_keeps_its_model():
     uploads = {f"c{i}": row for i, row in enumerate(rows())}
-    turned = {f"c{i}": GUIDE[i] for i in [3, 0, 6, 1, 5, 2, 4]}
-    mixed = personalize(uploads, "feddwa", guidance=turned, k=3)
+    shuffled = {f"c{i}": GUIDE[i] for i in [3, 0, 6, 1, 5, 2, 4]}
+    mixed = personalize(uploads, "feddwa", guidance=shuffled, k=3)
     by_place = personalize(rows(), "feddwa", guidance=GUIDE, k=3)
     assert torch.equal(torch.stack([mixed[name] for name in uploads]), by_place)
-    del turned["c4"]
-    mixed = personalize(uploads, "feddwa", previous=turned)
-    assert torch.equal(mixed["c4"], uploads["c4"]) and not torch.equal(
-        mixed["c3"], uploads["c3"]
-    )
+    del shuffled["c4"]
+    mixed = personalize(uploads, "feddwa", previous=shuffled)
+    assert torch.equal(mixed["c4"], uploads["c4"])
+    assert not torch.equal(mixed["c3"], uploads["c3"])
 
 
 def test_clusters_of_updates_are_clustered_fls_split():
-    base, delta = rows(2)[0], rows() * torch.tensor([1, -1, 1, -1, -1, 1, 1])[:, None]
+    base = rows(2)[0]
+    delta = rows() * torch.tensor([1, -1, 1, -1, -1, 1, 1])[:, None]
     alg = ALGORITHMS["clustered_fl"](first=0, eps1=1e9, eps2=0.0)
     state = alg.init(Net(nn.Linear(4, 3).double()).w0, N) | {"x": base[None]}
     state = apply(state, alg.update(state, {"delta": delta}, some(N))[0])
@@ -121,7 +128,7 @@ def test_directions_are_blind_to_lengths():
 def test_krum_is_its_definition(f):
     models = rows(3, 1.0)
     d = pairwise_sqdist(models)
-    # 0 is that to itself
+    # The first distance of each row is 0, that of a client to itself.
     order = d.sort(1).values[:, 1 : N - f - 1].sum(1).argsort().tolist()
     assert torch.equal(
         personalize(models, "krum", num_byzantine=f), models[order[0]].expand(N, -1)
@@ -165,10 +172,11 @@ def test_statistics_go_with_the_models_where_the_method_mixes_them():
 
 @pytest.mark.parametrize("method", ["fedamp", "heurfedamp"])
 def test_by_name_a_client_keeps_at_least_half_of_its_own(method):
-    # so close that by its own default FedAMP would leave it nothing
+    # The models are close: with FedAMP's own default, a client's model would have
+    # weight 0 in its own mix.
     models = 0.01 * torch.randn(5, 40)
-    moved = torch.cat([models[:1] + 0.01, models[1:]])
-    change = personalize(moved, method)[0] - personalize(models, method)[0]
+    shifted = torch.cat([models[:1] + 0.01, models[1:]])
+    change = personalize(shifted, method)[0] - personalize(models, method)[0]
     assert float(change.mean()) >= 0.5 * 0.01
 
 
@@ -186,7 +194,8 @@ def test_statistics_that_are_none_are_refused(name, value):
         personalize(models, "krum", batch_norm="average")
 
 
-# ONE and LIKE stand for what is said of both
+# Each line: the arguments, and the error, in which ONE and LIKE stand for the texts
+# below the table.
 BAD = """\
 {"method": "feddwa"} | guidance, previous: personalize by feddwa needs guidance= or previous=: w
 {"method": "feddwa", "guidance": "rows", "previous": "rows"} | ONE of them, got 'both'
@@ -217,15 +226,19 @@ def test_mistakes_are_one_sentence(given, words):
 
 
 def test_pairs_are_refused_and_the_dict_that_is_named_is_right():
-    """A list of pairs was taken for models of two tensors, and guidance by its
-    place."""
+    """A list of pairs is refused; a dict is read by names.
+
+    Without the refusal, a pair would be a model of two tensors, and guidance would
+    belong to a client by its position.
+    """
     models = {name: row for name, row in zip("abcdefg", rows(), strict=True)}
-    looks = {name: row + 0.01 * i for i, (name, row) in enumerate(models.items())}
-    pairs, others = list(models.items()), list(looks.items())[::-1]
+    guides = {name: row + 0.01 * i for i, (name, row) in enumerate(models.items())}
+    pairs = list(models.items())
+    guide_pairs = list(guides.items())[::-1]
     for uploads, guidance in (
-        (pairs, others),
-        (models.items(), looks),
-        (models, others),
+        (pairs, guide_pairs),
+        (models.items(), guides),
+        (models, guide_pairs),
     ):
         with sentence(
             "client 0, element 0: expected a tensor or an array; models by client id "
@@ -236,9 +249,9 @@ def test_pairs_are_refused_and_the_dict_that_is_named_is_right():
         "guidance, previous: expected 7 finite models as the uploads are, .* by the "
         "same"
     ):
-        personalize(list(models.values()), "feddwa", guidance=looks)
-    want = personalize(models, "feddwa", guidance=looks)
-    got = personalize(dict(pairs), "feddwa", guidance=dict(others))
+        personalize(list(models.values()), "feddwa", guidance=guides)
+    want = personalize(models, "feddwa", guidance=guides)
+    got = personalize(dict(pairs), "feddwa", guidance=dict(guide_pairs))
     assert all(torch.equal(got[name], want[name]) for name in models)
 
 
@@ -256,5 +269,5 @@ def test_unknown_options_are_named(method):
 
 
 def test_an_ensemble_starts_where_fedavg_does():
-    """A model that starts at zero does so in each of the k runs."""
+    """All k models of an ensemble start where FedAvg starts."""
     assert not Ensemble(k=3).initial_models(Net(Line)).any()

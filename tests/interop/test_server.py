@@ -1,5 +1,7 @@
-"""A server and clients apart give what a simulation gives, for every algorithm; clients
-come and go; one bad client reaches nobody and ends nothing."""
+"""A server and its clients give a simulation's models, for every algorithm.
+
+Clients may join and leave. A bad client harms no other client and ends no run.
+"""
 
 import json
 import warnings
@@ -71,27 +73,29 @@ def unchanged(server, before):
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 @pytest.mark.parametrize("name", swept())
 def test_server_and_clients_are_the_simulation(name, participation):
-    # who never trained has other statistics, see docs/interop.md
+    # A client that never trained has other statistics, see docs/interop.md.
     make = bn_model if participation == 1 else model
     run = whole(algorithm(name), make, participation)
-    history, both = run.run(), apart(name, make)
+    history = run.run()
+    server, clients = apart(name, make)
     rounds = range(1, ROUNDS + 1)
-    play(
-        *both,
-        *(by_hand.sample_cohort(run.config, r, participation).tolist() for r in rounds),
-    )
+    cohorts = [by_hand.sample_cohort(run.config, r, participation) for r in rounds]
+    play(server, clients, *(cohort.tolist() for cohort in cohorts))
     for i in ALL:
         x, y = DATA.client(i, "test")
-        one, other = history.model(i), personal(*both, i)
+        one = history.model(i)
+        other = personal(server, clients, i)
         agree(one, other, x)
-        told = both[1][i].evaluate(both[0].download(i, "evaluation"))
-        # whose model gives probabilities
+        metrics = clients[i].evaluate(server.download(i, "evaluation"))
+        # The model of kNN-Per gives probabilities.
         scores = one(x).log() if name == "knnper" else one(x)
-        found = {"size": len(y), "loss": nn.functional.cross_entropy(scores, y).item()}
-        assert told == pytest.approx(
-            found | {"accuracy": (one.predict(x) == y).double().mean()}
-        )
-    assert ("@statistics" in both[0].download(0)) is run.config.averages
+        want = {
+            "size": len(y),
+            "loss": nn.functional.cross_entropy(scores, y).item(),
+            "accuracy": (one.predict(x) == y).double().mean(),
+        }
+        assert metrics == pytest.approx(want)
+    assert ("@statistics" in server.download(0)) is run.config.averages
 
 
 def test_what_travels_is_plain_tensors_of_the_algorithms_size():
@@ -105,32 +109,40 @@ def test_what_travels_is_plain_tensors_of_the_algorithms_size():
     sent = sum(
         v.numel() for k, v in down.items() if v.is_floating_point() and k != "@about"
     )
-    assert sent == 3 * server.net.size  # the three others, each once
+    assert sent == 3 * server.net.size  # the models of the three others, each once
 
 
 @pytest.mark.parametrize(
     "name", ["fedavg", "feddwa", "l2c", "waffle", "clustered_fl", "ditto"]
 )
 def test_a_server_and_clients_that_were_saved_go_on_as_if_they_had_not_stopped(name):
-    """In new objects, and in those that have gone on since."""
+    """A restored server and its clients go on without a difference.
+
+    The states are loaded into new objects, and into those that have gone on since.
+    """
     server, clients = apart(name)
-    fresh, cohorts, states = apart(name), [[0, 1, 2, 3], [0, 2], [0, 1, 3]], []
+    fresh = apart(name)
+    cohorts = [[0, 1, 2, 3], [0, 2], [0, 1, 3]]
+    states = []
     for ids in cohorts:
         states.append(again([part.state_dict() for part in (server, *clients)]))
         play(server, clients, ids)
-    end, seen = server.state_dict(), view(server, clients, 0)
-    for there, first in (((server, clients), 0), (fresh, 2)):
-        for part, state in zip((there[0], *there[1]), states[first], strict=True):
+    end = server.state_dict()
+    seen = view(server, clients, 0)
+    for (restored, parts), first in (((server, clients), 0), (fresh, 2)):
+        for part, state in zip((restored, *parts), states[first], strict=True):
             part.load_state_dict(state)
-        play(*there, *cohorts[first:])
-        assert unchanged(there[0], end) and torch.equal(view(*there, 0), seen)
-        assert there[0].clients == server.clients and there[0].round == 3
+        play(restored, parts, *cohorts[first:])
+        assert unchanged(restored, end)
+        assert torch.equal(view(restored, parts, 0), seen)
+        assert restored.clients == server.clients and restored.round == 3
 
 
 def test_a_state_of_something_else_is_refused_and_nothing_changes():
     server, clients = apart("ditto")
     play(server, clients, ALL)
-    before, started = server.state_dict(), view(server, clients, 0)
+    before = server.state_dict()
+    started = view(server, clients, 0)
     narrow = lambda: model().float()  # noqa: E731
     others = [apart("scaffold"), apart("ditto", tiny_model()), apart("ditto", narrow)]
     for one, kind, odd in ((server, "Server", {}), (clients[0], "Client", {"own": {}})):
@@ -172,7 +184,7 @@ def test_a_client_whose_upload_was_lost_or_refused_keeps_its_old_state():
     play(server, clients, ALL)
     before = view(server, clients, 1)
     clients[1].train(server.download(1))
-    play(server, clients, [0, 2, 3])  # the upload never arrived
+    play(server, clients, [0, 2, 3])  # client 1's upload is lost
     assert torch.equal(view(server, clients, 1), before)
     ups = uploads(server, clients, [0, 1, 2])
     ups[1][0]["delta"][0] = torch.nan
@@ -202,17 +214,18 @@ def test_clients_come_by_any_name_beyond_the_number_that_was_expected(name):
 
 
 def test_scaffolds_control_variate_is_the_mean_of_all_after_a_client_joined():
-    """Algorithm 1 of SCAFFOLD, of more clients than the server expected, too."""
-    server, clients = (
-        Server("scaffold", model, 3, rounds=ROUNDS, seed=SEED),
-        apart("scaffold")[1],
-    )
+    """SCAFFOLD's control variate is the mean over clients (Algorithm 1).
+
+    This holds also with more clients than the server expected.
+    """
+    server = Server("scaffold", model, 3, rounds=ROUNDS, seed=SEED)
+    _, clients = apart("scaffold")
     for there in ([0, 1, 2], ALL, ALL):
         for client in there:
             server.join(client)
         play(server, clients, there)
     for i in ALL:
-        personal(server, clients, i)  # which settles the last round
+        personal(server, clients, i)  # tells the client if its last upload was used
     mean = sum(client.state_dict()["own"]["c"][0] for client in clients) / DATA.n
     near(server.state_dict()["state"]["server.c"], mean)
 
@@ -228,8 +241,10 @@ def test_mistakes_are_one_sentence_and_cost_nothing():
     server, clients = apart("waffle")
     late = uploads(server, clients, [0])
     play(server, clients, [0, 1])
-    before, both = server.state_dict(), uploads(server, clients, [0, 1])
-    up, other = both[0], both[1]
+    before = server.state_dict()
+    both = uploads(server, clients, [0, 1])
+    up = both[0]
+    other = both[1]
     cases = [
         ({}, "uploads: expected"),
         ([up], "uploads: expected"),
@@ -248,9 +263,8 @@ def test_mistakes_are_one_sentence_and_cost_nothing():
         with sentence(words):
             server.aggregate(given)
     with pytest.warns(RuntimeWarning):
-        assert all(
-            server.aggregate(ups, strict=False).void for ups in ({}, {0: ({}, 1)})
-        )
+        for ups in ({}, {0: ({}, 1)}):
+            assert server.aggregate(ups, strict=False).void
     assert unchanged(server, before)
     both = uploads(server, clients, [0, 1])
     assert not server.aggregate(both).void
@@ -316,7 +330,7 @@ def test_a_client_keeps_what_the_server_took_of_a_long_update(name, options):
     play(fresh, clients, ALL)
     for i, client in enumerate(clients):
         fresh.download(i)
-        personal(fresh, clients, i)  # which settles the last round
+        personal(fresh, clients, i)  # tells the client if its last upload was used
         for key, rows in run.state.clients.items():
             near(client.state_dict()["own"][key][0], rows[i])
 
@@ -366,14 +380,13 @@ def test_one_clients_word_about_its_step_size_ends_no_run(lr, lr_sum, lam):
     for _ in range(3):
         ups = uploads(server, clients)
         up, n = ups[3]
-        word = {
+        claim = {
             "lr": torch.full_like(up["lr"], lr),
             "lr_sum": torch.full_like(up["lr"], lr_sum),
         }
-        done = server.aggregate(ups | {3: (up | word, n)}, strict=False)
-        assert done.dropped in ([], [3]) and (done.void_reason is None) is (
-            not done.void
-        )
+        done = server.aggregate(ups | {3: (up | claim, n)}, strict=False)
+        assert done.dropped in ([], [3])
+        assert (done.void_reason is None) is (not done.void)
     assert server.round == 3
     assert personal(server, clients, 0)(DATA.client(0)[0]).isfinite().all()
 
@@ -394,7 +407,8 @@ def test_a_step_size_that_others_do_not_have_is_left_out_by_name():
         return each
 
     server.aggregate(ups())
-    before, given = server.state_dict(), ups()
+    before = server.state_dict()
+    given = ups()
     words = (
         "client 'd': its step size is 1000, the others' is 0.025, and MOCHA is "
         "unstable with it"
@@ -458,7 +472,10 @@ def test_a_graph_has_no_place_for_a_newcomer():
 
 
 def test_a_negative_variance_is_dropped_and_honest_models_stay_finite():
-    """Statistics that require gradients are only numbers."""
+    """A negative variance is dropped, and honest models stay finite.
+
+    Statistics that require gradients count as plain numbers.
+    """
     server, clients = apart("fedadam", bn_model, clip=1.0)
     ups = uploads(server, clients)
     ups[0][0]["@statistics"].requires_grad_()
@@ -469,7 +486,10 @@ def test_a_negative_variance_is_dropped_and_honest_models_stay_finite():
 
 
 def numbers(about):
-    """Numbers that no message has: see `MessageHeader`, whose order is theirs."""
+    """Headers with one number that no message has.
+
+    The numbers have the order of the fields of `MessageHeader`.
+    """
     number, n, _, round, rounds, done, accepted, factor = range(8)
     for place, odd in (
         *((number, odd) for odd in (-1, 4, 2**52, 0.5, torch.nan, torch.inf)),
@@ -486,23 +506,27 @@ def numbers(about):
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that is made within it."""
+    """A mode that notes the size of the largest new tensor."""
 
     bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **kwargs or {})
-        if isinstance(made, torch.Tensor) and not any(made is arg for arg in args):
-            self.bytes = max(self.bytes, made.untyped_storage().nbytes())
-        return made
+        result = func(*args, **kwargs or {})
+        is_new = not any(result is arg for arg in args)
+        if isinstance(result, torch.Tensor) and is_new:
+            self.bytes = max(self.bytes, result.untyped_storage().nbytes())
+        return result
 
 
 def spoilt(up, n):
-    """All that a client may send instead of `up`, of `n` samples; at first what no
-    algorithm can use."""
-    about, own = up["@about"], next(k for k in up if k[0] != "@")
-    value = up[own]
-    yield {k: v for k, v in up.items() if k != own}, n
+    """Bad uploads instead of `up`, which is of `n` samples.
+
+    The first two are bad for every algorithm.
+    """
+    about = up["@about"]
+    first = next(k for k in up if k[0] != "@")
+    value = up[first]
+    yield {k: v for k, v in up.items() if k != first}, n
     nested = torch.nested.as_nested_tensor([value])
     for odd in (
         value[None],
@@ -512,8 +536,8 @@ def spoilt(up, n):
         nested,
         "none",
     ):
-        yield up | {own: odd}, n
-    for lost in up.keys() - {own}:
+        yield up | {first: odd}, n
+    for lost in up.keys() - {first}:
         yield {k: v for k, v in up.items() if k != lost}, n
     for odd in (about + 1, about * torch.nan, torch.zeros(2), torch.tensor(3)):
         yield up | {"@about": odd}, n
@@ -535,7 +559,7 @@ def spoilt(up, n):
         "more@sent": torch.zeros(10**6, dtype=bool),
     }
     yield up | bomb | {"more@index": torch.zeros(1, dtype=torch.long)}, n
-    yield up | {own: value.reshape(-1)[:1].expand(10**12)}, n
+    yield up | {first: value.reshape(-1)[:1].expand(10**12)}, n
     yield from ((up | {"@about": odd}, n) for odd in numbers(about))
     yield from ((message, n) for message in (None, {}, []))
     yield from ((up, size) for size in (-1, 0, None, 10**30, torch.nan, True))
@@ -545,14 +569,16 @@ def spoilt(up, n):
 def test_an_upload_that_does_not_fit_is_named_and_a_round_goes_on_without_it(name):
     server, clients = apart(name, bn_model)
     for unfit in ({"more": torch.ones(1)}, {"@about": torch.ones(1)}):
-        # at first what most have sent is what fits, then what was sent before
-        ups, before = uploads(server, clients), server.state_dict()
+        # In round 1 an upload must be like most of the uploads, and later like those of
+        # the rounds before.
+        ups = uploads(server, clients)
+        before = server.state_dict()
         for bad in (0, 3):
             for odd in spoilt(*ups[bad]):
                 with sentence(f"client {bad}[:,]"):
                     server.aggregate(ups | {bad: odd})
-        alike = list(zip(*(spoilt(*ups[i]) for i in ALL), strict=True))
-        for odd in alike if server.round else alike[:2]:
+        same_fault = list(zip(*(spoilt(*ups[i]) for i in ALL), strict=True))
+        for odd in same_fault if server.round else same_fault[:2]:
             with sentence("(uploads: .* cannot use what each holds|client 0[:,])"):
                 server.aggregate(dict(enumerate(odd)))
         assert unchanged(server, before)
@@ -564,10 +590,14 @@ def test_an_upload_that_does_not_fit_is_named_and_a_round_goes_on_without_it(nam
 
 @pytest.mark.parametrize("name", ["fedavg", "fedfomo", "l2c", "hypcluster"])
 def test_nothing_is_made_that_is_larger_than_what_came(name):
-    """A message of a megabyte that tells of a pool of ten."""
+    """No tensor is made that is larger than the message.
+
+    A message of a megabyte announces a tensor with a million rows.
+    """
     server, clients = apart(name)
     play(server, clients, ALL)
-    ups, download = uploads(server, clients), again(server.download(0))
+    ups = uploads(server, clients)
+    download = again(server.download(0))
     keys = {k.removesuffix("@rows") for k in download if k.endswith("@rows")}
     key = min(keys, default="x")
     row = download.get(f"{key}@rows", torch.zeros(0, server.net.size).double())
@@ -590,14 +620,15 @@ def test_nothing_is_made_that_is_larger_than_what_came(name):
 def test_a_download_that_does_not_fit_is_one_sentence(name):
     server, clients = apart(name, bn_model)
     play(server, clients, ALL)
-    download, client = server.download(0), clients[0]
+    download = server.download(0)
+    client = clients[0]
     sizes = {server.net.size, *(v.shape[-1] for v in download.values() if v.shape[-1:])}
     for key, value in download.items():
-        kept = {k: v for k, v in download.items() if k != key}
+        without_key = {k: v for k, v in download.items() if k != key}
         with sentence("download[:,]"):
-            client.train(kept)
-        model = value.is_floating_point() and value.shape[-1:] == (max(sizes),)
-        if model or key == "@statistics":
+            client.train(without_key)
+        is_model = value.is_floating_point() and value.shape[-1:] == (max(sizes),)
+        if is_model or key == "@statistics":
             for odd in (value.repeat(1, 2), value[..., :-1], value.float()):
                 odd = odd[0] if odd.dim() > value.dim() else odd
                 with sentence("download"):
@@ -641,8 +672,8 @@ def resident():
         return int(file.read().split()[1]) * 4096
 
 
-# -- defences where uploads are lost: who is not finite lowers the number of hostile
-# clients that are left, who is merely absent does not
+# -- defences where uploads are dropped: a dropped client lowers the number of hostile
+# clients that the defence still expects, and an absent client does not
 
 
 @pytest.mark.parametrize(
@@ -651,16 +682,16 @@ def resident():
 def test_a_client_that_is_not_finite_ends_no_defended_run(defence, least):
     bad = Robustness(adversary=Adversary("scale", [least - 1], strength=1e39))
     algorithm = FedAvg(defence=defence, num_byzantine=1)
-    data, linear = images((12,) * least), nn.Linear(6, 4)
+    data = images((12,) * least)
+    linear = nn.Linear(6, 4)
     history = Simulation(algorithm, linear, data, TRAINING, 5, robustness=bad).run()
     assert history.stopped is None
-    assert [(r["dropped"], r["void"]) for r in history.rounds] == [
-        ([least - 1], False)
-    ] * 5
+    outcomes = [(r["dropped"], r["void"]) for r in history.rounds]
+    assert outcomes == [([least - 1], False)] * 5
 
 
-# how many are there, how many were lost, and how many of those who are left may be
-# hostile
+# Each line: clients left in the round, dropped clients, and the number of hostile
+# clients that may be among those left (null: the defence refuses).
 LEFT = """\
 [11, 0, 4]
 [10, 1, 3]
@@ -677,15 +708,12 @@ LEFT = """\
     "count, lost, f", [json.loads(line) for line in LEFT.splitlines()]
 )
 def test_as_many_may_be_hostile_as_those_who_are_left_allow(count, lost, f):
-    """Krum against f = 4 is then Krum against fewer."""
+    """Krum against f = 4 equals Krum against the reduced number."""
 
     def weights(hostile, **more):
         cohort = Cohort(torch.arange(count), size, 20, 1, 1, **more)
-        return (
-            FedAvg(defence="krum", num_byzantine=hostile)
-            .robust_weights(delta, cohort)[1]
-            .weight
-        )
+        alg = FedAvg(defence="krum", num_byzantine=hostile)
+        return alg.robust_weights(delta, cohort)[1].weight
 
     delta = torch.randn(count, 3)
     size = torch.ones(count, dtype=torch.long)

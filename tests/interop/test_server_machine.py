@@ -1,5 +1,7 @@
-"""Clients join, leave, train, fall silent and come back, servers are saved and loaded,
-in any order: what must hold, holds."""
+"""A server's invariants hold under any order of events.
+
+Clients join, leave, train and send nothing; the server is saved and loaded.
+"""
 
 import torch
 from hypothesis import settings
@@ -15,24 +17,28 @@ class Comings(sf.RuleBasedStateMachine):
 
     @sf.initialize(name=st.sampled_from(["fedavg", "feddwa", "fedamp", "ditto"]))
     def start(self, name):
-        self.name, self.server = name, Server(name, model, 2)
+        self.name = name
+        self.server = Server(name, model, 2)
         self.clients = {}
-        self.uploads = {}  # on their way, of the round that is open
-        self.rounds, self.made, self.begun = 0, 0, False
-        self.x = self.state().get("server.x")  # FedAvg's, by hand
+        self.uploads = {}  # uploads of the open round, with "is it non-finite"
+        self.rounds = 0  # rounds that the server has ended
+        self.joined = 0  # clients that ever joined
+        self.begun = False  # True where a client has trained in the open round
+        self.x = self.state().get("server.x")  # FedAvg's model, computed by hand
 
     def state(self):
         return self.server.state_dict()["state"]
 
     @sf.rule(target=names)
     def join(self):
-        # the round has begun: growth waits for its end
-        if self.made > 1 and self.begun:
+        # A newcomer beyond the two expected clients must wait for the end of the round.
+        if self.joined > 1 and self.begun:
             self.close()
-        name, own = f"client {self.made}", DATA.subset([self.made % DATA.n])
-        assert self.server.join(name) == self.made  # nobody has or had it
-        self.made += 1
-        self.clients[name] = Client(self.name, model, own, TRAINING, **SETTING)
+        name = f"client {self.joined}"
+        samples = DATA.subset([self.joined % DATA.n])
+        assert self.server.join(name) == self.joined  # no client has or had this number
+        self.joined += 1
+        self.clients[name] = Client(self.name, model, samples, TRAINING, **SETTING)
         return name
 
     @sf.rule(name=names, breaks=st.booleans())
@@ -41,19 +47,18 @@ class Comings(sf.RuleBasedStateMachine):
             up, n = self.clients[name].train(self.server.download(name))
             if breaks:
                 up = {k: v if k[0] == "@" else v * torch.nan for k, v in up.items()}
-            self.uploads[name], self.begun = ((up, n), breaks), True
+            self.uploads[name] = ((up, n), breaks)
+            self.begun = True
 
     @sf.precondition(lambda self: self.begun)
     @sf.rule()
     def close(self):
-        before, uploads, self.uploads, self.begun = (
-            self.state(),
-            self.uploads,
-            {},
-            False,
-        )
+        before = self.state()
+        uploads = self.uploads
+        self.uploads = {}
+        self.begun = False
         sent = {k: v for k, (v, _) in uploads.items()}
-        # who trained may have left since: a round of nobody
+        # All clients that trained may have left: then the round has no upload.
         done = self.server.aggregate(sent, strict=bool(sent))
         self.rounds += 1
         broken = [k for k, (_, breaks) in uploads.items() if breaks]
@@ -62,10 +67,11 @@ class Comings(sf.RuleBasedStateMachine):
         if done.void:
             assert all(map(torch.equal, before.values(), self.state().values()))
         elif self.name == "fedavg":
-            fine = [
+            finite = [
                 (up["delta"], n) for (up, n), breaks in uploads.values() if not breaks
             ]
-            self.x = self.x + sum(d * n for d, n in fine) / sum(n for _, n in fine)
+            total = sum(n for _, n in finite)
+            self.x = self.x + sum(d * n for d, n in finite) / total
             torch.testing.assert_close(self.state()["server.x"], self.x)
 
     @sf.rule(name=names)
@@ -77,8 +83,8 @@ class Comings(sf.RuleBasedStateMachine):
     @sf.precondition(lambda self: not self.uploads)
     @sf.rule()
     def restart(self):
-        kept = {k: c.state_dict() for k, c in self.clients.items()}
-        server, clients = again([self.server.state_dict(), kept])
+        states = {k: c.state_dict() for k, c in self.clients.items()}
+        server, clients = again([self.server.state_dict(), states])
         self.server = Server(self.name, model, 1)
         self.server.load_state_dict(server)
         for name, client in clients.items():
@@ -88,17 +94,14 @@ class Comings(sf.RuleBasedStateMachine):
     def what_must_hold(self):
         x = torch.ones(1, 6, dtype=torch.float64)
         assert self.server.round == self.rounds
-        # each has the number that it got
+        # Each client keeps the number that it got when it joined.
         assert self.server.clients == {k: int(k.split()[1]) for k in self.clients}
         assert all(
             v.isfinite().all() for v in self.state().values() if v.is_floating_point()
         )
         for name, client in self.clients.items():
-            assert (
-                client.model(self.server.download(name, "evaluation"))(x)
-                .isfinite()
-                .all()
-            )
+            personal = client.model(self.server.download(name, "evaluation"))
+            assert personal(x).isfinite().all()
 
 
 TestComings = Comings.TestCase

@@ -1,4 +1,4 @@
-"""Factorized layers against their dense twins; initial scales; `factorize`."""
+"""Factorized layers against dense layers, initial scales, and `factorize`."""
 
 import pytest
 import torch
@@ -47,9 +47,10 @@ def test_convolution_is_its_dense_twin_both_ways(bias, how):
 
 
 def is_its_twin(layer, x, twin):
-    """Value and gradients."""
+    """Asserts that value and gradients are those of the dense layer."""
     leaves = [x.requires_grad_(), *layer.parameters()]
-    y, z = layer(x), twin(x)
+    y = layer(x)
+    z = twin(x)
     near(y.detach(), z.detach(), 1e-12, 1e-12)
     grads = (torch.autograd.grad(v.square().sum(), leaves) for v in (y, z))
     for g, h in zip(*grads, strict=True):
@@ -63,7 +64,7 @@ def test_initial_scales():
     torch.manual_seed(0)
     layer = FactorizedLinear(784, 200, 120)
     pi = (120 / 121) ** torch.arange(1, 121)
-    # the variance of sum_k b_k a_k w_k, with E[b_k] = pi_k
+    # The variance of sum_k b_k a_k w_k, with E[b_k] = pi_k.
     expected = (layer.w_a**2).mean() * (layer.w_b**2).mean() * pi.sum()
     near(expected, 2 / 984, 0.03)
     assert bool((layer.strength == 1).all())
@@ -71,7 +72,8 @@ def test_initial_scales():
     assert 0.08 < literal.strength.std() < 0.12
     for w in (literal.w_a, literal.w_b):
         near(w.var(), 2 / sum(w.shape), 0.03)
-    assert literal.weight.std() < 0.2 * layer.weight.std()  # why it learns slowly
+    # Its small weights are the reason why it learns slowly.
+    assert literal.weight.std() < 0.2 * layer.weight.std()
 
 
 # -- factorize ---------------------------------------------------------------
@@ -80,7 +82,7 @@ def test_initial_scales():
 def test_what_is_replaced():
     plain = model()
     before = [p.clone() for p in plain.parameters()]
-    made = factorize(plain)
+    factorized = factorize(plain)
     made_of = (
         nn.Flatten,
         FactorizedLinear,
@@ -89,15 +91,19 @@ def test_what_is_replaced():
         nn.Tanh,
         nn.Linear,
     )
-    assert tuple(map(type, made)) == made_of
-    # 3 for 5 outputs, rounded up
-    assert made[1].factors == made[3].factors == 5
-    assert made[1].bias is not None and made[3].bias is None and made[1].w_a.dtype == D
-    equals(made[5].weight, plain[5].weight)
-    assert made[5].weight is not plain[5].weight
+    assert tuple(map(type, factorized)) == made_of
+    # Three factors for five outputs, rounded up.
+    assert factorized[1].factors == factorized[3].factors == 5
+    assert (
+        factorized[1].bias is not None
+        and factorized[3].bias is None
+        and factorized[1].w_a.dtype == D
+    )
+    equals(factorized[5].weight, plain[5].weight)
+    assert factorized[5].weight is not plain[5].weight
     equals([*plain.parameters()], before)
-    equals(factorize(made)[1].w_a, made[1].w_a)  # factorized layers stay
-    assert not torch.equal(*map(Net(made).init, (1, 2)))  # drawn anew
+    equals(factorize(factorized)[1].w_a, factorized[1].w_a)  # factorized layers stay
+    assert not torch.equal(*map(Net(factorized).init, (1, 2)))  # drawn anew
     named = factorize(plain, 2, head="1")
     assert type(named[1]) is nn.Linear and isinstance(named[5], FactorizedLinear)
     with pytest.raises(ValueError, match=r"^module: the convolution 0 has groups"):
@@ -106,11 +112,11 @@ def test_what_is_replaced():
 
 def test_a_layer_that_is_called_twice_stays_one():
     layer = nn.Linear(6, 6, bias=False)
-    made = factorize(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 2)), 4)
+    factorized = factorize(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 2)), 4)
     assert (
-        made[0] is made[2]
-        and isinstance(made[0], FactorizedLinear)
-        and type(made[3]) is nn.Linear
+        factorized[0] is factorized[2]
+        and isinstance(factorized[0], FactorizedLinear)
+        and type(factorized[3]) is nn.Linear
     )
     tied = layers("Linear 6 6, Linear 6 6, Linear 6 2")
     tied[1].weight = tied[0].weight

@@ -15,14 +15,15 @@ from pflcore.nn.models import model_for
     "name, shape, classes, options, parameters, factors", golden("model_sizes")
 )
 def test_parameter_counts(name, shape, classes, options, parameters, factors):
-    """And features and head make the model. Of whole layers, and of the papers'
-    factorized ones: WAFFLe's 18,155 for fmnist_cnn takes the second layer's inputs for
-    25, and its 42,780 for lenet5 are 10 fewer."""
+    """Models have the published sizes, and features and head compose the model.
+
+    Some sizes are those of whole layers, others of the papers' factorized layers.
+    WAFFLe's 18,155 for fmnist_cnn counts 25 inputs of the second layer, and its 42,780
+    for lenet5 are 10 fewer.
+    """
     model = model_for(name, shape, classes, **options)
-    net, x = (
-        Net(factorize(model, factors) if factors else model),
-        torch.randn(2, *shape),
-    )
+    net = Net(factorize(model, factors) if factors else model)
+    x = torch.randn(2, *shape)
     assert net.size == parameters and net.classes == (classes or 1)
     scores = net(net.w0, x)
     assert scores.shape == (2, classes or 1)
@@ -50,11 +51,12 @@ def test_initial_weights_are_golden(name, total):
 
 @pytest.mark.parametrize("name", [name for name, _ in tabled(SUMS)])
 def test_no_layer_is_drawn_and_thrown_away(name, monkeypatch):
-    drawn, own = [], nn.modules.conv._ConvNd.reset_parameters
+    drawn = []
+    reset = nn.modules.conv._ConvNd.reset_parameters
 
     def reset_parameters(layer):
         drawn.append(layer)
-        own(layer)
+        reset(layer)
 
     monkeypatch.setattr(nn.modules.conv._ConvNd, "reset_parameters", reset_parameters)
     model = model_for(name, (3, 32, 32), 10)
@@ -95,12 +97,16 @@ def test_bad_requests_get_a_sentence(name, options, words):
 
 
 def test_deep_layer_aggregation_joins_each_half_with_the_one_after_it():
-    """Trees of depth 1, 2, 2 and 1 have 1, 3, 3 and 1 roots, each over two halves of
-    its own width; the last three halve the image."""
+    """Each root of a tree joins two halves of equal width.
+
+    Trees of depth 1, 2, 2 and 1 have 1, 3, 3 and 1 roots. The last three trees halve
+    the image.
+    """
     model = model_for("dla", (3, 32, 32), 10).eval()
     roots = [m for name, m in model.named_modules() if name.endswith("root")]
     assert [r[0].in_channels // r[0].out_channels for r in roots] == [2] * 8
-    x, sizes = model[:3](torch.zeros(1, 3, 32, 32)), []
+    x = model[:3](torch.zeros(1, 3, 32, 32))
+    sizes = []
     for tree in model[3:7]:
         x = tree(x)
         sizes.append(tuple(x.shape[1:]))

@@ -1,4 +1,4 @@
-"""Dropout from the client's own numbers."""
+"""Dropout that draws from each client's own random numbers."""
 
 from itertools import product
 
@@ -19,7 +19,10 @@ def test_outside_pflcore_it_is_plain_dropout():
 
 @ENGINES
 def test_masks_differ_between_steps_clients_rounds_and_runs(engine):
-    """A model whose gradient shows its mask: scores = dropout(1) * m."""
+    """Every step of every client, round and seed draws its own mask.
+
+    The gradient of scores = dropout(1) * m shows the mask.
+    """
     net = Net(nn.Sequential(Dropout(0.5), Scale([0.0] * 64)), loss=lambda s, y: s.sum())
     ones = torch.ones(8, 64, dtype=F64)
     data = Federation.from_clients([{"train": (ones, ones)}] * 2, dtype=None)

@@ -1,5 +1,4 @@
-"""aggregate: what is exact, not read and not overwritten; which memory a result may
-have."""
+"""Tests of `aggregate`: exact results, and the memory of results."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -20,13 +19,16 @@ both_forms = pytest.mark.parametrize("sparse", [False, True])
 every_dtype = pytest.mark.parametrize("dtype", FLOATS)
 
 
-# --- right ------------------------------------------------------------------
+# --- accuracy ---------------------------------------------------------------
 
 
 @isa
 @every_dtype
 def test_precise_survives_cancellation(dtype):
-    """1 + 1e8 - 1e8: nothing of the 1 is left in float32."""
+    """With precise=True, 1 + 1e8 - 1e8 is 1.
+
+    A float32 sum would lose the 1.
+    """
     large, one = (2.0**14, 2.0**-13) if dtype == F16 else (1e8, 1.0)
     updates = torch.tensor([[one], [large], [-large]]).expand(-1, 67).to(dtype)
     for index in (None, torch.tensor([[0, 1, 2], [2, 0, 1]])):
@@ -41,12 +43,16 @@ def test_precise_survives_cancellation(dtype):
     "form", ["dense", "few results", "sparse", "sparse of many rows"]
 )
 def test_the_error_does_not_grow_with_the_clients(n, form, dtype):
-    """Constant rows, whose roundings all point one way."""
+    """A mean over many clients is as accurate as over few.
+
+    All roundings of constant rows have the same direction.
+    """
     updates = torch.full((1, 67), 0.7, dtype=dtype).expand(n, -1)
     weight = torch.full((7 if form == "dense" else 2, n), 1 / n, dtype=F64)
     index = torch.arange(n).expand(2, n) if form.startswith("sparse") else None
-    if form == "sparse":  # a few rows named many times over
-        updates, index = updates[:50], index % 50
+    if form == "sparse":  # the index names a few rows many times
+        updates = updates[:50]
+        index = index % 50
     got = aggregate(updates, weight, index, torch.ones(67)).double() - 1
     assert float((got - float(updates[0, 0])).abs().max()) <= 2e-6
 
@@ -56,7 +62,10 @@ def test_the_error_does_not_grow_with_the_clients(n, form, dtype):
 @pytest.mark.parametrize("m", [96, 97, 192, 193, 300])
 @pytest.mark.parametrize("n", [128, 129, 257])
 def test_results_are_right_in_every_block(m, n, dtype):
-    """Results and rows are summed some at a time; integers, whose sums are exact."""
+    """Results are exact at every block size, for integers.
+
+    The kernels sum blocks of results and blocks of rows.
+    """
     updates = integers(m, -1, 2, n, 67).to(dtype)
     weight = integers(n, -1, 2, m, n).to(F64)
     got = aggregate(updates, weight)
@@ -77,24 +86,29 @@ def bits(narrow):
     "narrow, flush", [(F16, False), (torch.bfloat16, False), (F16, True)]
 )
 def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow, flush):
-    """Also where float32 subnormals count as zero, as a user may ask torch for:
-    float16's are normal numbers there, and the size of ordinary updates."""
+    """Conversions from and to 16-bit floats have torch's bits.
+
+    That holds also where the user asks torch to flush subnormals of float32 to zero.
+    Subnormals of float16 are normal numbers in float32, of the size of ordinary
+    updates.
+    """
     if flush and not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush subnormals")
     try:
-        every, one = bits(narrow), torch.ones(1, 1)
+        every = bits(narrow)
+        one = torch.ones(1, 1)
         identical(aggregate(every, one), every)
         ties = torch.tensor(
             [[0x1000], [0x8000], [0x0800], [-1], [1]], dtype=torch.int32
         )
         ties = every.float().view(torch.int32)[:, None] + ties
-        some = integers(0, -(2**31), 2**31, 1, 200_000).to(torch.int32)
-        wide = torch.cat([some, ties.reshape(1, -1)], 1).view(F32)
+        random_bits = integers(0, -(2**31), 2**31, 1, 200_000).to(torch.int32)
+        wide = torch.cat([random_bits, ties.reshape(1, -1)], 1).view(F32)
         wide = every.float() if flush else wide
         base = wide.to(narrow)
         identical(aggregate(torch.zeros_like(wide), one, base=base), base)
         identical(aggregate(wide, one, base=torch.zeros_like(base)), base)
-        # positive subnormals
+        # The positive subnormals of float16.
         small = bits(F16)[:, 2**15 + 1 : 2**15 + 0x400].contiguous()
         want = float(small.double().square().sum())
         assert float(ops.pairwise_sqdist(small, 0 * small)) == pytest.approx(
@@ -104,14 +118,15 @@ def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow, flush):
         torch.set_flush_denormal(False)
 
 
-# --- laws -------------------------------------------------------------------
+# --- properties -------------------------------------------------------------
 
 
 @isa
 @given(dtypes, st.sampled_from([2, 7, 20]), st.sampled_from(SIZES), st.integers(0, 99))
 def test_a_weight_of_one_copies_its_row(dtype, n, p, seed):
-    """To the last bit."""
-    rows, one = randn(seed, n, p, dtype=dtype), integers(seed, 0, n, 5, 1)
+    """A weight of one copies a row bit for bit."""
+    rows = randn(seed, n, p, dtype=dtype)
+    one = integers(seed, 0, n, 5, 1)
     assert torch.equal(aggregate(rows, torch.ones(5, 1), one), rows[one[:, 0]])
     assert torch.equal(aggregate(rows, torch.eye(n)), rows)
 
@@ -136,10 +151,12 @@ def test_a_row_that_is_not_finite_shows_where_it_counts_alone(dtype, bad):
 )
 @both_forms
 def test_a_column_has_the_same_bits_wherever_it_stands(m, n, p, sparse):
-    updates, base = randn(0, n, p, dtype=F32), randn(2, m, p, dtype=F32)
+    updates = randn(0, n, p, dtype=F32)
+    base = randn(2, m, p, dtype=F32)
     weight = randn(1, m, 5 if sparse else n, dtype=F32)
     index = integers(2, 0, n, m, 5) if sparse else None
-    want, out = aggregate(updates, weight, index, base), torch.empty(m, p)
+    want = aggregate(updates, weight, index, base)
+    out = torch.empty(m, p)
     assert torch.equal(aggregate(updates, weight, index, base, out=out), want)
     assert torch.equal(
         aggregate(updates[:, 77:], weight, index, base[:, 77:]), want[:, 77:]
@@ -147,7 +164,7 @@ def test_a_column_has_the_same_bits_wherever_it_stands(m, n, p, sparse):
 
 
 def test_gradients_of_float32_are_those_of_float64():
-    """Rounded once."""
+    """Gradients of float32 are those of float64, rounded once."""
 
     def gradients(dtype):
         shapes = (20, 67), (5, 20), (5, 67), (5, 67)
@@ -171,13 +188,17 @@ def test_gradients_of_float32_are_those_of_float64():
 @pytest.mark.parametrize("p, gap", [(65, 0), (71, 40), (80, 5), (300_007, 5)])
 @pytest.mark.parametrize("shift", [0, 1, 15])
 def test_large_results_leave_what_lies_between_their_rows(p, gap, shift, sparse):
-    """Results of megabytes are written in whole cache lines past the caches: the line
-    that a row ends in belongs to others, too. So where the base is the result itself.
+    """Large results do not overwrite the memory between their rows.
+
+    Results of megabytes are written in whole cache lines, past the caches. The last
+    cache line of a row may belong to other data too. The same holds where the base is
+    the result itself.
     """
     m = (8 << 20) // (4 * p) + 100 if p < 100 else 7
     home = torch.full((16 + m * (p + gap),), 7.0)
     out = home[shift : shift + m * (p + gap)].view(m, p + gap)[:, :p]
-    updates, base = randn(0, 5, p, dtype=F32), randn(4, p, dtype=F32)
+    updates = randn(0, 5, p, dtype=F32)
+    base = randn(4, p, dtype=F32)
     weight = randn(1, m, 2 if sparse else 5, dtype=F32)
     index = integers(2, 0, 5, m, 2) if sparse else None
     assert aggregate(updates, weight, index, base, 0.5, out=out) is out
@@ -190,7 +211,7 @@ def test_large_results_leave_what_lies_between_their_rows(p, gap, shift, sparse)
 
 
 HOME = torch.ones(6, 6)
-ARRAY = torch.ones(6, 6).numpy()  # each wrapping of which is a storage of its own
+ARRAY = torch.ones(6, 6).numpy()  # each from_numpy makes a new storage
 PAIR = torch.ones(2, 2)
 
 
@@ -218,7 +239,8 @@ def test_out_is_no_other_input(arguments):
 
 
 def test_out_may_be_other_rows_of_the_same_memory():
-    home, array = torch.ones(6, 6), np.ones((4, 7))
+    home = torch.ones(6, 6)
+    array = np.ones((4, 7))
     aggregate(home[2:4], PAIR, base=home[4], out=home[:2])
     assert torch.equal(home[:2], torch.full((2, 6), 3.0))
     tail = torch.from_numpy(array[2:])
@@ -226,7 +248,8 @@ def test_out_may_be_other_rows_of_the_same_memory():
         torch.ones(2, 7, dtype=F64), PAIR, base=tail, out=torch.from_numpy(array[2:])
     )
     assert torch.equal(tail, torch.full((2, 7), 3.0, dtype=F64))
-    grad, meta = torch.ones(2, 6, requires_grad=True), torch.empty(2, 6, device="meta")
+    grad = torch.ones(2, 6, requires_grad=True)
+    meta = torch.empty(2, 6, device="meta")
     with torch.no_grad():
         aggregate(grad, PAIR, out=torch.zeros(2, 6))
     assert aggregate(meta, PAIR.to("meta"), out=meta.clone()).is_meta

@@ -1,5 +1,8 @@
-"""What autograd and torch's transforms see of the ops: gradients to any order, version
-counters, forward mode, vmap, autocast, numbers that carry a gradient."""
+"""Autograd and torch's transforms of the ops.
+
+They are gradients of any order, version counters, forward mode, vmap, autocast, and
+numbers that require a gradient.
+"""
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ def mix(index=None):
 
 
 def listed(a, b=None, index=PADDED):
-    """Padding is infinitely far, whatever the rows."""
+    """Distances of listed pairs, with 0 for padding instead of infinity."""
     return ops.pairwise_sqdist(a, b, index).nan_to_num(posinf=0.0)
 
 
@@ -50,7 +53,7 @@ def drawn(name):
 def test_gradcheck(name):
     call, x = drawn(name)
     if name.startswith("rank1"):
-        # a factor that is off, which its lambda's gradient may turn on
+        # An inactive factor: the gradient of its lam is not zero.
         x[2][..., 2] = 0
     x = [t.requires_grad_() for t in x]
     assert torch.autograd.gradcheck(call, x) and torch.autograd.gradgradcheck(call, x)
@@ -58,8 +61,10 @@ def test_gradcheck(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_forward_mode(name):
-    """A tangent is the derivative along it, as finite differences have it; under
-    vmap, too."""
+    """Tangents are the directional derivatives by finite differences.
+
+    That holds under vmap too.
+    """
     call, x = drawn(name)
     inputs = [t.clone().requires_grad_() for t in x]
     assert torch.autograd.gradcheck(
@@ -72,8 +77,10 @@ def test_forward_mode(name):
 
 
 def test_writing_in_place_is_seen_by_autograd():
-    """A product that has saved a tensor notices that an op changes it; forward mode
-    refuses."""
+    """Backward raises where an op changed a saved tensor.
+
+    Forward mode refuses to write in place.
+    """
     w, buffer, grads, out = (randn(k, 2, 15) for k in range(4))
     for changed, call in (
         (w, lambda: ops.sgd_step_(w, grads, 0.1)),
@@ -91,8 +98,12 @@ def test_writing_in_place_is_seen_by_autograd():
 
 
 def test_a_learning_rate_is_no_tensor():
-    """Its gradient would come back without one."""
-    w, lr = torch.ones(2, 3), torch.tensor(0.1, requires_grad=True)
+    """A learning rate that requires a gradient is refused.
+
+    The op gives no gradient for it.
+    """
+    w = torch.ones(2, 3)
+    lr = torch.tensor(0.1, requires_grad=True)
     with refuses("aggregate", "lr", TypeError):
         ops.aggregate(w, w[:1, :2], lr=lr)
     with refuses("sgd_step_", "lr", TypeError):
@@ -106,15 +117,21 @@ def test_weights_are_constants():
 
 
 def test_vmap_over_index_and_target():
-    """Values that vmap holds cannot be looked at, nor need they."""
-    updates, weight, index = randn(1, 4, 7), randn(2, 3, 2), integers(3, 0, 4, 5, 3, 2)
-    d, target = randn(4, 5, 6).abs(), torch.tensor([0, 3, 5, 1, 2])
-    for call, given in (
+    """Under vmap, an op may map over an index and over targets.
+
+    The values of mapped tensors cannot be read, so they are not checked.
+    """
+    updates = randn(1, 4, 7)
+    weight = randn(2, 3, 2)
+    index = integers(3, 0, 4, 5, 3, 2)
+    d = randn(4, 5, 6).abs()
+    target = torch.tensor([0, 3, 5, 1, 2])
+    for call, arguments in (
         (lambda i: ops.aggregate(updates, weight, i), [index]),
         (lambda row, t: ops.waffle_weights(row, t, 0.5), [d, target]),
     ):
-        want = torch.stack([call(*one) for one in zip(*given, strict=True)])
-        assert torch.equal(torch.vmap(call)(*given), want)
+        want = torch.stack([call(*one) for one in zip(*arguments, strict=True)])
+        assert torch.equal(torch.vmap(call)(*arguments), want)
 
 
 def test_autocast():
@@ -122,7 +139,7 @@ def test_autocast():
         randn(k, *s).float() for k, s in enumerate([(5, 4), (3, 6), (6,), (6, 4)])
     )
     with torch.autocast("cpu", torch.bfloat16):
-        # bfloat16 meets float32
+        # A bfloat16 input meets float32 factors.
         got = ops.rank1_linear(
             torch.nn.functional.linear(x, torch.eye(4)), w_a, lam, w_b
         )
@@ -133,7 +150,8 @@ def test_autocast():
 
 
 def test_references_are_called_as_their_ops():
-    a, b = torch.randn(4, 7, dtype=F64), torch.randn(3, 7, dtype=F64)
+    a = torch.randn(4, 7, dtype=F64)
+    b = torch.randn(3, 7, dtype=F64)
     weight = torch.rand(2, 4, dtype=F64)
     for got, want in (
         (reference.pairwise_sqdist(a), ops.pairwise_sqdist(a)),
@@ -154,7 +172,7 @@ def test_weights_have_no_gradient_and_a_distance_of_zero_has_none():
     assert not ops.waffle_weights(square[0], 0, 1.0).requires_grad
     (lost,) = torch.autograd.grad(square.sqrt().sum(), a, retain_graph=True)
     assert lost.isnan().all()
-    away = ~torch.eye(4, dtype=torch.bool)  # the zeros are masked before the root
+    away = ~torch.eye(4, dtype=torch.bool)  # the root has no gradient at 0
     (grad,) = torch.autograd.grad(square[away].sqrt().sum(), a)
     (want,) = torch.autograd.grad(2 * torch.pdist(a).sum(), a)
     torch.testing.assert_close(grad, want)

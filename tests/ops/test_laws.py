@@ -1,5 +1,7 @@
-"""Every op on drawn inputs, on every path of the kernels and by the references; the
-same bits for any number of threads; what it refuses."""
+"""Properties of every op on drawn inputs, and errors of bad input.
+
+The ops run on every path of the kernels and on the references.
+"""
 
 import inspect
 
@@ -27,12 +29,15 @@ def test_definition(law, dtype, data):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.unless(  # torch chooses the order of its products
+@pytest.mark.unless(  # torch chooses the order of a product's sums
     lambda isa, name: isa == "references" and name.startswith(("aggregate", "rank1"))
 )
 def test_threads_change_no_bit(isa, name, dtype):
-    """Large enough that all of them work, and a result that is written past the
-    caches."""
+    """Results have the same bits for any number of threads.
+
+    The inputs are large enough to occupy all threads, and the result is written past
+    the caches.
+    """
     columns = 10_007 if isa == "references" else 120_011
     call, inputs = laws.calls(
         ops, torch.ops.pflcore.rank1_linear_backward, columns, dtype
@@ -49,9 +54,12 @@ def z(*shape, dtype=F32, **on):
     return torch.zeros(shape, dtype=dtype, **on)
 
 
-INT, META = torch.int64, {"device": "meta"}
-W, ROWS, MIX = z(2, 3), z(4, 3), {"updates": z(3, 5), "weight": torch.ones(2, 3)}
-GOOD = {  # what is right, of each op
+INT = torch.int64
+META = {"device": "meta"}
+W = z(2, 3)
+ROWS = z(4, 3)
+MIX = {"updates": z(3, 5), "weight": torch.ones(2, 3)}
+GOOD = {  # valid arguments of each op
     ops.pairwise_sqdist: {"a": z(2, 3), "b": z(4, 3)},
     ops.aggregate: MIX,
     ops.waffle_weights: {"dist": z(3), "target": 0, "omega": 0.5},
@@ -68,7 +76,7 @@ TENSOR = ["text", ["a"], 3]
 FLOATS = [*TENSOR, ROWS.long(), ROWS.to(torch.complex64), ROWS.to_sparse()]
 MATRIX = [*FLOATS, ROWS[0], ROWS[None]]
 NUMBER = ["text", ["a"], ROWS]
-# what is wrong for every op that has such an argument
+# Values that are wrong for every op with an argument of this name.
 JUNK = {
     **dict.fromkeys(
         ("a", "columns", "rows", "sqdist", "updates", "w", "w_a", "w_b"), MATRIX
@@ -84,7 +92,7 @@ JUNK = {
     "index": ["text", 3, ROWS, torch.full((3, 2), 99), z(3, dtype=INT)],
     "weight": [*MATRIX, torch.ones(4, 7)],
 }
-# and for one, by the argument that the sentence names
+# Values that are wrong for one op, by the argument that the error message names.
 TYPES = {
     ops.pairwise_sqdist: {"b": [z(2, 3, dtype=F16)], "index": [z(2, 1)]},
     ops.aggregate: {
@@ -142,7 +150,7 @@ VALUES = {
     distributed.pairwise_sqdist: {"b": [z(4, 2)]},
     distributed.aggregate: {"index": [torch.full((2, 3), -1)]},
 }
-SEVERAL = [  # wrong beside one another
+SEVERAL = [  # arguments that do not fit each other
     (ops.aggregate, "out", {"out": z(2, 5), "base": z(5, dtype=F64)}),
     (ops.waffle_weights, "target", {"dist": z(2, 3), "target": torch.tensor([0, 3])}),
     (ops.rank1_linear, "w_b", {"x": z(5, 8)}),
@@ -156,8 +164,10 @@ SEVERAL = [  # wrong beside one another
 
 @pytest.mark.parametrize("op", GOOD)
 def test_bad_input(op):
-    """One sentence that names the op and the argument, of the kind that Python knows
-    for it."""
+    """Bad input raises TypeError or ValueError with the op and the argument.
+
+    The message is one sentence.
+    """
     tried = [
         (kind, name, {name: value})
         for kind, table in ((TypeError, TYPES), (ValueError, VALUES))

@@ -1,4 +1,4 @@
-"""nearest: it is what all pairs give, bit for bit, whatever the data."""
+"""`nearest` has the bits of all pairs' distances, for any data."""
 
 import hypothesis.strategies as st
 import pytest
@@ -14,8 +14,10 @@ METHODS = ("exact", "groups")
 
 
 def check(guide, rows, k, method, **how):
-    """The k nearest by all distances: NaN is infinitely far, of equals the lower
-    index."""
+    """Asserts that the k nearest are those by all distances.
+
+    NaN is infinitely far. Of equal distances the lower index comes first.
+    """
     d = pairwise_sqdist(guide, rows)
     index = feddwa_weights(d, k).index
     got = nearest(guide, rows, k, method, **how)
@@ -24,18 +26,25 @@ def check(guide, rows, k, method, **how):
 
 @st.composite
 def data(draw):
-    """Clusters with noise of any size, duplicates, zeros, constant rows, rows that are
-    not finite; few columns and many."""
-    p, n, m = draw(of(1, 2, 7, 67)), draw(st.integers(1, 40)), draw(st.integers(0, 9))
-    seed, groups = draw(st.integers(0, 999)), draw(st.integers(1, 9))
-    own, some = integers(seed, 0, groups, n + m), integers(seed + 2, 0, 10, 2, n + m)
+    """Strategy for two matrices of rows in clusters.
+
+    There is noise of any size, and there are duplicates, zeros, constant rows, rows
+    that are not finite, few columns and many.
+    """
+    p = draw(of(1, 2, 7, 67))
+    n = draw(st.integers(1, 40))
+    m = draw(st.integers(0, 9))
+    seed = draw(st.integers(0, 999))
+    groups = draw(st.integers(1, 9))
+    cluster = integers(seed, 0, groups, n + m)
+    kinds = integers(seed + 2, 0, 10, 2, n + m)
     noise = draw(of(0.0, 1e-7, 1e-3, 1.0)) * randn(seed + 1, n + m, p)
-    every = draw(of(1e-30, 1e-3, 1.0, 1e4)) * (randn(seed, groups, p)[own] + noise)
+    every = draw(of(1e-30, 1e-3, 1.0, 1e4)) * (randn(seed, groups, p)[cluster] + noise)
     if draw(st.booleans()):
-        every = every.round(decimals=1)  # ties
-    every[some[0] < draw(of(0, 5))] = 0.0
+        every = every.round(decimals=1)  # makes ties
+    every[kinds[0] < draw(of(0, 5))] = 0.0
     if draw(of(False, False, True)):
-        every[some[1] < 2, 0] = draw(of(torch.nan, torch.inf, 1e200))
+        every[kinds[1] < 2, 0] = draw(of(torch.nan, torch.inf, 1e200))
     every = every.to(draw(of(F32, F32, F64, BF16, F16)))
     place = draw(of("contiguous", "wide rows", "transposed"))
     return lay(every[n:], place), lay(every[:n], place)
@@ -62,8 +71,11 @@ def test_clusters_one_cluster_none_and_duplicates(how, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_group_that_only_just_holds_a_nearer_row_is_looked_into(method):
-    """On a line the bound by pivots (here 0 and 10) is the distance: 5.78 is nearer to
-    4.9 than the 4 of its own group."""
+    """A group whose bound is just below the best distance is searched.
+
+    On a line, the bound by pivots (here 0 and 10) is the distance itself. 5.78 is
+    nearer to 4.9 than 4, the nearest row of its own group.
+    """
     rows = torch.tensor([0, 1, 2, 3, 4, 10, 5.78], dtype=F64)[:, None]
     got = nearest(torch.tensor([[4.9]], dtype=F64), rows, 1, method, pivots=2)
     assert got.index.item() == 6
@@ -71,7 +83,9 @@ def test_a_group_that_only_just_holds_a_nearer_row_is_looked_into(method):
 
 @pytest.mark.parametrize("scale", [1e-170, 1e160])
 def test_underflow_and_overflow_prove_nothing(scale):
-    """Squares that float64 cannot hold: distances of 0 and infinity that are
-    neither."""
+    """Squares outside the range of float64 exclude no group.
+
+    Such distances are computed as 0 or infinity, but are neither.
+    """
     rows = scale * (randn(1, 30, 3) + 1)
     check(rows, rows - scale, 4, "groups")

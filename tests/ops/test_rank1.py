@@ -1,5 +1,7 @@
-"""rank1_linear: factors that are off, leading axes that broadcast, vmap, second
-derivatives."""
+"""Tests of `rank1_linear`.
+
+They cover inactive factors, leading axes that broadcast, vmap and second derivatives.
+"""
 
 import itertools
 
@@ -34,7 +36,10 @@ def test_several_leading_axes_broadcast(leads):
 
 
 def test_one_sample_no_samples_and_no_clients():
-    """What nobody uses gets a gradient of 0, not whatever lay in memory."""
+    """Unused inputs get a gradient of 0.
+
+    Their gradient must not be the content of uninitialized memory.
+    """
     x, *others = factors(1, 7, 6, 3)
     assert torch.equal(rank1_linear(x[0], *others), rank1_linear(x, *others)[0])
     args = factors(5, 300, 100, 200, F32, ((), (), (0,), ()))
@@ -48,15 +53,17 @@ def test_one_sample_no_samples_and_no_clients():
 
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_a_factor_that_is_off_may_hold_anything(isa, dtype):
-    """Its values do not count: not in the result, nor does one side of it in the other
-    side's gradient or the input's; where lam needs no gradient, a kernel does not touch
-    it."""
+    """The values of an inactive factor change neither result nor gradients.
+
+    One side of such a factor does not enter the gradient of the other side or of the
+    input. Where lam needs no gradient, a kernel does not read the factor at all.
+    """
     args = factors(5, 9, 6, 7, dtype)
     args[2][2] = args[2][5] = 0
     grad = randn(8, 5, 7, dtype=dtype)
     backward = torch.ops.pflcore.rank1_linear_backward
 
-    @torch.no_grad()  # where it is differentiated once more, lam's derivative is wanted
+    @torch.no_grad()  # second derivatives would need lam's gradient
     def all_of(call, t, lam_too):
         return [call(*t), *backward(grad, *t, True, True, lam_too, True)]
 
@@ -72,10 +79,8 @@ def test_a_factor_that_is_off_may_hold_anything(isa, dtype):
         on = args[2] != 0
         assert torch.equal(got[3][on], want[3][on]) and not bool(got[3][2].isfinite())
         assert_close(reference.rank1_linear(*broken), want[0])
-        got, fewer = (
-            all_of(rank1_linear, broken, False),
-            all_of(rank1_linear, args, False),
-        )
+        got = all_of(rank1_linear, broken, False)
+        fewer = all_of(rank1_linear, args, False)
         equal = [torch.equal(g, w) for g, w in zip(got, fewer, strict=True)]
         assert all(equal) or isa == "references"
 
@@ -103,9 +108,7 @@ def test_vmap_forward_and_backward(axes):
 
 
 def test_vmap_in_vmap():
-    args, axes = (
-        factors(5, 7, 6, 3, F64, ((2, 4), (), (2, 4), ()), 0.6),
-        (0, None, 0, None),
-    )
+    args = factors(5, 7, 6, 3, F64, ((2, 4), (), (2, 4), ()), 0.6)
+    axes = (0, None, 0, None)
     twice = torch.vmap(torch.vmap(rank1_linear, in_dims=axes), in_dims=axes)
     assert_close(twice(*args), dense(*args), rtol=1e-12, atol=1e-12)

@@ -1,4 +1,4 @@
-"""The ops under torch.compile, and what the package says about what runs them."""
+"""The ops under torch.compile, and the report of the backend."""
 
 import os
 
@@ -24,7 +24,7 @@ def server_step(guide, model, out):
 
 
 def local_step(w, grad, mu):
-    """In place, with a pull of each client's own."""
+    """A step in place, with a proximal weight for each client."""
     buffer = torch.ones_like(w)
     ops.sgd_step_(
         w, grad, 0.1, momentum=0.9, buffer=buffer, mu=mu, anchor=torch.zeros_like(w)
@@ -35,10 +35,13 @@ def local_step(w, grad, mu):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.deep("torch.compile")
 def test_compile(dynamic):
-    how = {"fullgraph": True, "dynamic": dynamic, "backend": "aot_eager"}
-    server, local = (torch.compile(step, **how) for step in (server_step, local_step))
+    options = {"fullgraph": True, "dynamic": dynamic, "backend": "aot_eager"}
+    server, local = (
+        torch.compile(step, **options) for step in (server_step, local_step)
+    )
     for n in (6, 9):
-        guide, model = randn(1, n, 40).float(), randn(2, n, 40).float()
+        guide = randn(1, n, 40).float()
+        model = randn(2, n, 40).float()
         for step, compiled, last in (
             (server_step, server, torch.empty_like(model)),
             (local_step, local, torch.full((n,), 0.5)),
@@ -73,8 +76,12 @@ def test_compile_with_the_default_backend():
 
 def test_backend_says_what_runs():
     backend = pflcore.backend()
-    said = (backend.kernels, backend.threads, backend.torch)
-    assert said == (backend.isa is not None, torch.get_num_threads(), torch.__version__)
+    reported = (backend.kernels, backend.threads, backend.torch)
+    assert reported == (
+        backend.isa is not None,
+        torch.get_num_threads(),
+        torch.__version__,
+    )
     assert str(backend).startswith("kernels (" if backend.kernels else "references, ")
     assert "\n" not in str(backend) and backend.why
 

@@ -1,4 +1,4 @@
-"""sgd_step_: rows that are shared; which memory it may have."""
+"""Tests of `sgd_step_`: shared rows, and memory that overlaps."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from pflcore import ops
 
 def test_shared_rows_are_read():
     """An expanded anchor or shift is one row for all clients."""
-    w, one = torch.zeros(4, 50), torch.ones(1, 50).expand(4, 50)
+    w = torch.zeros(4, 50)
+    one = torch.ones(1, 50).expand(4, 50)
     ops.sgd_step_(w, torch.zeros(4, 50), 1.0, shift=one, mu=1.0, anchor=2 * one)
     assert (w == 1).all()  # 0 - (1 + (0 - 2))
 
@@ -18,13 +19,17 @@ def test_shared_rows_are_read():
 @pytest.mark.parametrize("gap", [0, 3])
 @pytest.mark.parametrize("columns", [16_384, 16_385, 40_001])
 def test_long_rows_take_the_step_of_each_part(columns, gap):
-    """Rows are walked in strips; with gaps between them each by itself."""
+    """A long row takes the same step as its parts.
+
+    Rows are processed in strips. Rows with gaps between them are processed one by one.
+    """
     w, grad, shift, anchor, buffer = (
         randn(k, 3, columns + gap)[:, :columns] for k in range(5)
     )
     mu = torch.tensor([0.1, 0.5, 2.0], dtype=torch.float64)
     parts = [slice(0, 7), slice(7, 16_390), slice(16_390, None)]
-    want, after = w.clone(), buffer.clone()
+    want = w.clone()
+    after = buffer.clone()
     for i in range(3):
         for part in parts:
             rows = [one[i : i + 1, part] for one in (want, grad, shift, anchor, after)]
@@ -43,7 +48,10 @@ def test_long_rows_take_the_step_of_each_part(columns, gap):
 
 @pytest.mark.parametrize("name", ["grad", "shift", "mask", "anchor", "mu", "buffer"])
 def test_memory_that_meets_is_refused(name):
-    """A part of w, or of the buffer, that moves while it is read."""
+    """Inputs that overlap w or the buffer are refused.
+
+    Their values would change while the op reads them.
+    """
     home = randn(0, 7, 9)
 
     def step(first, buffer, refused):

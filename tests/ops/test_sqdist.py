@@ -1,7 +1,7 @@
-"""Tests of `pairwise_sqdist`: accuracy, bits that do not depend on the other rows, and
-gradients.
+"""Tests of `pairwise_sqdist`: accuracy, bits and gradients.
 
-`isa` runs a test on every instruction set that the machine has.
+The bits of a distance do not depend on the other rows. `isa` runs a test on every
+instruction set that the machine has.
 """
 
 import pytest
@@ -22,8 +22,11 @@ every_dtype = pytest.mark.parametrize("dtype", FLOATS)
 @isa
 @every_dtype
 def test_constant_rows(dtype):
-    """Equal addends, whose rounding errors do not cancel."""
-    columns = 1_000_003  # a prime number: no block size divides it
+    """Distances of constant rows are accurate.
+
+    The rounding errors of equal addends do not cancel.
+    """
+    columns = 1_000_003  # prime: no block size divides it
     levels = torch.tensor([1.0, 1.1, 0.1, 1 / 3, -0.7], dtype=F64).to(dtype)[:, None]
     rows = levels.expand(-1, columns).contiguous()
 
@@ -48,8 +51,10 @@ def test_constant_rows_against_zero(columns):
 @pytest.mark.parametrize("n, columns", [(2, 60_000), (9, 60_000), (70, 9_000)])
 @pytest.mark.parametrize("part", [slice(None), slice(-300, None), slice(300)])
 def test_underflowing_squares(n, columns, part):
-    """Where squares underflow in float32, a kernel sums the whole row in float64,
-    wherever those columns stand."""
+    """Distances are accurate where squares underflow in float32.
+
+    A kernel then sums the whole row in float64, wherever those columns stand.
+    """
     rows = torch.zeros(n, columns)
     rows[:, part] = randn(0, n, columns, dtype=F32)[:, part] * 1e-22
 
@@ -58,7 +63,10 @@ def test_underflowing_squares(n, columns, part):
 
 @isa
 def test_denormal_squares():
-    """1e-41 has three digits in float32, although the sum of many is not small."""
+    """Distances are accurate where squares are subnormal.
+
+    1e-41 has three digits in float32, although the sum of many such squares is normal.
+    """
     values = torch.tensor([0, 3.3e-21, 6.1e-21])[:, None]
 
     assert_tiny_distances(values.expand(-1, 300_000))
@@ -85,8 +93,10 @@ every_shape = pytest.mark.parametrize("m, n, columns, pairs", SHAPES)
 
 
 def matrices(m, n, columns, dtype):
-    """Two matrices. Some rows are close to each other, and some are so small that
-    their squares underflow."""
+    """Two matrices with close rows and tiny rows.
+
+    Some rows are close to each other. The squares of the tiny rows underflow.
+    """
     a = randn(1, m, columns, dtype=dtype)
     b = randn(2, n, columns, dtype=dtype)
     if dtype is not F16:
@@ -151,7 +161,10 @@ def test_swapped_matrices_give_the_transpose(dtype, m, n, columns, pairs):
 @every_dtype
 @every_shape
 def test_one_matrix_has_the_bits_of_two(dtype, m, n, columns, pairs):
-    """Except for the diagonal, which is 0 without computing it."""
+    """Distances within one matrix have the bits of two equal matrices.
+
+    The diagonal is an exception: it is 0 without being computed.
+    """
     a, _ = matrices(m, n, columns, dtype)
     off_diagonal = ~torch.eye(m, dtype=torch.bool)
 
@@ -165,7 +178,10 @@ def test_one_matrix_has_the_bits_of_two(dtype, m, n, columns, pairs):
 @every_dtype
 @every_shape
 def test_listed_pairs_have_the_bits_of_the_matrix(dtype, m, n, columns, pairs):
-    """Also in lists longer than the kernel's window."""
+    """Listed pairs have the bits of the matrix.
+
+    Some lists are longer than the kernel's window.
+    """
     a, b = matrices(m, n, columns, dtype)
     index = integers(3, -1, n, m, pairs)
 
@@ -201,7 +217,10 @@ def test_non_finite_row_changes_no_other_distance(dtype, bad, columns):
 @every_dtype
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_non_finite_row_is_not_at_zero_from_itself(dtype, bad):
-    """Inf - Inf is NaN, and with `b` the op cannot know that this is the diagonal."""
+    """With `b`, a non-finite row has a NaN distance from itself.
+
+    Inf - Inf is NaN, and with `b` the op cannot know that this is the diagonal.
+    """
     rows = randn(2, 7, 67, dtype=dtype)
     rows[3, 33] = bad
 
@@ -214,8 +233,11 @@ def test_non_finite_row_is_not_at_zero_from_itself(dtype, bad):
 
 
 def test_gradient_of_close_rows():
-    """2 (a_i - b_j) must not be a difference of two products: float32 would lose all
-    digits."""
+    """The gradient of close rows is accurate.
+
+    2 (a_i - b_j) must not be computed as a difference of two products, because float32
+    would lose all digits.
+    """
     rows = (1.0 + 1e-4 * randn(1, 4, 67)).float().requires_grad_()
 
     (got,) = torch.autograd.grad(pairwise_sqdist(rows).sum(), rows)
@@ -247,7 +269,7 @@ def test_gradient_ignores_bad_rows_outside_the_loss(bad):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("by_index", [False, True])
 def test_gradient_of_one_pair(bad, by_index):
-    """Padding and pairs that are not listed add nothing."""
+    """Padding and unlisted pairs add nothing to a gradient."""
     rows = bad_rows(bad)
     index = torch.tensor([[2, 0], [-1, -1], [0, -1]])
     if by_index:

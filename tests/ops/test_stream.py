@@ -1,4 +1,4 @@
-"""Rows from files and maps: what comes out has the bits of the same ops in memory."""
+"""Rows in files give the same bits as rows in memory."""
 
 import numpy as np
 import pytest
@@ -15,15 +15,17 @@ KERNELS = pflcore.backend().kernels
 
 
 def mapped(t, folder, name="rows", mode="r"):
-    """The same rows in a file."""
+    """The same rows as a map of a file."""
     path = folder / f"{name}.npy"
     np.save(path, t.numpy())
     return np.load(path, mmap_mode=mode)
 
 
 def same(got, want):
-    """To the last bit; the references sum all rows in one product, whose order torch
-    chooses: to the rounding of so long a sum."""
+    """Asserts equal bits, or equality up to rounding on the references.
+
+    The references sum all rows in one product, and torch chooses the order of its sums.
+    """
     assert got.dtype == want.dtype and got.shape == want.shape
     atol = 32 * torch.finfo(want.dtype).eps * float(want.abs().max())
     assert (
@@ -35,15 +37,19 @@ def same(got, want):
 
 @pytest.fixture
 def few_bytes(monkeypatch):
-    """Blocks of five rows of 67 float32 numbers."""
+    """Makes blocks hold five rows of 67 float32 numbers."""
     monkeypatch.setattr(stream, "BLOCK_BYTES", 5 * 67 * 4)
 
 
 @pytest.mark.usefixtures("few_bytes")
 @pytest.mark.parametrize("dtype", [F32, F64, F16])
 def test_distances(tmp_path, recwarn, dtype):
-    """A map that was opened for reading is not written and warns of nothing."""
-    a, b = randn(1, 23, 67, dtype=dtype), randn(2, 11, 67, dtype=dtype)
+    """Distances of mapped rows have the bits of rows in memory.
+
+    A read-only map is not written, and reading it does not warn.
+    """
+    a = randn(1, 23, 67, dtype=dtype)
+    b = randn(2, 11, 67, dtype=dtype)
     files = mapped(a, tmp_path), mapped(b, tmp_path, "b")
     got = stream.pairwise_sqdist(*files)
     assert torch.equal(got, pairwise_sqdist(a, b))
@@ -60,20 +66,27 @@ def test_distances(tmp_path, recwarn, dtype):
     "dtype, precise", [(F32, False), (F32, True), (F16, False), (F64, False)]
 )
 def test_dense_mixtures(tmp_path, n, dtype, precise):
-    rows, weight = randn(1, n, 67, dtype=dtype), randn(4, 3, n).abs()
+    rows = randn(1, n, 67, dtype=dtype)
+    weight = randn(4, 3, n).abs()
     for base in (None, randn(2, 67, dtype=F32), randn(3, 3, 67, dtype=dtype)):
-        how = {"base": base, "lr": 0.7, "precise": precise}
-        want = aggregate(rows, weight, **how)
-        same(stream.aggregate(mapped(rows, tmp_path), weight, **how), want)
+        options = {"base": base, "lr": 0.7, "precise": precise}
+        want = aggregate(rows, weight, **options)
+        same(stream.aggregate(mapped(rows, tmp_path), weight, **options), want)
 
 
 @pytest.mark.usefixtures("few_bytes")
 def test_mixtures_by_index(tmp_path):
-    """What has no weight is not read; a weight that is small in its own dtype
-    counts."""
-    rows, index = randn(1, 40, 67, dtype=F32), integers(0, 0, 40, 9, 4)
+    """Mixtures by index of mapped rows have the same bits.
+
+    Rows with weight 0 are not read. A weight counts also where its product with lr is
+    too small for the weight's own dtype.
+    """
+    rows = randn(1, 40, 67, dtype=F32)
+    index = integers(0, 0, 40, 9, 4)
     weight = randn(4, 9, 4).abs()
-    weight[2], weight[4, 2], weight[:, 1] = 0, -0.7, 0
+    weight[2] = 0
+    weight[4, 2] = -0.7
+    weight[:, 1] = 0
     rows[index[3, 1]] = torch.nan
     file = mapped(rows, tmp_path)
     for base in (None, randn(2, 67, dtype=F32), randn(3, 9, 67, dtype=F64)):
@@ -83,7 +96,8 @@ def test_mixtures_by_index(tmp_path):
     assert stream.aggregate(file, weight, index, out=out) is out
     written = torch.from_numpy(np.load(tmp_path / "out.npy"))
     identical(written, aggregate(rows, weight, index))
-    rows, small = randn(1, 4, 67, dtype=F32), torch.tensor([[3e-3, 1.0]], dtype=F16)
+    rows = randn(1, 4, 67, dtype=F32)
+    small = torch.tensor([[3e-3, 1.0]], dtype=F16)
     index = torch.tensor([[2, 1]])
     got = stream.aggregate(rows, small, index, lr=5e-6)
     assert torch.equal(got, aggregate(rows, small, index, lr=5e-6))
@@ -101,7 +115,8 @@ def test_models_in_safetensors_files(tmp_path):
         saved(i, {"b": row[6:], "a.w": row[:6].view(3, 2), "steps": torch.tensor(i)})
         for i, row in enumerate(rows)
     ]
-    files, weight = stream.Files(paths), torch.full((1, 6), 1 / 6)
+    files = stream.Files(paths)
+    weight = torch.full((1, 6), 1 / 6)
     assert files.keys == ["a.w", "b"] and files.shape == (6, 10)
     assert torch.equal(files[1:4], rows[1:4]) and files[2:2].shape == (0, 10)
     assert torch.equal(stream.pairwise_sqdist(files), pairwise_sqdist(rows))
@@ -122,7 +137,8 @@ def test_models_in_safetensors_files(tmp_path):
             stream.Files(bad)[0:2]
 
 
-ROWS, WEIGHT = randn(1, 5, 7, dtype=F32), torch.ones(1, 5)
+ROWS = randn(1, 5, 7, dtype=F32)
+WEIGHT = torch.ones(1, 5)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +146,7 @@ ROWS, WEIGHT = randn(1, 5, 7, dtype=F32), torch.ones(1, 5)
     [
         ("weight", (np.zeros((4, 7), np.float32), WEIGHT)),
         ("index", (ROWS, WEIGHT, torch.full((1, 5), 5))),
-        # of many rows, too
+        # Many rows: more than one block.
         ("base", (randn(1, 200, 5), torch.ones(2, 200), None, torch.ones(4))),
         ("base", (randn(1, 200, 5), torch.ones(2, 200), None, torch.ones(1, 5))),
     ],
@@ -158,8 +174,10 @@ def test_rows_of_any_memory():
 
 
 def test_a_result_that_does_not_fit_is_refused_and_nothing_is_written():
-    rows, index = randn(1, 200, 7, dtype=F32), integers(0, 0, 200, 200, 3)
-    before, whole = rows.clone(), torch.ones(200, 200)
+    rows = randn(1, 200, 7, dtype=F32)
+    index = integers(0, 0, 200, 200, 3)
+    before = rows.clone()
+    whole = torch.ones(200, 200)
     for out in (
         np.zeros((3, 7), np.float32),
         np.zeros((200, 7), np.int64),
@@ -195,7 +213,8 @@ SAME = {
 @pytest.mark.parametrize("out", [n for n in SAME if n != "rows backwards"])
 @pytest.mark.unless(lambda updates, out: (updates == "a tensor") != (out == "a tensor"))
 def test_a_result_in_the_memory_of_the_updates_is_refused(models, updates, out):
-    rows, target = SAME[updates](models), SAME[out](models)
+    rows = SAME[updates](models)
+    target = SAME[out](models)
     with pytest.raises(
         ValueError, match=r"^aggregate\(out\): expected memory of its own, .* updates"
     ):
@@ -203,7 +222,8 @@ def test_a_result_in_the_memory_of_the_updates_is_refused(models, updates, out):
 
 
 def test_the_base_may_be_the_result_and_other_rows_are_memory_of_their_own(models):
-    updates, out = randn(1, 6, 5, dtype=F32), models[:6]
+    updates = randn(1, 6, 5, dtype=F32)
+    out = models[:6]
     base = torch.from_numpy(out)
     want = aggregate(updates, HALF, INDEX, base.clone())
     stream.aggregate(updates, HALF, INDEX, base=base, out=out)

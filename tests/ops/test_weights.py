@@ -1,5 +1,7 @@
-"""waffle_weights and feddwa_weights: golden values, the printed formulas, laws and
-edge cases."""
+"""Tests of `waffle_weights` and `feddwa_weights`.
+
+They cover golden values, the printed formulas, properties and edge cases.
+"""
 
 import math
 
@@ -24,7 +26,7 @@ def f64(values):
 
 
 def near(got, want, digits=1.1e-10):
-    """Golden values have ten digits."""
+    """Asserts equality up to the ten digits of golden values."""
     torch.testing.assert_close(got, f64(want), rtol=0, atol=digits)
 
 
@@ -38,10 +40,14 @@ distances = st.one_of(  # spread over magnitudes, or close together
 
 
 def printed(d, target, omega, psi, line6=True):
-    """Algorithm 1 as printed (line 6), or the paper's equation (3), which differs above
-    omega = 1."""
+    """The weights of Algorithm 1 as printed, or of equation (3).
+
+    `line6` selects the algorithm's line 6. The equation differs from it above omega =
+    1.
+    """
     others = torch.cat([d[:target], d[target + 1 :]])
-    high, low = others.max(), others.min()
+    high = others.max()
+    low = others.min()
     star = low * (1 - (high - low) / high * (1 - omega))
     d = d.clone()
     d[target] = star
@@ -70,7 +76,7 @@ def test_waffle_is_the_printed_formula(d, omega, psi, data):
     assume((others.max() - others.min()) / others.max() >= 1e-3)
     psi = omega if omega > 1 or psi is None else psi
     got = waffle_weights(d, target, omega, psi)
-    for line6 in (True, False)[: 2 if omega <= 1 else 1]:  # the same for omega <= 1
+    for line6 in (True, False)[: 2 if omega <= 1 else 1]:  # both agree for omega <= 1
         want = printed(d, target, omega, psi, line6)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
 
@@ -88,15 +94,19 @@ def test_waffle_is_the_printed_formula(d, omega, psi, data):
     st.data(),
 )
 def test_waffle_laws(d, omega, power, data):
-    """The absent have nothing and change nothing, nor do scale and order, nor the
-    target's own distance."""
-    d, n = f64(d), len(d)
+    """WAFFLe's weights have the properties of the method.
+
+    Absent clients get no weight and change none. Scale, order and the target's own
+    distance change no weight.
+    """
+    n = len(d)
+    d = f64(d)
     target = data.draw(st.integers(0, n - 1))
     a = waffle_weights(d, target, omega)
     assert bool((a >= 0).all()) and bool((a <= a[target]).all())
     assert_close(a.sum(), ONE, "weights")
-    mine = torch.arange(n) == target
-    here = d.isfinite() | mine
+    is_target = torch.arange(n) == target
+    here = d.isfinite() | is_target
     assert not a[~here].any()
     goal = int(here[:target].sum())
     assert_close(a[here], waffle_weights(d[here], goal, omega), "weights", size=ONE)
@@ -111,8 +121,9 @@ def test_waffle_laws(d, omega, power, data):
 
 @pytest.mark.parametrize("omega", [0.9, 0.5, 0.2, 1.0, 1.5])
 def test_waffle_ties(omega):
-    """Rounding noise is one, too."""
-    d, even = torch.full((7,), 3.0, dtype=F64), torch.full((7,), 1 / 7, dtype=F64)
+    """Distances that differ by rounding noise count as equal."""
+    d = torch.full((7,), 3.0, dtype=F64)
+    even = torch.full((7,), 1 / 7, dtype=F64)
     almost = d * (1 + 1e-13 * torch.arange(7))
     assert_close(waffle_weights(d, 0, omega, tie="uniform"), even, "weights")
     near(waffle_weights(almost, 0, omega), waffle_weights(d, 0, omega).tolist(), 1e-9)
@@ -121,8 +132,11 @@ def test_waffle_ties(omega):
 @pytest.mark.parametrize("gap", [1e-9, 1e-10, 1e-11])
 @pytest.mark.parametrize("tie", ["closed", "uniform"])
 def test_what_differs_beyond_rounding_is_no_tie(gap, tie):
-    """The nearest has the target's weight, the farthest none (Algorithm 1 at
-    Omega = Psi = 1)."""
+    """Distances that differ by more than rounding are no tie.
+
+    The nearest client has the target's weight, and the farthest has none (Algorithm 1
+    at Omega = Psi = 1).
+    """
     d = 3 * (1 + gap * f64([0, 0, 1, 2]))
     torch.testing.assert_close(
         waffle_weights(d, 0, 1.0, tie=tie), f64([1, 1, 0.5, 0]) / 2.5, rtol=0, atol=1e-4
@@ -135,19 +149,23 @@ def test_waffle_alone_and_psi_zero():
         assert torch.equal(
             waffle_weights(torch.arange(n) + 0.5, target, 0.5, 0.0), want
         )
-        # all others absent
+        # All others are absent.
         assert torch.equal(
             waffle_weights(torch.full((n,), torch.nan), target, 0.5), want
         )
     assert torch.equal(waffle_weights(f64([0.0, 0.0]), 1, 0.0), f64([0.0, 1.0]))
-    # the largest psi
+    # The largest psi that is accepted.
     assert waffle_weights(torch.arange(5.0), 0, 0.5, 1e100).sum() == 1
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 7), (0, 4), (101, 3), (17, 1)])
 def test_waffle_rows_at_once(shape):
-    """Of any axes; a target for each, or one for all."""
-    d, target = randn(1, *shape).abs(), integers(2, 0, shape[-1], *shape[:-1])
+    """Rows with any leading axes are computed together.
+
+    There is a target for each row, or one for all.
+    """
+    d = randn(1, *shape).abs()
+    target = integers(2, 0, shape[-1], *shape[:-1])
     got = waffle_weights(d, target, 0.6, 0.7)
     assert got.shape == shape
     for at, goal in np.ndenumerate(target.numpy()):
@@ -168,16 +186,18 @@ def dense(top, n):
 
 
 def naive(row, k):
-    """Sorted by (distance, index), weighted by the inverse distance: whose, and how
-    much."""
+    """Indices and weights of the k nearest, by a sort.
+
+    The order is that of (distance, index). Weights are inverse distances.
+    """
     clean = [math.inf if math.isnan(d) else max(d, 0.0) for d in row]
-    kept = sorted(range(len(row)), key=lambda j: (clean[j], j))[:k]
-    low = clean[kept[0]]
+    nearest = sorted(range(len(row)), key=lambda j: (clean[j], j))[:k]
+    low = clean[nearest[0]]
     raw = [
         float(clean[j] == low) if low in (0.0, math.inf) else low / clean[j]
-        for j in kept
+        for j in nearest
     ]
-    return kept, [r / sum(raw) for r in raw]
+    return nearest, [r / sum(raw) for r in raw]
 
 
 @pytest.mark.parametrize("sqdist, k, want", GOLDEN["feddwa_weights"])
@@ -188,7 +208,10 @@ def test_feddwa_golden(sqdist, k, want):
 
 
 def test_feddwa_is_the_optimum_of_equation_14():
-    """sum of p^2 D over the simplex is least, 1 / sum(1 / D), at the weights."""
+    """The weights minimize the sum of p^2 D over the simplex.
+
+    The minimum is 1 / sum(1 / D).
+    """
     d = f64(GOLDEN["A1_feddwa_basic"]["D2"])
     best = dense(feddwa_weights(d, 3), 3)
     value = (best.square() * d).sum(1)
@@ -216,7 +239,7 @@ cell = st.one_of(
 )
 @example([[torch.nan, 2.0, torch.inf]], 3)
 def test_feddwa_is_what_a_sort_gives(rows, k):
-    """Nearest first, ties to the lower index."""
+    """Weights and indices are those of a sort, nearest first."""
     top = feddwa_weights(f64(rows), k)
     index, weight = zip(*[naive(row, k) for row in rows], strict=True)
     assert top.index.tolist() == list(index) and bool((top.weight >= 0).all())

@@ -1,4 +1,4 @@
-"""docs/api.md lists what the public modules give, and all of it is documented."""
+"""docs/api.md lists the names of the public modules, and all have docstrings."""
 
 import importlib
 import importlib.util
@@ -13,7 +13,7 @@ import pflcore
 from pflcore import Algorithm
 from pflcore.algorithms import ALGORITHMS
 
-# Modules that are looked at only where their framework is installed.
+# Modules that the tests read only where their framework is installed.
 EXTRAS = {"pflcore.interop.flower": "flwr"}
 LISTED = {}
 for module, name in listed():
@@ -32,8 +32,8 @@ def functions(name, thing):
         return
     for key in dir(thing):
         member = inspect.getattr_static(thing, key)
-        for behind in ("fget", "func", "__func__"):
-            member = getattr(member, behind, member)
+        for wrapped in ("fget", "func", "__func__"):
+            member = getattr(member, wrapped, member)
         public = not key.startswith("_") or key in ("__call__", "__getitem__")
         if public and inspect.isfunction(member) and is_ours(member):
             yield f"{name}.{key}", member
@@ -50,6 +50,12 @@ PUBLIC |= {("pflcore.algorithms", cls.__name__): cls for cls in ALGORITHMS.value
 @pytest.mark.parametrize("module", LISTED)
 def test_the_list_is_what_a_module_gives(module):
     assert sorted(LISTED[module]) == sorted(importlib.import_module(module).__all__)
+
+
+def test_every_algorithms_class_is_public_and_listed():
+    classes = {cls.__name__ for cls in ALGORITHMS.values()}
+    assert sorted(classes - set(pflcore.algorithms.__all__)) == []
+    assert sorted(classes - set(LISTED["pflcore.algorithms"])) == []
 
 
 def test_what_has_no_underscore_is_listed():
@@ -74,17 +80,20 @@ def silent(thing, full, function):
 
 
 def shapeless(function):
-    """True for a tensor without its shape, "[N, P]", in a docstring or comment."""
+    """True for a tensor whose shape no docstring or comment states.
+
+    A shape has the form "[N, P]".
+    """
     head = inspect.getsource(inspect.unwrap(function)).split('"""')[0]
     if not re.search(r"\bTensor\b", head):
         return False
-    said = [inspect.getdoc(function) or "", *re.findall(r"#.*", head)]
-    return not re.search(r"\[[\w .,:+*-]*\]", " ".join(said))
+    texts = [inspect.getdoc(function) or "", *re.findall(r"#.*", head)]
+    return not re.search(r"\[[\w .,:+*-]*\]", " ".join(texts))
 
 
 @pytest.mark.parametrize("module", LISTED)
 def test_what_is_public_is_annotated(module):
-    """Docstrings, annotations and shapes."""
+    """Everything public has a docstring, annotations and the shapes of its tensors."""
     lacks = []
     for (where, name), thing in PUBLIC.items():
         if where != module or not (inspect.isclass(thing) or inspect.isfunction(thing)):

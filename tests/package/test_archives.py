@@ -1,4 +1,7 @@
-"""The source archive holds every kernel file; the wheel holds the package and runs."""
+"""The source archive holds every kernel file, and the wheel runs.
+
+The wheel holds the package alone.
+"""
 
 import os
 import re
@@ -20,11 +23,11 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder of an archive and a wheel, built without kernels."""
+    """The folder of an archive and a wheel without kernels."""
     folder = tmp_path_factory.mktemp("package")
     for name in ("csrc", "pflcore", "bench"):
-        built = shutil.ignore_patterns("*.so", "__pycache__")
-        shutil.copytree(ROOT / name, folder / name, ignore=built)
+        ignored = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     code = (

@@ -1,5 +1,7 @@
-"""The examples are programs that people copy: they run, and they show what they say
-they show."""
+"""The examples run and show what their texts say.
+
+Users copy these programs.
+"""
 
 import ast
 import runpy
@@ -16,14 +18,10 @@ EXAMPLES = ROOT / "examples"
 def test_the_ops_in_ones_own_code(capsys):
     left = runpy.run_path(str(EXAMPLES / "use_ops.py"))
     assert str(pflcore.backend()) in capsys.readouterr().out
-    sent, before, weight = (
-        left["sent"].double(),
-        left["before"].double(),
-        left["weight"],
-    )
-    assert torch.allclose(
-        left["personal"].double(), before + weight @ (sent - before), atol=1e-6
-    )
+    sent = left["sent"].double()
+    before = left["before"].double()
+    want = before + left["weight"] @ (sent - before)
+    assert torch.allclose(left["personal"].double(), want, atol=1e-6)
     group = torch.arange(8) // 4
     assert (group[left["nearest"].index] == group[:, None]).all()
     assert (left["for_client_0"][4:] == 0).all()
@@ -47,28 +45,27 @@ def test_simulations_are_at_hand_but_not_imported_with_the_ops():
 
 def test_choosing_on_some_clients_and_reporting_others(capsys):
     left = runpy.run_path(str(EXAMPLES / "held_out.py"))
-    after, before, protocol = left["after"], left["before"], left["protocol"]
+    after = left["after"]
+    before = left["before"]
+    reported = left["protocol"].report_clients
     assert "| chosen |" in capsys.readouterr().out
-    assert (
-        after[protocol.report_clients].mean()
-        > before[protocol.report_clients].mean() + 0.05
-    )
+    assert after[reported].mean() > before[reported].mean() + 0.05
     assert int(after.isnan().sum()) == 50
 
 
 def test_an_algorithm_of_ones_own(capsys):
     path = EXAMPLES / "own_algorithm.py"
-    left = runpy.run_path(str(path), run_name="__main__")  # it checks itself first
+    # The example checks its algorithm before it trains.
+    left = runpy.run_path(str(path), run_name="__main__")
     lines = capsys.readouterr().out.split()
     assert "FedPer" in lines and float(lines[-1]) > float(lines[7]) + 0.03
     assert int(lines[-2]) < int(lines[6])
-    cls = next(
-        n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)
-    )
+    statements = ast.parse(path.read_text()).body
+    cls = next(n for n in statements if isinstance(n, ast.ClassDef))
     assert cls.end_lineno - cls.lineno + 2 <= 25  # with its decorator
     assert issubclass(left["FedPer"], pflcore.FedAvg)
     text = (EXAMPLES.parent / "docs" / "own_algorithm.md").read_text()
-    # what the document shows is what runs
+    # The document shows the code that runs.
     assert ast.get_source_segment(path.read_text(), cls) in text
 
 
@@ -76,8 +73,9 @@ def test_server_rules_in_ones_own_training_loop(capsys):
     path = EXAMPLES / "own_training_loop.py"
     left = runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.count("[") >= 2
-    weights, index = left["target"]["weights"], left["mixed"]["index"]
-    # client 0 is helped by those who label as it does
+    weights = left["target"]["weights"]
+    index = left["mixed"]["index"]
+    # Clients that label as client 0 does have the larger weights in its model.
     assert weights[::2].sum() > weights[1::2].sum()
     assert (index % 2 == torch.arange(6)[:, None] % 2).all()
     nodes = [
@@ -92,10 +90,8 @@ def test_adapters_by_their_products(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["lora.py"])
     runpy.run_path(str(EXAMPLES / "lora.py"), run_name="__main__")
     out = capsys.readouterr().out
-    common, own = (
-        x.split(" | ")
-        for x in out.splitlines()
-        if x.startswith(("| common", "| their"))
-    )
+    rows = [x for x in out.splitlines() if x.startswith(("| common", "| their"))]
+    common, different = (row.split(" | ") for row in rows)
     assert [int(n) for n in common[1:5]] == [12] * 4
-    assert int(own[1]) <= 8 and int(own[2]) <= 8 and int(own[4]) >= 11
+    assert int(different[1]) <= 8 and int(different[2]) <= 8
+    assert int(different[4]) >= 11

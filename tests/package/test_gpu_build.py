@@ -1,5 +1,7 @@
-"""`make gpu` where no package registry is: with the torch and the CUDA compiler that
-are there."""
+"""`make gpu` builds without a package registry.
+
+It uses the torch and the CUDA compiler of the machine.
+"""
 
 import os
 import subprocess
@@ -15,7 +17,7 @@ pytestmark = [
         not (ROOT / ".ci" / "cuda_build").exists(), reason="no checkout"
     ),
 ]
-HOW = {"cwd": ROOT, "capture_output": True, "text": True}
+OPTIONS = {"cwd": ROOT, "capture_output": True, "text": True}
 
 
 @pytest.mark.parametrize("step", ["", "build", "tests", "runs", "sanitize", "bench"])
@@ -23,17 +25,17 @@ def test_another_python_is_taken_as_it_is(step):
     target = f"gpu-{step}".strip("-")
     words = ["make", "-n", target, "GPU_PYTHON=/usr/bin/mine", "LOGS=there"]
     # Inside another make, make prints the folders it enters as well.
-    alone = {
+    environment = {
         name: value for name, value in os.environ.items() if not name.startswith("MAKE")
     }
 
-    said = subprocess.run(words, check=True, env=alone, **HOW).stdout
+    out = subprocess.run(words, check=True, env=environment, **OPTIONS).stdout
 
-    assert said.split() == ['LOGS="there"', ".ci/gpu", "/usr/bin/mine", *step.split()]
+    assert out.split() == ['LOGS="there"', ".ci/gpu", "/usr/bin/mine", *step.split()]
 
 
 def stand_in(tmp_path, script):
-    """A program that is called as Python is."""
+    """A shell script that stands for the Python interpreter."""
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
@@ -42,7 +44,8 @@ def stand_in(tmp_path, script):
 
 def run_gpu(python, tmp_path, *steps):
     logs = {**os.environ, "LOGS": str(tmp_path / "logs")}
-    return subprocess.run([".ci/gpu", python, *steps], env=logs, check=False, **HOW)
+    words = [".ci/gpu", python, *steps]
+    return subprocess.run(words, env=logs, check=False, **OPTIONS)
 
 
 def test_missing_module_is_named_before_anything_is_built(tmp_path):
@@ -58,7 +61,7 @@ def test_missing_module_is_named_before_anything_is_built(tmp_path):
 
 
 def test_steps_go_on_after_one_that_fails(tmp_path):
-    """And each leaves its output."""
+    """Steps go on after one that fails, and leave their output."""
     python = stand_in(
         tmp_path, 'case "$*" in *test_gpu_ops*) echo broken; exit 1 ;; esac'
     )
@@ -96,7 +99,7 @@ def test_without_a_compiler_there_is_a_sentence_and_pip_is_not_asked(tmp_path, c
 esac"""
     python = stand_in(tmp_path, script)
     offline = {**os.environ, "PIP_NO_INDEX": "1"}
-    run = subprocess.run([".ci/cuda_build", python], env=offline, **HOW)
+    run = subprocess.run([".ci/cuda_build", python], env=offline, **OPTIONS)
     assert run.returncode == 1 and not (tmp_path / "asked").exists()
     assert run.stdout.endswith(
         f"has a torch of CUDA {cuda}, and no CUDA {cuda[:2]} compiler was found: "

@@ -1,4 +1,7 @@
-"""A misspelt name is answered by the one that was meant, before the list of all."""
+"""The error of a misspelt name gives the nearest name first.
+
+The list of all names follows.
+"""
 
 import pytest
 import torch

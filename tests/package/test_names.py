@@ -5,7 +5,8 @@ import ast
 from places import ROOT, listed
 
 TESTS = ROOT / "tests"
-# The suites themselves, and the test of docs/api.md.
+# Files that may import private names: the plugin of the suites, the pretended GPU, and
+# the test of docs/api.md.
 LOOK_INSIDE = {
     TESTS / "conftest.py",
     TESTS / "package" / "test_api.py",

@@ -1,4 +1,4 @@
-"""Data are never run as code, fetched unasked, or others than their name says."""
+"""Data are never run as code, fetched unasked or exchanged."""
 
 import ast
 import os
@@ -38,7 +38,8 @@ def test_no_file_imports_what_unpickles_or_opens_connections():
 def test_files_are_read_without_running_what_is_in_them():
     loads = 0
     for path, node in nodes(ast.Call):
-        name, where = ast.unparse(node.func), f"{path.relative_to(ROOT)}:{node.lineno}"
+        name = ast.unparse(node.func)
+        where = f"{path.relative_to(ROOT)}:{node.lineno}"
         options = {k.arg: getattr(k.value, "value", True) for k in node.keywords}
         assert name not in RUNS.split(), where
         if name in ("torch.load", "np.load", "numpy.load"):
@@ -49,7 +50,7 @@ def test_files_are_read_without_running_what_is_in_them():
             loads += 1
         # Only data/_sources.py fetches something, through torchvision.
         assert not options.get("download") or path.name == "_sources.py", where
-    assert loads >= 3  # or this test reads nothing
+    assert loads >= 3  # with fewer, this test would not find the calls
 
 
 OFFLINE = """
@@ -93,9 +94,8 @@ def test_importing_everything_and_a_run_need_no_network(tmp_path):
     pytest.importorskip("tyro")
     done = offline(EVERYTHING, tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert (tmp_path / "made").is_dir() and not (
-        tmp_path / ".cache" / "pflcore"
-    ).exists()
+    assert (tmp_path / "made").is_dir()
+    assert not (tmp_path / ".cache" / "pflcore").exists()
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist5k"])
@@ -108,10 +108,10 @@ def test_what_a_package_brings_is_what_was_published(name, monkeypatch):
 
 
 def test_every_data_set_that_is_read_by_a_name_has_a_digest_or_a_reason():
-    """Torchvision's data sets have no digest here.
+    """Each data set has a digest or a reason for none.
 
-    It compares what it downloads with md5 sums of its own. Vehicle and FEMNIST are
-    made by each user's own scripts.
+    Torchvision compares its downloads with md5 sums of its own. Each user makes Vehicle
+    and FEMNIST with scripts.
     """
     torchvisions = {
         "cifar10",

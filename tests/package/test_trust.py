@@ -18,7 +18,7 @@ def named(text):
 
 
 def missing(text):
-    """The named tests that do not exist."""
+    """The tests that a text names and that do not exist."""
     out = []
     for file, name in named(text):
         path = ROOT / file
@@ -48,10 +48,13 @@ def test_every_line_about_bits_names_its_proof():
 
 
 def test_other_numbers_are_other_draws():
-    """Each client draws by its number, so clients in another order make another run."""
+    """Clients in another order make another run, as their numbers differ.
+
+    The number of a client determines its random draws.
+    """
     s = make_setting(
         Net(tiny_model()), images((20, 20)), Training(lr=0.1, batch_size=4)
     )
-    turned = s._replace(data=s.data.subset([1, 0]))
-    one, two = (after(FedAvg(), setting)[0].server["x"] for setting in (s, turned))
+    reordered = s._replace(data=s.data.subset([1, 0]))
+    one, two = (after(FedAvg(), setting)[0].server["x"] for setting in (s, reordered))
     assert not torch.equal(one, two)

@@ -1,5 +1,7 @@
-"""What users copy, the README's and the documents' code and the examples, stands on
-public names alone and passes `mypy --strict`."""
+"""Code that users copy imports public names and passes `mypy --strict`.
+
+This is the code of the README, of the documents and of the examples.
+"""
 
 import ast
 import os
@@ -10,9 +12,10 @@ from places import ROOT, listed, ran
 
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-# classes for frameworks that have no types: "# NVFlare: from nvflare.collab import ..."
+# The first line of a class for a framework that has no types:
+# "# NVFlare: from nvflare.collab import ...".
 OF_FRAMEWORKS = re.compile(r"# \S+: ")
-# What a document's fragments take for granted: names of the reader's own.
+# Imports and names of the reader that the fragments of a document assume.
 OWN_NAMES = {
     "interop.md": """
 from collections.abc import Callable
@@ -67,14 +70,17 @@ my_model: Callable[[], nn.Module]
 
 
 def blocks(document):
-    """A document's Python code, by its places."""
-    found = re.findall(r"^```python\n(.*?)^```", document.read_text(), re.M | re.S)
-    return [code for code in found if not OF_FRAMEWORKS.match(code)]
+    """The blocks of Python code of a document, in order."""
+    codes = re.findall(r"^```python\n(.*?)^```", document.read_text(), re.M | re.S)
+    return [code for code in codes if not OF_FRAMEWORKS.match(code)]
 
 
 def programs():
-    """Name -> code: each example, each block of the README, and each document that goes
-    on from block to block."""
+    """The name and code of each program that users copy.
+
+    A program is an example, a block of the README, or all blocks of a document whose
+    blocks belong together.
+    """
     for path in EXAMPLES:
         yield str(path.relative_to(ROOT / "examples")), path.read_text()
     for document in DOCUMENTS:
@@ -87,13 +93,13 @@ def programs():
 
 
 PROGRAMS = dict(programs())
-# what mypy must find, so that it does look at pflcore's types
+# An error that mypy must find, as proof that it reads the types of pflcore.
 WRONG = "from pflcore.algorithms import FedDWA\n\nrule = FedDWA(near=3)\n"
 WRONG_ARGUMENT = "Unexpected keyword argument"
 
 
 def imported(code):
-    """The names that code imports, and those that it takes from a module of pflcore."""
+    """The names that code imports or takes from modules of pflcore."""
     tree = ast.parse(code)
     modules = {}
     for node in ast.walk(tree):
@@ -135,6 +141,6 @@ def test_what_users_copy_passes_mypy_strict(tmp_path):
 
     run = ran("-m", "mypy", *words, ".", cwd=tmp_path, env=environment)
 
-    found = [line for line in run.stdout.splitlines() if "error:" in line]
+    errors = [line for line in run.stdout.splitlines() if "error:" in line]
     only = f'wrong.py:3: error: {WRONG_ARGUMENT} "near" for "FedDWA"  [call-arg]'
-    assert found == [only], run.stdout + run.stderr
+    assert errors == [only], run.stdout + run.stderr

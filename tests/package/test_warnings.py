@@ -1,4 +1,4 @@
-"""A warning names the line of whoever called pflcore, not one of its own files."""
+"""A warning names the line of the caller of pflcore."""
 
 import warnings
 
@@ -35,6 +35,6 @@ def test_a_warning_names_the_callers_line(words):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         CALLS[words]()
-    (one, *_) = [w for w in caught if str(w.message).startswith(words)]
-    assert "pflcore/" not in one.filename.rpartition("/tests/")[2]
-    assert "/tests/" in one.filename
+    (warning, *_) = [w for w in caught if str(w.message).startswith(words)]
+    assert "pflcore/" not in warning.filename.rpartition("/tests/")[2]
+    assert "/tests/" in warning.filename

@@ -1,4 +1,4 @@
-"""What the tests of attacks share."""
+"""Shared data and runs of the tests of attacks."""
 
 import torch
 from entry_points import synthetic_clusters
@@ -8,16 +8,17 @@ from torch import nn
 from pflcore import Training
 
 TRAINING = Training(lr=0.1, batch_size=10)
-N, BAD = 10, (8, 9)
+N = 10
+BAD = (8, 9)
 
 
 DATA = synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)
 
 
 def run(algorithm="fedavg", **options):
-    given = {"model": lambda: nn.Linear(8, 4), "data": DATA, "training": TRAINING}
-    given |= {"rounds": 10, "every": 10, "workers": 1}
-    return simulation(algorithm, **given | options)
+    settings = {"model": lambda: nn.Linear(8, 4), "data": DATA, "training": TRAINING}
+    settings |= {"rounds": 10, "every": 10, "workers": 1}
+    return simulation(algorithm, **settings | options)
 
 
 def defence(name, f=2):

@@ -1,4 +1,4 @@
-"""What the tests of checkpoint share."""
+"""Shared data and runs of the tests of checkpoints."""
 
 import warnings
 from typing import Any
@@ -20,7 +20,7 @@ def make(algorithm="fedavg", **options):
 
 
 def broken_off(run, after):
-    """Plays so many rounds and stops."""
+    """Plays `after` rounds of a run, then stops it."""
 
     def stop(round, _):
         if round == after:

@@ -1,4 +1,4 @@
-"""What the tests of commands share."""
+"""Helpers of the tests of the command line."""
 
 import sys
 

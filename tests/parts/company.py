@@ -1,5 +1,8 @@
-"""What the tests of company share: models by their layers, clients of odd sizes, and
-what hooks make of a cohort or of parts of it."""
+"""Models and federations for tests that compare a cohort with its parts.
+
+The clients have odd numbers of samples. `of_hooks` gives the results of a client's
+hooks for any cohort.
+"""
 
 import torch
 from small import layers
@@ -8,14 +11,14 @@ from pflcore import Clients, Federation, Hardware, Net, Simulation, Training
 from pflcore.algorithms import ALGORITHMS
 
 ACTIVATIONS = ("SiLU", "Sigmoid", "ELU", "Softplus", "Tanh", "ReLU", "GELU")
-BODIES = {  # H hidden units, A the activation: the layers, a sample's shape
+BODIES = {  # layers (H hidden units, A activation), shape of a sample
     "mlp": ("Linear 29 H, A, Linear H 3", (29,)),
     "batch norm": ("Linear 29 H, BatchNorm1d H, A, Linear H 3", (29,)),
     "conv": ("Conv2d 1 H 3, A, AvgPool2d 2, Flatten, Linear 4H 3", (1, 6, 6)),
 }
-# batches of 8: some end with one sample alone, which is computed by other code than
-# several, and whose last digits depend on where in memory a client's row begins; some
-# validate on one sample
+# In batches of 8, some clients end with one sample alone. It is computed by other code
+# than several samples, and its last digits depend on where in memory a client's row
+# begins. Some clients validate on one sample.
 SIZES = (17, 9, 25, 23, 12, 9, 16, 31, 20, 14, 11)
 EVERYBODY = torch.arange(len(SIZES))
 
@@ -27,8 +30,12 @@ def model(body, activation, hidden=7, dtype=torch.float32):
 
 
 def federation(body, dtype=torch.float32, sizes=SIZES):
-    """Three Gaussian classes, every second client with its labels turned."""
-    gen, shape = torch.Generator().manual_seed(4), BODIES[body][1]
+    """Clients with three Gaussian classes.
+
+    Every second client has its labels turned.
+    """
+    gen = torch.Generator().manual_seed(4)
+    shape = BODIES[body][1]
     centre = torch.randn(3, *shape, generator=gen, dtype=dtype)
 
     def samples(n, turn):
@@ -59,7 +66,8 @@ def simulation(
     **how,
 ):
     """A run on clients of odd sizes, before its first round."""
-    dtype, hidden = how.pop("dtype", torch.float32), how.pop("hidden", 7)
+    dtype = how.pop("dtype", torch.float32)
+    hidden = how.pop("hidden", 7)
     training = Training(**{"lr": 0.1, "batch_size": 8, "epochs": 2, **how})
     alg = algorithm if not isinstance(algorithm, str) else ALGORITHMS[algorithm]()
     where = Hardware(
@@ -70,8 +78,10 @@ def simulation(
 
 
 def of_hooks(setting, ids, block=None, training=True):
-    """What a client's hooks make of all that they are given: tensors [S, ...] by
-    name."""
+    """Tensors [S, ...] by name: the results of a client's hooks.
+
+    The hooks receive everything that a run gives them.
+    """
     n = len(ids)
     clients = Clients(setting, ids, 1, setting.net.b0.repeat(n, 1), block)
     x = setting.net.w0.expand(n, -1)
@@ -80,24 +90,24 @@ def of_hooks(setting, ids, block=None, training=True):
         return {"w": rows["w"] - 0.1 * grad(rows["w"]) - 0.2 * grad(rows["w"], 1)}
 
     fit = clients.fit(x)
-    several = clients.each_batch({"w": x}, update, batches=2, steps=7)
-    made = {
+    stepped = clients.each_batch({"w": x}, update, batches=2, steps=7)
+    results = {
         "w": fit.w,
         "batch norm": fit.buffers,
         "loss": fit.loss,
-        "several": several.w,
+        "several": stepped.w,
     }
-    # of one sample
-    made["own features"] = clients.after(fit).features(fit.w, "val")[0][:, 0]
+    # Features of one sample.
+    results["own features"] = clients.after(fit).features(fit.w, "val")[0][:, 0]
     for split in ("train", "val"):
-        made |= {f"own {split}": clients.after(fit).evaluate({"w": fit.w}, split)[0]}
-        made |= {
+        results |= {f"own {split}": clients.after(fit).evaluate({"w": fit.w}, split)[0]}
+        results |= {
             f"common {split}": clients.loss(x, split),
             f"grad {split}": clients.grad(x, split),
         }
-    return made
+    return results
 
 
 def differing(part, whole, at):
-    """The names under which a part has other bits than the whole has at its places."""
+    """Names of the tensors whose rows differ in bits from the whole's."""
     return [k for k, v in part.items() if not torch.equal(v, whole[k][at])]

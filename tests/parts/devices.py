@@ -1,4 +1,4 @@
-"""What the tests of devices share."""
+"""Runs and checks that real and pretended cards share."""
 
 import pytest
 import torch
@@ -11,13 +11,16 @@ from pflcore import Training, ops, step
 
 
 def convolved():
-    """No chain of linear layers, so that the general engine runs it."""
+    """Model that is no chain of linear layers.
+
+    The general engine runs it.
+    """
     return layers(
         "Conv2d 1 3 3 1 1, BatchNorm2d 3, ReLU, MaxPool2d 2, Flatten, Linear 12 4"
     )
 
 
-# a model, the engine that is asked for, and the form that trains it on a card
+# Model, requested engine, and the form in which a card trains it.
 FORMS = {
     "MLP": (tiny_model(), "auto", "chain"),
     "MLP by vmap": (tiny_model(), "vmap", "vmap"),
@@ -27,10 +30,12 @@ FORMS = {
 
 
 def rounds(name, model, data, device, training, engine="auto", form="chain"):
-    """One round after another of everybody, on that device, by this engine, which
-    has this form."""
-    how = {"training": training, "engine": engine, "device": str(device)}
-    run = simulation(name, data, model=model, **how)
+    """Yields the state after each round of all clients on a device.
+
+    Asserts that the engine trains the model in this form.
+    """
+    settings = {"training": training, "engine": engine, "device": str(device)}
+    run = simulation(name, data, model=model, **settings)
     assert run.context.engine.form == form, run.context.engine.reason
     state = run.state
     while True:
@@ -39,8 +44,8 @@ def rounds(name, model, data, device, training, engine="auto", form="chain"):
 
 
 def played(name, model, data, training, device, rounds, engine="auto"):
-    how = {"training": training, "engine": engine, "device": str(device)}
-    run = simulation(name, data, model=model, rounds=rounds, **how)
+    settings = {"training": training, "engine": engine, "device": str(device)}
+    run = simulation(name, data, model=model, rounds=rounds, **settings)
     assert run.run().stopped is None
     return run
 
@@ -55,27 +60,26 @@ def models(run):
 
 
 def assert_resumed(kind, data, device, folder):
-    """A run that went on from its checkpoint has the bits of one that was not
-    broken."""
+    """Asserts that a resumed run has the bits of an uninterrupted one."""
     model, engine, form = FORMS[kind]
-    how = {
+    settings = {
         "training": Training(0.05, 5),
         "engine": engine,
         "device": str(device),
         "rounds": 4,
     }
-    made = [simulation("scaffold", data, model=model, **how) for _ in range(3)]
-    whole, half, rest = made
+    runs = [simulation("scaffold", data, model=model, **settings) for _ in range(3)]
+    whole, half, rest = runs
     assert whole.context.engine.form == form, whole.context.engine.reason
     whole.run()
     half.run(lambda round, _: half.save(folder) if round == 2 else None)
     rest.restore(folder).run()
-    for one, other, third in zip(*map(models, made), strict=True):
+    for one, other, third in zip(*map(models, runs), strict=True):
         assert torch.equal(one, other), "a run does not repeat its bits"
         assert torch.equal(one, third), "a resumed run has other bits"
 
 
-# an op, its arguments, and which of them is on the CPU
+# Op, arguments, name of the argument that is on the CPU.
 APART = """\
 pairwise_sqdist | {"a": "a", "b": "cpu"} | b
 aggregate | {"updates": "a", "weight": "half on the cpu"} | weight
@@ -90,9 +94,12 @@ sgd_step_ | {"w": "a", "grad": "a", "lr": 0.1, "mu": "ones", "anchor": "a"} | mu
 
 
 def on_two_devices(device):
-    """Every op refuses tensors of `device` beside those of the CPU; gives what is on
-    `device`."""
-    a, half = torch.ones(3, 4, device=device), torch.full((3, 3), 0.5, device=device)
+    """Asserts that every op refuses tensors of two devices.
+
+    Returns a matrix and weights on `device`, and an index on the CPU.
+    """
+    a = torch.ones(3, 4, device=device)
+    half = torch.full((3, 3), 0.5, device=device)
     index = torch.zeros(3, 3, dtype=torch.int64)
     of = {"a": a, "half": half, "half on the cpu": half.to("cpu"), "lam": half[0]}
     of |= {
@@ -101,7 +108,7 @@ def on_two_devices(device):
         "index": index,
         "target": index[0],
     }
-    for op, given, name in tabled(APART):
+    for op, arguments, name in tabled(APART):
         with pytest.raises(ValueError, match=rf"\({name}\): expected .*cpu"):
-            getattr(ops, op)(**{key: of.get(v, v) for key, v in given.items()})
+            getattr(ops, op)(**{key: of.get(v, v) for key, v in arguments.items()})
     return a, half, index

@@ -1,4 +1,4 @@
-"""What the tests of edges share."""
+"""Shared settings of the tests of edge cases."""
 
 from small import images, layers, make_setting, wide
 
@@ -11,5 +11,5 @@ def normed():
 
 def normal(sizes=(8, 20, 32, 12), engine="loop", **training):
     """Clients and a model with batch norm, in float64."""
-    how = Training(**{"lr": 0.1, "batch_size": 8, **training})
-    return make_setting(Net(normed, seed=1), wide(images(sizes)), how, 10, engine)
+    settings = Training(**{"lr": 0.1, "batch_size": 8, **training})
+    return make_setting(Net(normed, seed=1), wide(images(sizes)), settings, 10, engine)

@@ -1,4 +1,4 @@
-"""What the tests of factorized waffle share."""
+"""Shared settings of the tests of factorized WAFFLE."""
 
 from small import images, layers, make_setting, wide
 
@@ -15,6 +15,6 @@ def federation(sizes=(9, 20, 31)):
 
 
 def setting(engine="vmap", **training):
-    how = Training(**{"lr": 0.1, "batch_size": 8, "epochs": 2, **training})
+    settings = Training(**{"lr": 0.1, "batch_size": 8, "epochs": 2, **training})
     net = Net(lambda: factorize(model(), (4, 3)), seed=1)
-    return make_setting(net, federation(), how, 6, engine, workers=1)
+    return make_setting(net, federation(), settings, 6, engine, workers=1)

@@ -1,4 +1,4 @@
-"""What the tests of servers and clients apart share."""
+"""Shared settings of the tests of separate servers and clients."""
 
 import io
 
@@ -8,7 +8,8 @@ from small import layers, near
 from pflcore import Evaluation, Hardware, Simulation, Training, testing
 from pflcore.algorithms import ALGORITHMS, FedAvg
 
-ROUNDS, SEED = 3, 5
+ROUNDS = 3
+SEED = 5
 TRAINING = Training(
     lr=0.05, batch_size=7, epochs=1, schedule=lambda round, rounds: 1 / round
 )
@@ -30,14 +31,14 @@ def bn_model():
 
 
 def again(what):
-    """The same from a file."""
+    """The same object after saving and loading."""
     file = io.BytesIO()
     torch.save(what, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 def agree(one, other, x=None):
-    """Two of a client's models; their scores, too, where x is given."""
+    """Asserts that two models agree, with their scores on x if given."""
     if x is not None:
         near(other(x), one(x))
     if "view_w" in one.state_dict():
@@ -45,6 +46,6 @@ def agree(one, other, x=None):
 
 
 def whole(alg, model, participation=1.0, **options):
-    """The simulation that servers and clients apart must give."""
+    """The simulation whose results separate servers and clients must give."""
     options = {"evaluation": Evaluation(every=0), **SETTING, **options}
     return Simulation(alg, model, DATA, TRAINING, ROUNDS, participation, **options)

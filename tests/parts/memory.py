@@ -1,4 +1,4 @@
-"""What the tests of memory share."""
+"""Helpers of the tests of memory and of its exhaustion."""
 
 import multiprocessing
 import re
@@ -32,7 +32,10 @@ KINDS = {
 
 
 def fails(function, at, error):
-    """`function`, failing at its `at`-th call (from 1), once."""
+    """A function that raises `error` at its call number `at`, once.
+
+    Calls count from 1. All other calls are passed to `function`.
+    """
     calls = []
 
     def call(*args, **kwargs):
@@ -53,14 +56,16 @@ def resident(key="VmRSS"):
 
 
 def in_a_process(function, *args):
-    """What it gives in a fresh process, since a fork grows into what its parent's
-    allocator keeps."""
+    """The result of `function` in a fresh process.
+
+    A forked process would reuse memory that its parent's allocator keeps.
+    """
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, args)
 
 
 class Making(TorchDispatchMode):
-    """Shows `look` what every operation inside makes that needs memory."""
+    """Calls `look` with every new result that operations inside allocate."""
 
     def __init__(self, look):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the tests of path share."""
+"""Models and checks of the tests of training paths."""
 
 import copy
 
@@ -9,7 +9,7 @@ from small import layers
 
 from pflcore import Federation, Training
 
-BODIES = {  # the layers for K scores, a sample's shape
+BODIES = {  # layers for K scores, shape of a sample
     "mlp": ("Linear 6 5, Tanh, Linear 5 K", (6,)),
     "linear": ("Linear 6 K, Identity", (6,)),
     "conv": ("Conv2d 1 2 3, Tanh, AvgPool2d 2, Flatten, Linear 8 K", (1, 6, 6)),
@@ -23,11 +23,13 @@ def body(words, scores=4):
 
 
 class Own(nn.Module):
-    """A layer and a function of (itself, x)."""
+    """A linear layer and a forward pass f(module, x)."""
 
     def __init__(self, f):
         super().__init__()
-        self.layer, self.f, self.relu = nn.Linear(6, 4), f, nn.ReLU()
+        self.layer = nn.Linear(6, 4)
+        self.f = f
+        self.relu = nn.ReLU()
 
     def forward(self, x):
         return self.f(self, x)
@@ -36,7 +38,8 @@ class Own(nn.Module):
 class Rnn(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.body, self.head = kind(6, 5, batch_first=True), nn.Linear(5, 4)
+        self.body = kind(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 4)
 
     def forward(self, x):
         return self.head(self.body(x)[0][:, -1])
@@ -56,7 +59,7 @@ def federation(shape=(6,), y=None, tokens=False):
     clients = []
     for n in (9, 14, 7):
         x = torch.randn(n, *shape, generator=gen)
-        if tokens:  # one sample, which no look at a few finds, is padding alone
+        if tokens:  # one sample is padding alone; the first few are not
             x = torch.randint(1, 5, x.shape, generator=gen)
             x[5] = 0
         target = torch.randint(0, 4, (n,), generator=gen) if y is None else y(gen, n)
@@ -68,26 +71,38 @@ def played(
     model, data=None, engine="auto", rounds=1, training=None, algorithm="fedavg"
 ):
     """A simulation on one worker, before its first round."""
-    how = {"training": training or Training(lr=0.1, batch_size=20), "rounds": rounds}
+    settings = {
+        "training": training or Training(lr=0.1, batch_size=20),
+        "rounds": rounds,
+    }
     return simulation(
-        algorithm, data or federation(), model=model, workers=1, engine=engine, **how
+        algorithm,
+        data or federation(),
+        model=model,
+        workers=1,
+        engine=engine,
+        **settings,
     )
 
 
 def same_as_by_hand(build, data=None, engine="auto"):
-    """What trained in one FedAvg round of one step of each client, and why: engine,
-    form, why. The model is that of the module trained by hand."""
+    """Compares a FedAvg round of one step with training by hand.
+
+    Returns engine, form and reason from the run's header.
+    """
     torch.manual_seed(1)
-    model, data = build(), data or federation()
+    model = build()
+    data = data or federation()
     run = played(model, data, engine)
-    want, size = torch.zeros(run.context.net.size), data.size().double()
+    want = torch.zeros(run.context.net.size)
+    size = data.size().double()
     for i in range(data.n):
-        mine = copy.deepcopy(model).train()
-        optimizer = torch.optim.SGD(mine.parameters(), 0.1)
+        trained = copy.deepcopy(model).train()
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
         x, y = data.client(i)
-        run.context.net.loss_fn(mine(x), y).backward()
+        run.context.net.loss_fn(trained(x), y).backward()
         optimizer.step()
-        want += run.context.net.row(mine) * float(size[i] / size.sum())
+        want += run.context.net.row(trained) * float(size[i] / size.sum())
     run.run()
     torch.testing.assert_close(run.state.server["x"], want, rtol=1e-4, atol=1e-6)
     return tuple(run.header()["path"].values())

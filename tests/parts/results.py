@@ -1,4 +1,4 @@
-"""What the tests of results share."""
+"""Shared records of the tests of results."""
 
 import math
 
@@ -29,7 +29,10 @@ def line(r, accuracy, **more):
 
 
 def a_run(algorithm="waffle", seed=0, rounds=12, shift=0.0, target=1, **header):
-    """Client c's accuracy in round r is shift + r/100 + c/10."""
+    """Lines of a record of a short run.
+
+    The accuracy of client c in round r is shift + r/100 + c/10.
+    """
     head = {
         "algorithm": algorithm,
         "data": "digits",
@@ -50,7 +53,7 @@ def a_run(algorithm="waffle", seed=0, rounds=12, shift=0.0, target=1, **header):
 
 
 def a_long_run(n=1500, k=3):
-    """Long lists and a sparse matrix."""
+    """Lines of a record with long lists and a sparse matrix."""
     index = torch.randint(n, (n, k), generator=torch.Generator().manual_seed(0))
     weight = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).repeat(n, 1)
     moved = [None if i == 3 else 1.5 for i in range(n)]
@@ -76,8 +79,9 @@ def write(path, lines):
 
 
 def cells(text, algorithm):
-    rows = [
-        row.strip("|").split("|") for row in text.splitlines() if row.startswith("| ")
-    ]
-    rows = [[c.strip() for c in row] for row in rows]
-    return dict(zip(rows[0], next(r for r in rows if r[0] == algorithm), strict=True))
+    rows = []
+    for row_text in text.splitlines():
+        if row_text.startswith("| "):
+            rows.append([cell.strip() for cell in row_text.strip("|").split("|")])
+    values = next(row for row in rows if row[0] == algorithm)
+    return dict(zip(rows[0], values, strict=True))

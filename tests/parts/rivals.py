@@ -1,4 +1,4 @@
-"""What the tests of rivals share."""
+"""Shared values of the tests of kNN-Per and FedFomo."""
 
 from types import SimpleNamespace
 
@@ -9,8 +9,9 @@ from small import near, t
 from pflcore.algorithms import SharedRows
 
 GOLDEN = golden("feddwa_family")
-# a query among stored samples of kNN-Per
-Z, QUERY = t([[0, 0], [1, 0], [0, 2], [3, 1], [2, 2]]), t([[0.5, 0.25]])
+# Stored samples of kNN-Per, and a query among them.
+Z = t([[0, 0], [1, 0], [0, 2], [3, 1], [2, 2]])
+QUERY = t([[0.5, 0.25]])
 
 
 def close(got, want, rtol=1e-8, atol=1e-10):
@@ -21,11 +22,14 @@ def close(got, want, rtol=1e-8, atol=1e-10):
 
 
 class Losses:
-    """A cohort of one whose validation loss is told for each model; training changes
-    nothing."""
+    """A cohort of one with a given validation loss for each model.
+
+    Training changes nothing.
+    """
 
     def __init__(self, losses, n):
-        self.losses, self.context = losses, SimpleNamespace(data=SimpleNamespace(n=n))
+        self.losses = losses
+        self.context = SimpleNamespace(data=SimpleNamespace(n=n))
 
     def loss(self, rows, split):
         assert split == "val"

@@ -1,5 +1,4 @@
-"""What the tests of partitions and of federations share: how large their splits are,
-and whether they are the same."""
+"""Sizes and equality of splits, for partitions and federations."""
 
 import torch
 

@@ -1,19 +1,20 @@
-"""What the tests of states share."""
+"""Equality of states."""
 
 import torch
 
 
 def same(a, b, only=slice(None)):
-    """Whether two states are equal, to the last bit, or what they hold of `only`
-    these clients."""
-    one, two = (
-        {
-            **s.server,
-            **{f"own {k}": v[only] for k, v in s.clients.items()},
-            "b": s.buffers,
-        }
-        for s in (a, b)
-    )
+    """True where two states have the same bits.
+
+    With `only`, rows of other clients are not compared.
+    """
+    one = tensors(a, only)
+    two = tensors(b, only)
     return one.keys() == two.keys() and all(
         torch.equal(v, two[k]) for k, v in one.items()
     )
+
+
+def tensors(state, only):
+    of_clients = {f"own {k}": v[only] for k, v in state.clients.items()}
+    return {**state.server, **of_clients, "b": state.buffers}

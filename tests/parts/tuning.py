@@ -1,4 +1,4 @@
-"""What the tests of tuning share."""
+"""Shared data of the tests of tuning."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the tests of user share."""
+"""Simulations as a user starts them, with short defaults."""
 
 from small import grouped, images, tiny_model
 
@@ -12,9 +12,11 @@ class Mine(FedAvg):
 
 
 def simulation(algorithm="fedavg", data=None, **options):
-    given = {
+    settings = {
         "model": tiny_model(),
         "data": images() if data is None else data,
         "rounds": 3,
     }
-    return Simulation(algorithm, **grouped({**given, "training": TRAINING, **options}))
+    return Simulation(
+        algorithm, **grouped({**settings, "training": TRAINING, **options})
+    )

@@ -1,6 +1,8 @@
-"""The numbers of reports, records and exports, worked out by hand: at the bounds of
-"most", "many" and "last", with more than one round, and where other clients are
-evaluated than the first."""
+"""Reports, records and exports hold the numbers that are computed by hand.
+
+The cases are the bounds of "most", "many" and "last", runs of several rounds, and runs
+that evaluate other clients than the first.
+"""
 
 import csv
 import math
@@ -17,7 +19,7 @@ from pflcore.simulation.callbacks import EarlyStopping, Stop
 
 
 def rounds(*changes, n=4):
-    """Rounds 1, 2, ... of everybody in which nothing happened but these changes."""
+    """Quiet rounds 1, 2, ... of all clients, each with these changes."""
     quiet = {"cohort": list(range(n)), "relative_update_norm": [1.0] * n}
     return [
         line(r, [0.5] * n, **{**quiet, **change}) for r, change in enumerate(changes, 1)
@@ -28,7 +30,7 @@ def concerns(*changes):
     return list(History({}, rounds(*changes)).problems())
 
 
-# what somebody should look at -------------------------------------------------
+# problems of a run ------------------------------------------------------------
 
 
 def test_nothing_is_said_of_a_quiet_run():
@@ -37,37 +39,38 @@ def test_nothing_is_said_of_a_quiet_run():
 
 @pytest.mark.parametrize("lost, named", [(1, False), (2, False), (3, True)])
 def test_half_of_the_rounds_are_not_most(lost, named):
-    """Of four that the client took part in; it was absent from a fifth."""
-    found = concerns(
-        *[{"dropped": [2]}] * lost, *[{}] * (4 - lost), {"cohort": [0, 1, 3]}
-    )
+    """A client that was dropped in most of its rounds is named.
 
-    assert [words[:13] for words in found] == ["client(s) [2]"] * named
+    The client took part in four rounds, and it was absent from a fifth.
+    """
+    dropped = [{"dropped": [2]}] * lost
+    quiet = [{}] * (4 - lost)
+
+    problems = concerns(*dropped, *quiet, {"cohort": [0, 1, 3]})
+
+    assert [words[:13] for words in problems] == ["client(s) [2]"] * named
 
 
 def test_the_last_evaluation_names_infinite_losses():
     inf = {"eval": {"loss": [1.0, math.inf], "clients": [1, 3]}}
     fine = {"eval": {"loss": [1.0, 2.0], "clients": [1, 3]}}
 
-    (said,) = concerns(fine, inf, {"eval": None})
+    (problem,) = concerns(fine, inf, {"eval": None})
 
-    assert said.startswith("the last loss of client(s) [3] is inf")
+    assert problem.startswith("the last loss of client(s) [3] is inf")
     assert concerns(inf, fine, {"eval": None}) == []
 
 
 @pytest.mark.parametrize("ratio, named", [(1e6, False), (1.01e6, True)])
 def test_a_runaway_is_named_with_its_round(ratio, named):
-    far, farther = (
-        {"relative_update_norm": [1.0, 3.0, 1.0, 1.0]},
-        {"relative_update_norm": [1.0, 1.0, ratio, None]},
-    )
+    far = {"relative_update_norm": [1.0, 3.0, 1.0, 1.0]}
+    farther = {"relative_update_norm": [1.0, 1.0, ratio, None]}
 
-    found = concerns({}, farther, far)
+    problems = concerns({}, farther, far)
 
-    assert [words[:47] for words in found] == [
-        "client 2's update was 1.01e+06 times the median"
-    ] * named
-    assert all("of round 2;" in words for words in found)
+    want = ["client 2's update was 1.01e+06 times the median"] * named
+    assert [words[:47] for words in problems] == want
+    assert all("of round 2;" in words for words in problems)
 
 
 # records ----------------------------------------------------------------------
@@ -93,10 +96,10 @@ def test_outliers_have_their_largest_ratio_and_rounds():
 def test_a_table_names_the_three_farthest_movers():
     run = run_of({"relative_update_norm": [30.0, 60.0, 40.0, 50.0]})
 
-    (said,) = (text for text in table([run]).splitlines() if "moved far" in text)
+    (note,) = (text for text in table([run]).splitlines() if "moved far" in text)
 
-    assert said.index("client 1 ") < said.index("client 3 ") < said.index("client 2 ")
-    assert "client 0" not in said and "(1 round) and 1 more" in said
+    assert note.index("client 1 ") < note.index("client 3 ") < note.index("client 2 ")
+    assert "client 0" not in note and "(1 round) and 1 more" in note
 
 
 def test_bytes_sent_include_the_round_itself():
@@ -145,13 +148,16 @@ def test_a_curve_is_the_clients_own():
     "every, last, want", [(1, 2, 35.0), (1, 3, 30.0), (2, 2, 40.0)]
 )
 def test_the_mean_of_the_last_rounds(every, last, want):
-    """Accuracy 10, 20, 30, 40 %: with evaluations in every second round only the last
-    one counts among the last two."""
-    each = [{"eval": {"accuracy": [r / 10] * 4, "size": [5] * 4}} for r in range(1, 5)]
-    for one in each[: 4 * (every - 1) : every]:
-        one["eval"] = None
+    """The mean of the last rounds counts the evaluated ones among them.
 
-    row = cells(table([run_of(*each)], last=last), "fedavg")
+    The accuracies are 10, 20, 30 and 40 %. Where every second round is evaluated, only
+    the last one counts among the last two.
+    """
+    lines = [{"eval": {"accuracy": [r / 10] * 4, "size": [5] * 4}} for r in range(1, 5)]
+    for record in lines[: 4 * (every - 1) : every]:
+        record["eval"] = None
+
+    row = cells(table([run_of(*lines)], last=last), "fedavg")
 
     assert float(row[f"mean of last {last}"]) == want
     assert row["final"] == row["best\\*"] == "40.00"
@@ -175,12 +181,11 @@ def test_a_table_names_the_evaluated_clients(tmp_path):
 
     assert drawn != [0, 1]
     assert [int(row["client"]) for row in rows] == drawn * 2
-    assert [
-        (int(row["client"]) in r["cohort"])
-        for r, row in zip(
-            [history.rounds[0]] * 2 + [history.rounds[1]] * 2, rows, strict=True
-        )
-    ] == [row["took_part"] == "True" for row in rows]
+    first, second = history.rounds
+    records_of_rows = [first, first, second, second]
+    for record, row in zip(records_of_rows, rows, strict=True):
+        took_part = int(row["client"]) in record["cohort"]
+        assert took_part == (row["took_part"] == "True")
 
 
 def test_each_clients_row_holds_its_own_numbers(tmp_path):
@@ -213,7 +218,7 @@ def test_events_name_the_evaluated_clients(tmp_path):
 
 
 def stopped_at(losses, **options):
-    """The round after which these losses end a run, and what was best."""
+    """The round in which the losses end a run, and the best."""
     stop = EarlyStopping(**options)
     for round, loss in enumerate(losses, 1):
         try:
@@ -226,11 +231,11 @@ def stopped_at(losses, **options):
 @pytest.mark.parametrize(
     "losses, options, want",
     [
-        ([3, 2, 2, 2, 1], {"patience": 2}, (4, 2)),  # as good is no better
-        ([3, 2, 2, 1, 1], {"patience": 2}, (None, 4)),  # what is better starts anew
-        # evaluations count, not rounds
+        ([3, 2, 2, 2, 1], {"patience": 2}, (4, 2)),  # an equal loss is not better
+        ([3, 2, 2, 1, 1], {"patience": 2}, (None, 4)),  # better: counts anew
+        # Only evaluations count, not rounds.
         ([3, 2, None, 2, None, 2], {"patience": 2}, (6, 2)),
-        # by more than min_delta
+        # A loss is better by more than min_delta.
         ([3, 2.5, 2], {"patience": 1, "min_delta": 0.5}, (2, 1)),
         ([3, 2.4, 1.9, 1.8], {"patience": 1, "min_delta": 0.5}, (3, 2)),
         ([math.nan, 3, math.nan, math.nan], {"patience": 2}, (4, 2)),

@@ -1,4 +1,4 @@
-"""Records survive what happens to files, and tables say what the records hold."""
+"""Records survive damage to files, and tables show their numbers."""
 
 import csv
 import json
@@ -28,11 +28,9 @@ def test_numbers_that_are_not_finite_are_strict_json(tmp_path):
         json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     (run,) = read(path)
     assert run.rounds[0]["train_loss"] is None and run.header["f"] == "sqrt"
-    assert (
-        run.last_values("accuracy")[0] == 0.5
-        and run.last_values("accuracy")[1:].isnan().all()
-    )
-    assert math.isinf(run.last_values("rmse")[1])  # no mean leaves it out
+    accuracy = run.last_values("accuracy")
+    assert accuracy[0] == 0.5 and accuracy[1:].isnan().all()
+    assert math.isinf(run.last_values("rmse")[1])  # a mean does not leave it out
 
 
 def test_a_file_cut_off_anywhere_is_readable(tmp_path):
@@ -42,7 +40,7 @@ def test_a_file_cut_off_anywhere_is_readable(tmp_path):
     for cut in range(ends[0] + 1, len(whole), 97):
         path.write_bytes(whole[:cut])
         assert len(read(path)[0].rounds) == sum(e <= cut for e in ends) - 1
-    # a second run after a torn one
+    # A whole run follows a run whose last line is cut off.
     path.write_bytes(whole[: ends[1] + 20] + b"\n" + whole)
     with pytest.warns(UserWarning, match=r"1 damaged line\(s\)"):
         assert [len(r.rounds) for r in read(path)] == [1, 3]
@@ -70,15 +68,15 @@ def test_a_place_without_a_record_is_one_sentence(tmp_path):
 
 def test_a_line_that_a_full_disk_cut_off_is_finished_before_the_next(tmp_path):
     resource = pytest.importorskip("resource")
-    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with records.RecordWriter(tmp_path / "r.jsonl") as record:
         record.write({"header": {}})
         try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (40, kept[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (40, limits[1]))
             with pytest.raises(OSError, match="large"):
                 record.write(line(1, [0.5] * N))
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert record.path.stat().st_size == 40
         record.write({"stopped": "The disk was full."})
     (run,) = read(record.path)
@@ -99,9 +97,8 @@ def test_rounds_whose_header_is_lost_are_no_more_rounds_of_the_run_before(
         UserWarning, match=r"2 damaged line\(s\) are left out \(14, 21\)"
     ):
         first, lost = read(path)
-    assert (
-        first.rounds == whole[0].rounds and len(lost.rounds) == 11 and not lost.header
-    )
+    assert first.rounds == whole[0].rounds
+    assert len(lost.rounds) == 11 and not lost.header
     assert lost.algorithm == second.get("algorithm", "waffle")
 
 
@@ -110,9 +107,8 @@ def test_long_lists_come_back_as_they_were(tmp_path):
     head, first, _ = a_long_run()
     got = run.rounds[1]
     assert run.header == head["header"]
-    assert all(
-        got[k] == first[k] for k in ("cohort", "relative_update_norm", "dropped")
-    )
+    for key in ("cohort", "relative_update_norm", "dropped"):
+        assert got[key] == first[key]
     assert got["eval"]["loss"] == [None if v != v else v for v in first["eval"]["loss"]]
     report = first["report"]
     want = spread(report["weight"], report["index"], 1500)
@@ -121,7 +117,8 @@ def test_long_lists_come_back_as_they_were(tmp_path):
 
 def test_a_record_that_goes_on_has_the_bytes_of_one_that_never_stopped(tmp_path):
     lines = [*a_long_run(), {"stopped": "It was enough.", "unfinished": False}]
-    whole, path = write(tmp_path / "whole.jsonl", lines), tmp_path / "record.jsonl"
+    whole = write(tmp_path / "whole.jsonl", lines)
+    path = tmp_path / "record.jsonl"
     write(path, lines[:2])
     with records.RecordWriter(path, goes_on=True) as record:
         for one in lines[2:]:
@@ -132,8 +129,10 @@ def test_a_record_that_goes_on_has_the_bytes_of_one_that_never_stopped(tmp_path)
 
 
 # tables ---------------------------------------------------------------------
-def tell(*runs, **how):
-    return table(records.group_runs([one for lines in runs for one in lines]), **how)
+def tell(*runs, **options):
+    """The table of these runs, each a list of its lines."""
+    all_lines = [line for lines in runs for line in lines]
+    return table(records.group_runs(all_lines), **options)
 
 
 ONE = r"""best\* | 27.00
@@ -166,11 +165,14 @@ def test_the_mean_of_the_last_rounds_names_how_many_they_are(rounds, last, named
     text = tell(a_run(rounds=rounds), last=last)
     want = sum(range(rounds - named + 1, rounds + 1)) / named + 15
     assert cells(text, "waffle")[f"mean of last {named}"] == f"{want:.2f}"
-    assert text.count("mean of last") == 2  # of all, and of the target
+    assert text.count("mean of last") == 2  # of all clients, and of the target
 
 
 def test_a_run_of_fewer_rounds_has_no_mean_of_more():
-    """Nor have several seeds of which one has fewer."""
+    """A run of fewer rounds has no mean of the last ones.
+
+    The same holds for several seeds of which one has fewer rounds.
+    """
     text = tell(
         a_run(), a_run("ditto", rounds=4), a_run("local"), a_run("local", 1, rounds=3)
     )
@@ -187,7 +189,8 @@ def test_seeds_become_mean_and_std():
     )
 
 
-# the headers of runs, and what tells their rows apart
+# Each line: the headers of the runs, and the names' additions that tell the rows of two
+# runs apart. An entry without "=" stands for rows that need no addition.
 NAMESAKES = """\
 [{"options": {"tie": "a", "k": 5}}, {"options": {"tie": "b", "k": 5}}] | tie=a | tie=b
 [{"parameters": 36}, {"parameters": 836}] | parameters=36 | parameters=836
@@ -205,37 +208,43 @@ NAMESAKES = """\
 
 @pytest.mark.parametrize("runs, one, other", tabled(NAMESAKES))
 def test_namesakes_are_told_apart_by_what_differs(runs, one, other):
-    """Other conditions are no other seeds."""
+    """Runs of one algorithm under different conditions have rows of their own.
+
+    They are not seeds of one run.
+    """
     text = tell(*(a_run(**run) for run in runs)).splitlines()
     named = [
         row.split(" | ")[0]
         for row in text
         if row[:2] == "| " and "algorithm" not in row
     ]
-    told = [name.partition("(")[2].rstrip(") ") for name in named]
-    assert told == [words if "=" in words else "" for words in (one, other)]
+    additions = [name.partition("(")[2].rstrip(") ") for name in named]
+    assert additions == [words if "=" in words else "" for words in (one, other)]
 
 
 def test_a_run_that_is_here_twice_is_no_second_seed():
-    both, said = (
-        [*a_run("ditto"), *a_run("ditto", seed=1)],
-        "the same run is here 2 times, and counts once",
-    )
-    once, twice = tell(a_run(), both), tell(a_run(), a_run(), both)
-    assert "over 2 seeds (waffle 1)" in once and said not in once
-    assert twice.replace(f"\nwaffle, seed 0: {said}.", "").split() == once.split()
+    two_seeds = [*a_run("ditto"), *a_run("ditto", seed=1)]
+    words = "the same run is here 2 times, and counts once"
+    once = tell(a_run(), two_seeds)
+    twice = tell(a_run(), a_run(), two_seeds)
+    assert "over 2 seeds (waffle 1)" in once and words not in once
+    assert twice.replace(f"\nwaffle, seed 0: {words}.", "").split() == once.split()
     stopped = {"stopped": "Interrupted.", "unfinished": True}
-    text = tell(a_run(rounds=1), [stopped], a_run())  # a whole one counts before it
-    assert cells(text, "waffle")["final"] == "27.00" and said in text
+    # Of an unfinished run and a whole one, the whole one counts.
+    text = tell(a_run(rounds=1), [stopped], a_run())
+    assert cells(text, "waffle")["final"] == "27.00" and words in text
 
 
 def test_clients_that_are_worse_off_than_with_a_baseline():
-    """Of the same seed, among the same clients, on the same data."""
+    """A client is hurt where its accuracy is below the baseline's.
+
+    The two runs have the same seed, the same clients and the same data.
+    """
 
     def hurt(*runs):
         return cells(tell(*runs, baseline="local"), "fedavg")["% hurt vs local"]
 
-    def some(algorithm, clients, **more):
+    def run_evaluating(algorithm, clients, **more):
         lines = a_run(algorithm, rounds=1, target=None, **more)
         lines[1]["eval"]["clients"] = clients
         return lines
@@ -246,15 +255,16 @@ def test_clients_that_are_worse_off_than_with_a_baseline():
             [0.01, 0, -0.01, 0]
         )
     assert hurt(a_run("local"), worse) == "25.0"
-    # against the other seed's everybody would be hurt in the second run
+    # Against the baseline of the other seed, all clients of seed 1 would be hurt.
     two = [a_run(n, s, shift=(1 - s) / 10) for s in (0, 1) for n in ("local", "fedavg")]
     assert hurt(*two) == "0.0 ± 0.0"
-    mine, first = some("fedavg", [0, 1, 2, 3]), [0, 1, 2, 3]
-    assert hurt(mine, some("local", first, shift=0.5)) == "100.0"
-    assert hurt(mine, some("local", [1, 2, 3, 4], shift=0.5)) == "-"
-    assert hurt(mine, some("local", first, shift=0.5, seed=1)) == "-"
-    cut = [a_run("fedavg", data_seed=0, shift=-0.1), a_run("local", data_seed=7)]
-    text = tell(*cut, baseline="local")
+    first = [0, 1, 2, 3]
+    fedavg = run_evaluating("fedavg", first)
+    assert hurt(fedavg, run_evaluating("local", first, shift=0.5)) == "100.0"
+    assert hurt(fedavg, run_evaluating("local", [1, 2, 3, 4], shift=0.5)) == "-"
+    assert hurt(fedavg, run_evaluating("local", first, shift=0.5, seed=1)) == "-"
+    other_data = [a_run("fedavg", data_seed=0, shift=-0.1), a_run("local", data_seed=7)]
+    text = tell(*other_data, baseline="local")
     assert cells(text, "fedavg (data_seed=0)")["% hurt vs local"] == "-"
     with sentence("baseline: "):
         tell(worse, baseline="ditto")
@@ -262,7 +272,9 @@ def test_clients_that_are_worse_off_than_with_a_baseline():
 
 def test_notes_stand_in_the_row():
     lines = [*a_run(rounds=3), {"stopped": "Everybody diverged three rounds in a row."}]
-    lines[2]["void"], lines[2]["dropped"], lines[3]["dropped"] = True, [0], [2]
+    lines[2]["void"] = True
+    lines[2]["dropped"] = [0]
+    lines[3]["dropped"] = [2]
     text = tell(
         lines, a_run("fedfomo", facts={"held out for validation": 0.2}), a_run("local")
     )
@@ -273,7 +285,10 @@ def test_notes_stand_in_the_row():
 
 
 def test_a_regression_is_told_by_its_loss():
-    """Though the first run has no evaluation."""
+    """The table of a regression shows the loss, not the accuracy.
+
+    The first run has no round and therefore no evaluation.
+    """
     lines = a_run("mocha", target=None)
     for one in lines[1:]:
         one["eval"] = {
@@ -296,7 +311,7 @@ def test_a_diverged_client_never_improves_a_table(tmp_path):
     ]
     header = {"header": {"algorithm": "fedavg", "n": 3, "rounds": 2, "seed": 0}}
     (got,) = read(write(tmp_path / "r.jsonl", [header, *seen]))
-    # the client without samples is left out
+    # The client without samples is left out.
     assert got.curve() == ([1, 2], [2.0, math.inf])
     row = cells(table([got]), "fedavg")
     assert list(row.values())[1:6] == ["2.00000", "-", "-", "-", "-"]
@@ -328,23 +343,22 @@ def test_other_data_clients_or_losses_are_no_other_seeds_of_one_run(other):
 
 
 def test_a_history_as_a_table(tmp_path):
-    history, tables = simulation(every=2, participation=0.7).run(), []
+    history = simulation(every=2, participation=0.7).run()
+    tables = []
     for per in ("round", "client"):
         history.to_csv(tmp_path / per, per=per)
         with open(tmp_path / per) as file:
             tables.append(list(csv.DictReader(file)))
-    (rounds, clients), seen = tables, history.series()[1]
-    assert [(r["round"], r["clients"]) for r in rounds] == [
-        ("1", "2"),
-        ("2", "2"),
-        ("3", "2"),
-    ]
-    # every second round is evaluated, and the last
+    rounds, clients = tables
+    seen = history.series()[1]
+    counts = [(r["round"], r["clients"]) for r in rounds]
+    assert counts == [("1", "2"), ("2", "2"), ("3", "2")]
+    # Every second round is evaluated, and the last one.
     assert rounds[0]["mean_accuracy"] == ""
     assert [int(rounds[0][k]) for k in ("bytes_down", "bytes_up")] == [2 * 59 * 4] * 2
     assert float(rounds[1]["mean_accuracy"]) == pytest.approx(seen[0].mean().item())
-    where = [(int(c["round"]), int(c["client"])) for c in clients]
-    assert where == [(r, i) for r in (2, 3) for i in range(3)]
+    keys = [(int(c["round"]), int(c["client"])) for c in clients]
+    assert keys == [(r, i) for r in (2, 3) for i in range(3)]
     took_part = [int(c["client"]) for c in clients[:3] if c["took_part"] == "True"]
     assert took_part == history.rounds[1]["cohort"]
     with sentence("per: expected 'round' or 'client', got 'seed'"):
@@ -360,31 +374,30 @@ def test_a_history_as_a_table(tmp_path):
 
 def test_a_full_disk_leaves_the_csv_that_was_there(tmp_path):
     resource = pytest.importorskip("resource")
-    history, path = simulation().run(), tmp_path / "x.csv"
+    history = simulation().run()
+    path = tmp_path / "x.csv"
     path.write_text("before")
-    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, kept[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         with sentence("path: expected a file that can be written, got .*large"):
             history.to_csv(path, per="client")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_text() == "before" and [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no links, no pipes: not POSIX")
 def test_a_link_or_a_pipe_gets_the_csv(tmp_path):
-    history, here, link = (
-        simulation().run(),
-        tmp_path / "here.csv",
-        tmp_path / "link.csv",
-    )
-    link.symlink_to(here)
+    history = simulation().run()
+    target = tmp_path / "here.csv"
+    link = tmp_path / "link.csv"
+    link.symlink_to(target)
     history.to_csv(link)
-    assert link.is_symlink() and here.read_text().startswith("algorithm,seed,round")
+    assert link.is_symlink() and target.read_text().startswith("algorithm,seed,round")
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     history.to_csv(tmp_path / "pipe")
-    assert os.read(reader, 1 << 16) == here.read_bytes()
+    assert os.read(reader, 1 << 16) == target.read_bytes()
     os.close(reader)
     assert (tmp_path / "pipe").is_fifo()

@@ -1,5 +1,7 @@
-"""Attacks do what their papers say, defences give what their formulas and other
-libraries give, and whoever cannot take one says so."""
+"""Attacks follow their papers, and defences follow their formulas.
+
+An algorithm that cannot take a defence refuses it with one sentence.
+"""
 
 import pytest
 import torch
@@ -16,10 +18,10 @@ from pflcore.results.record import read
 
 # attacks --------------------------------------------------------------------
 def test_flipped_labels_are_the_bad_ones_alone():
-    turned = images()  # whose clients permute their labels already
+    permuted = images()  # its clients permute their labels already
     for fed, model, bad in (
         (DATA, lambda: nn.Linear(8, 4), BAD),
-        (turned, tiny_model(), [1]),
+        (permuted, tiny_model(), [1]),
     ):
         poisoned = run(
             data=fed, model=model, adversary=Adversary("label_flip", bad)
@@ -36,11 +38,11 @@ def test_flipped_labels_are_the_bad_ones_alone():
 def test_every_algorithm_can_be_attacked(name):
     adversary = Adversary("scale", BAD, 1e4)
     history = run(name, rounds=1, model=tiny_model(8), adversary=adversary).run()
-    moved = history.rounds[0]["relative_update_norm"]
-    assert min(moved[8:]) > 100 > max(moved[:8]), moved
+    norms = history.rounds[0]["relative_update_norm"]
+    assert min(norms[8:]) > 100 > max(norms[:8]), norms
 
 
-# an adversary, an algorithm's options, and what is said of them
+# Each line: options of the adversary, options of the algorithm, and the error.
 NOT = """\
 {"clients": [10]} | {} | adversary: expected ids of clients from 0 to 9, each once
 {"clients": [1, 1]} | {} | adversary: expected ids of clients from 0 to 9, each once
@@ -61,11 +63,15 @@ def test_what_cannot_be_is_one_sentence(adversary, method, words):
 
 
 def test_numbers_have_no_labels_to_flip():
-    numbers, model = synthetic_linear(n=3, dim=2), lambda: nn.Linear(2, 1)
+    numbers = synthetic_linear(n=3, dim=2)
     with sentence(
         "adversary: expected an attack on numbers as targets, got 'label_flip'"
     ):
-        run(data=numbers, model=model, adversary=Adversary("label_flip", [1]))
+        run(
+            data=numbers,
+            model=lambda: nn.Linear(2, 1),
+            adversary=Adversary("label_flip", [1]),
+        )
 
 
 def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part():
@@ -76,8 +82,8 @@ def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part():
         all(0 in r["cohort"] for r in whole.run().rounds)
         and whole.header()["target"] is None
     )
-    some = run(method, clients=[1, 2, 3, 4], participation=0.5, rounds=8).run()
-    cohorts = [r["cohort"] for r in some.rounds]
+    history = run(method, clients=[1, 2, 3, 4], participation=0.5, rounds=8).run()
+    cohorts = [r["cohort"] for r in history.rounds]
     assert all(len(c) == 3 for c in cohorts) and set.intersection(
         *map(set, cohorts)
     ) == {0}
@@ -85,11 +91,12 @@ def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part():
 
 
 def test_who_does():
-    some = "fedavg fedadam fedprox ditto mrmtl finetune per_fedavg scaffold"
-    for name in some.split():
+    """Algorithms that average updates take a defence, and all others refuse it."""
+    defended = "fedavg fedadam fedprox ditto mrmtl finetune per_fedavg scaffold"
+    for name in defended.split():
         ALGORITHMS[name](defence="median")
-    # it has the option without a choice, or no such option
-    none = (
+    # An algorithm either has the option with None as its only value, or lacks it.
+    refusal = (
         "defence: expected None, got 'median'|.*unexpected keyword argument 'defence'"
     )
     others = [
@@ -101,14 +108,14 @@ def test_who_does():
         "local",
         "qfedavg",
     ]
-    own = [type("Own", (base,), {}) for base in (Algorithm, Waffle)]
-    for kind in (*map(ALGORITHMS.get, others), *own):
-        with pytest.raises((ValueError, TypeError), match=none):
+    derived = [type("Own", (base,), {}) for base in (Algorithm, Waffle)]
+    for kind in (*map(ALGORITHMS.get, others), *derived):
+        with pytest.raises((ValueError, TypeError), match=refusal):
             kind(defence="median")
 
 
 def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence():
-    """Who is merely absent lowers no number of hostile clients."""
+    """Clients that are absent do not lower the number of hostile clients."""
     for name, f in (("krum", 2), ("multi_krum", 2), ("trimmed_mean", 3)):
         with pytest.warns(RuntimeWarning, match="stopped early"):
             history = run(FedAvg(**defence(name, f)), participation=0.5).run()

@@ -1,8 +1,8 @@
-"""A bad client does not take the others with it: every algorithm, by every kind of bad
-upload. `docs/trust.md` says what is promised.
+"""A bad client harms no other client, under every algorithm.
 
-The round goes on or stops with one sentence, what the server and the honest clients
-hold stays finite, and a round changes all or nothing.
+`docs/trust.md` states the contract. The round goes on, or it stops with one sentence.
+The states of the server and of the honest clients stay finite. A round changes the
+whole state or nothing.
 """
 
 import copy
@@ -42,7 +42,11 @@ def spoilt(alg, value, bad):
 @pytest.mark.parametrize("name", swept([*ALGORITHMS, *DEFENDED], (*SIX, *DEFENDED)))
 @pytest.mark.parametrize("value", [1e30, 0.0, torch.inf])
 def test_a_bad_upload(name, value):
-    """What is not finite, of an honest client's training: see the contract."""
+    """A bad upload leaves the state finite and drops one client.
+
+    After a huge finite upload (1e30) the round may be void, an honest client may have
+    an infinite loss, and the algorithm may end the run.
+    """
     alg = DEFENDED.get(name) or ALGORITHMS[name](
         **({"k": 3} if name == "knnper" else {})
     )
@@ -51,26 +55,24 @@ def test_a_bad_upload(name, value):
         alg.prepare(Net(tiny_model())), data, Training(0.1, 10), 6, workers=1
     )
     for bad in {BAD, *alg.traits.required_clients}:
-        state, play = (
-            initial_state(alg, s.net, N),
-            RunConfig(spoilt(alg, value, bad), s),
-        )
+        state = initial_state(alg, s.net, N)
+        config = RunConfig(spoilt(alg, value, bad), s)
         for _ in range(3):
             before = copy.deepcopy(state)
             try:
-                state, done = step(play, state, torch.arange(N))
-            except Stop as stop:  # where a method knows that going on makes no sense
+                state, done = step(config, state, torch.arange(N))
+            except Stop as stop:  # the algorithm knows that further rounds are useless
                 assert re.fullmatch(r"((?!\. ).)+\.", str(stop)), stop
                 assert value == 1e30 and same(state, before)
                 break
-            lost = value == torch.inf and name != "local"  # which uploads nothing
-            assert value == 1e30 or done.dropped == [bad] * lost
+            is_dropped = value == torch.inf and name != "local"  # local uploads nothing
+            assert value == 1e30 or done.dropped == [bad] * is_dropped
             if done.void:
                 assert same(state, before) and (
                     value == 1e30 or bad in alg.traits.required_clients
                 )
-            held = [*state.server.values(), *state.clients.values(), state.buffers]
-            assert all(v.isfinite().all() for v in held if v.is_floating_point())
+            tensors = [*state.server.values(), *state.clients.values(), state.buffers]
+            assert all(v.isfinite().all() for v in tensors if v.is_floating_point())
         loss = evaluate(RunConfig(alg, s), state)["loss"][torch.arange(N) != bad]
         assert value == 1e30 or loss.isfinite().all()
         assert name != "fedavg, median" or (loss < 2).all()

@@ -1,5 +1,8 @@
-"""What a round counts at the very bounds of its rules: who is clipped, the median of an
-even number, how many take part, how many void rounds in a row end a run."""
+"""Rounds follow their rules exactly at the bounds of the rules.
+
+The rules: which clients are clipped, the median of an even number of norms, how many
+clients take part, and how many void rounds in a row end a run.
+"""
 
 import pytest
 import torch
@@ -59,7 +62,7 @@ def test_nobody_is_far_from_the_median_of_two():
     ],
 )
 def test_half_a_client_takes_part(n, participation, count):
-    """floor(participation n + 0.5), at least one."""
+    """A cohort has floor(participation * n + 0.5) clients, at least one."""
     run = simulation(
         data=images((6,) * n), rounds=1, participation=participation, every=0
     )

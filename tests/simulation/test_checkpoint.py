@@ -1,5 +1,7 @@
-"""Checkpoints: a run that went on is the run that was never broken; whatever happens to
-a file is one sentence and costs nothing whole."""
+"""A resumed run equals the unbroken run; damaged checkpoints are refused.
+
+The refusal is one sentence, and it changes neither the run nor a whole checkpoint.
+"""
 
 import json
 import math
@@ -44,13 +46,13 @@ from pflcore.simulation.checkpoint import load
 
 
 def text_of(history):
-    """Records as text, so that every bit of a number counts and NaN equals NaN."""
+    """Records as text, in which all bits count and NaN equals NaN."""
     lines = [{k: v for k, v in r.items() if k != "seconds"} for r in history.rounds]
     return json.dumps(lines, default=lambda v: v.tolist())
 
 
 def unbroken(simulation, folder, after=2):
-    """Plays all rounds, and leaves the checkpoint of one on the way."""
+    """Plays all rounds and saves the checkpoint of round `after`."""
     return simulation.run(
         lambda round, _: simulation.save(folder) if round == after else None
     )
@@ -70,27 +72,34 @@ def refused(call, words, kind=ValueError):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", swept(quick=(*SIX, "clustered_fl")))
 def test_two_rounds_and_two_more_are_four(name, tmp_path):
-    """From a checkpoint, or from the state itself. A newcomer's fresh state comes from
-    the initial weights, which a module drawn anew does not have."""
-    # it splits on both sides of the break
+    """A run that resumes after two rounds equals the unbroken run.
+
+    One run resumes from a checkpoint, and one from the state itself. A newcomer's state
+    comes from the initial weights, which the model of the restored run does not have:
+    the checkpoint restores them too.
+    """
+    # With these options, clustered_fl splits clusters before and after the break.
     options = (
         {"first": 1, "relative": True, "eps1": 10.0} if name == "clustered_fl" else {}
     )
-    alg, after = ALGORITHMS[name](**options), 1 if options else 2
-    first, anew = tiny_model()(), tiny_model()()
+    alg = ALGORITHMS[name](**options)
+    after = 1 if options else 2
+    first = tiny_model()()
+    other_model = tiny_model()()
     whole = make(alg, model=first)
     history = unbroken(whole, tmp_path, after)
-    rest = loaded(tmp_path, alg, model=anew)
+    rest = loaded(tmp_path, alg, model=other_model)
     warm = make(alg, model=first)
     warm.state = rest.state
-    went_on = rest.run()
-    assert text_of(went_on) == text_of(history) and len(went_on.rounds) == 4
-    assert went_on.stopped == history.stopped and rest.state.round == 4
+    resumed = rest.run()
+    assert text_of(resumed) == text_of(history) and len(resumed.rounds) == 4
+    assert resumed.stopped == history.stopped and rest.state.round == 4
     assert [r["round"] for r in warm.run().rounds] == [*range(after + 1, 5)]
     assert same(whole.state, rest.state) and same(whole.state, warm.state)
-    x, samples = DATA.client(1, "test")[0], DATA.client(2)
-    equals(history.model(1)(x), went_on.model(1)(x))
-    equals(history.adapt(samples, 2)(x), went_on.adapt(samples, 2)(x))
+    x = DATA.client(1, "test")[0]
+    samples = DATA.client(2)
+    equals(history.model(1)(x), resumed.model(1)(x))
+    equals(history.adapt(samples, 2)(x), resumed.adapt(samples, 2)(x))
     if options:
         assert len(load(tmp_path)[0]["server.x"]) < len(rest.state.server["x"])
 
@@ -115,15 +124,18 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
     checkpoint.save(tmp_path, tensors, {})
     odd = {"z": torch.zeros(1, dtype=torch.complex128)}
     refused(lambda: checkpoint.save(tmp_path, odd, {}), "complex128", TypeError)
-    found, _ = load(tmp_path)  # what stood there stands
-    torch.testing.assert_close(found, tensors, rtol=0, atol=0, equal_nan=True)
+    restored, _ = load(tmp_path)  # the refused save left the first file as it was
+    torch.testing.assert_close(restored, tensors, rtol=0, atol=0, equal_nan=True)
 
 
 @dataclass(frozen=True)
 class Spoils(FedAvg):
-    """Client 1 moves far in round 1; in round 2, and from round 4 on, the server's
-    model is none. Keys of its state are there only from the first round on, and of one
-    memory."""
+    """FedAvg with a huge update, void rounds and a growing state.
+
+    Client 1's update is huge in round 1. In rounds 2, 4, 5 and 6 the server's model is
+    NaN. The keys "late" and "again" exist from the first round on and share the memory
+    of "x".
+    """
 
     def train(self, down, client_state, clients):
         client_state, up, fit = super().train(down, client_state, clients)
@@ -139,15 +151,18 @@ class Spoils(FedAvg):
 
 BAD = Robustness(adversary=Adversary("noise", [1]))
 LARGE = {"data": images((4,) * 40), "rounds": 3, "participation": 1.0}
-LOOKED = {"every": 3, "train_loss": True, "evaluated": [0, 1, 2, 3], "metrics": ("f1",)}
-LOOKED |= {
+EVALUATED = {
+    "every": 3,
+    "train_loss": True,
+    "evaluated": [0, 1, 2, 3],
+    "metrics": ("f1",),
     "clip": 0.3,
     "clients": [0, 1, 2],
     "seed": 5,
     "rounds": 5,
     "model": normed_model,
 }
-GIVEN = {  # functions, which no file holds
+FUNCTIONS = {  # options that a checkpoint cannot hold
     "algorithm": ALGORITHMS["waffle"](omega=lambda round, rounds: 0.5),
     "training": Training(lr=0.1, schedule=lambda round, rounds: 1 / round),
     "evaluation": Evaluation(metrics={"first": lambda scores, y: float(scores[0, 0])}),
@@ -155,16 +170,19 @@ GIVEN = {  # functions, which no file holds
 }
 VOID = ".*ounds 4 to 6 were void.*client 1's update was"
 LONG = {"rounds": 9, "participation": 1.0}
-RUNS = [  # its options, after how many rounds it is broken off, and what ends it
-    *(({"batch_norm": policy, **LOOKED}, 2, "None") for policy in ("local", "average")),
+RUNS = [  # options of the run, the round of the checkpoint, and the reason of the end
+    *(
+        ({"batch_norm": policy, **EVALUATED}, 2, "None")
+        for policy in ("local", "average")
+    ),
     ({"evaluated": 2, "robustness": BAD}, 2, "None"),
     *(
         ({"algorithm": a, **LARGE}, 2, "None")
         for a in ("fedamp", ALGORITHMS["feddwa"](k=30))
     ),
-    (GIVEN, 2, "None"),
+    (FUNCTIONS, 2, "None"),
     *(({"rounds": 9}, after, "Stopped early after round 4") for after in (3, 4)),
-    # at the third in a row; a round that was played ends the count
+    # The third void round in a row ends a run; a round with an effect ends the count.
     *(({"algorithm": Spoils, **LONG}, k, VOID) for k in (2, 3, 4, 5)),
 ]
 
@@ -172,8 +190,12 @@ RUNS = [  # its options, after how many rounds it is broken off, and what ends i
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options, after, words", RUNS)
 def test_a_run_of_any_options_goes_on(options, after, words, tmp_path):
-    """A report of more than a thousand numbers is a tensor in the record, and in the
-    checkpoint; early stopping remembers, and void rounds are counted over the break."""
+    """A run with any options resumes with the same records.
+
+    A report of more than a thousand numbers is a tensor in the record and in the
+    checkpoint. Early stopping keeps its best value, and the count of void rounds goes
+    on after the break.
+    """
 
     def callbacks():
         return (
@@ -198,37 +220,40 @@ def test_a_run_of_any_options_goes_on(options, after, words, tmp_path):
 
 
 def test_a_run_leaves_checkpoints_as_it_was_told(tmp_path, monkeypatch):
-    at = []
+    """Checkpoints follow `every` or `minutes`, with one at the start and end."""
+    saved_rounds = []
     monkeypatch.setattr(
-        checkpoint, "save_run", lambda _folder, _run, state, _: at.append(state.round)
+        checkpoint,
+        "save_run",
+        lambda _folder, _run, state, _: saved_rounds.append(state.round),
     )
     make(rounds=7).run(checkpoint=Checkpoint(tmp_path, every=3, minutes=0))
-    assert at == [0, 3, 6, 7]  # the beginning and the end in any case
-    at.clear()
+    assert saved_rounds == [0, 3, 6, 7]
+    saved_rounds.clear()
+    # Each reading of the clock is 40 seconds after the one before.
     clock = iter(range(0, 10**6, 40))
-    # 40 seconds a look
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: float(next(clock)))
     keeper = Checkpoint(tmp_path, minutes=2)
     keeper._since = 0.0
     make(rounds=9).run(checkpoint=keeper)
-    assert at[0] == 0 and at[-1] == 9 and 3 <= len(at) <= 6
+    assert saved_rounds[0] == 0 and saved_rounds[-1] == 9
+    assert 3 <= len(saved_rounds) <= 6
 
 
 def noted(round, record):
-    record["gap"], record["many"], record["row"] = (
-        np.float32(0.5),
-        np.arange(2),
-        torch.ones(2),
-    )
+    record["gap"] = np.float32(0.5)
+    record["many"] = np.arange(2)
+    record["row"] = torch.ones(2)
 
 
-PRESSED, KEY = KeyboardInterrupt(), KeyError("my own mistake")
+PRESSED = KeyboardInterrupt()
+KEY = KeyError("my own mistake")
 PLACES = {"evaluate": evaluate, "callback": noted, "update": Scaffold.update}
 MEMORY = "Out of memory in round 4.* needs about .*participation"
 EVALUATION = (
     "Out of memory in the evaluation after round 3, when 20.00 MiB more were asked for"
 )
-# a function and the call of it that fails, after which round, and what is said
+# The function that fails, which of its calls, the error, the last round, the reason.
 ENDS = [
     ("callback", 3, Stop("That will do."), 3, "That will do[.]$"),
     ("callback", 3, PRESSED, 3, "Interrupted after round 3 of 5[.]$"),
@@ -256,9 +281,11 @@ ENDS = [
 def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
     place, at, error, last, words, tmp_path, monkeypatch
 ):
-    """By itself, and from its checkpoint, which has the evaluation of each of its
-    rounds. What is saved then has each round once, of a run that went on, was put back
-    or restored."""
+    """A run that ended early resumes, by itself and from its checkpoint.
+
+    The checkpoint has the evaluation of each of its rounds. A checkpoint that is saved
+    later has each round once, for a run that was resumed, set back or restored.
+    """
     whole = make("scaffold", rounds=5).run(noted)
     called = {**PLACES, place: fails(PLACES[place], at, error)}
     monkeypatch.setattr(Scaffold, "update", called["update"])
@@ -274,9 +301,10 @@ def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
     )
     assert history.interrupted is (error is PRESSED)
     assert list(history.lines())[-1] == {"stopped": history.stopped}
-    broke_off = history.rounds[-1]
-    assert (broke_off["eval"] is None) == (place == "evaluate")
-    broke_off |= {k: whole.rounds[last - 1][k] for k in ("eval", "gap", "many", "row")}
+    last_record = history.rounds[-1]
+    assert (last_record["eval"] is None) == (place == "evaluate")
+    added_keys = ("eval", "gap", "many", "row")
+    last_record |= {k: whole.rounds[last - 1][k] for k in added_keys}
     rest = run.run(noted)
     history.rounds += rest.rounds
     assert text_of(history) == text_of(whole) and rest.stopped is None
@@ -290,7 +318,7 @@ def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
         run.save(tmp_path / "again")
         again = loaded(tmp_path / "again", "scaffold", rounds=5)
         assert text_of(again.run(noted)) == text_of(whole)
-    for callbacks in (noted, ()):  # at last it has ended, and nothing is played again
+    for callbacks in (noted, ()):  # after the end of the run, no round is played again
         again = loaded(tmp_path, "scaffold", rounds=5)
         assert text_of(again.run(callbacks, tmp_path)) == text_of(whole)
         assert same(again.state, whole.state)
@@ -306,21 +334,22 @@ def test_runs_for_everyone_go_on_and_are_exported(tmp_path, monkeypatch):
         if (target, round) == (2, 3):
             raise RuntimeError("power cut")
 
-    history, keeper, played = play(), Checkpoint(tmp_path / "kept", every=1), []
+    history = play()
+    keeper = Checkpoint(tmp_path / "kept", every=1)
     with pytest.raises(RuntimeError, match="power cut"):
         play(on_round=die, checkpoint=keeper)
     steps = []
     monkeypatch.setattr(
         "pflcore.simulation._loop.step", lambda *given: steps.append(1) or step(*given)
     )
-    again = play(on_round=lambda t, r, _: played.append((t, r)), checkpoint=keeper)
+    reported = []
+    again = play(on_round=lambda t, r, _: reported.append((t, r)), checkpoint=keeper)
     assert text_of(again) == text_of(history)
-    # what was played is seen again, and not played again
-    assert (
-        played == [(t, r) for t in range(5) for r in range(1, 5)] and len(steps) == 10
-    )
+    # Rounds from the checkpoint are reported again, but not played again.
+    assert reported == [(t, r) for t in range(5) for r in range(1, 5)]
+    assert len(steps) == 10
     tmp_path.chmod(0o755)
-    history.export(tmp_path)  # as readable as the folder
+    history.export(tmp_path)  # the files are as readable as the folder
     modes = [p.stat().st_mode & 0o777 for p in tmp_path.glob("client-*.safetensors")]
     assert modes == [0o644] * 5
     refused(
@@ -328,8 +357,9 @@ def test_runs_for_everyone_go_on_and_are_exported(tmp_path, monkeypatch):
         "model: expected a history with",
     )
     (tmp_path / "file").write_text("x")
-    beside = tmp_path / "file" / "x"
-    refused(lambda: history.export(beside), r"export: .* cannot be written", OSError)
+    inside_file = tmp_path / "file" / "x"
+    words = r"export: .* cannot be written"
+    refused(lambda: history.export(inside_file), words, OSError)
 
 
 # another run ----------------------------------------------------------------
@@ -360,7 +390,7 @@ def test_what_differs_is_named(tmp_path):
     for word, options in OTHERS.items():
         other = {"algorithm": "ditto", **options}
         refused(lambda o=other: loaded(tmp_path, **o), f"another run: .*{word}")
-    # which never changes a result
+    # The number of workers never changes a result.
     loaded(tmp_path, "ditto", hardware=Hardware(workers=1))
     with pytest.warns(UserWarning, match="last digits"):
         loaded(tmp_path, "ditto", hardware=Hardware(engine="loop"))
@@ -371,7 +401,7 @@ def test_what_differs_is_named(tmp_path):
 
 
 class Own(nn.Module):
-    """A loss that holds a function, whose address is another in every process."""
+    """A loss that holds a function, whose address differs in every process."""
 
     def __init__(self):
         super().__init__()
@@ -389,8 +419,8 @@ def weighted(factor):
     return nn.CrossEntropyLoss(weight=factor * torch.ones(4))
 
 
-OWN = {"loss": Own()}, {"loss": Own()}  # both at once, so that they lie at two places
-ALIKE = [  # and what tells the second from the first
+OWN = {"loss": Own()}, {"loss": Own()}  # both exist at once, at two addresses
+ALIKE = [  # options of a run, of a run that differs, and the difference that is named
     (
         {"model": layers("Linear 6 4, ReLU")},
         {"model": layers("Linear 6 4, Tanh")},
@@ -410,12 +440,10 @@ def test_another_model_or_loss_does_not_go_on(tmp_path):
     assert loaded(tmp_path, **OWN[1]).state.round == 2
 
 
-# damaged files: see test_damage too -------------------------------------------
+# damaged files: see also test_damage ------------------------------------------
 def test_an_exchanged_file_is_refused(tmp_path, monkeypatch):
-    a, b = (
-        saved(tmp_path / "a", algorithm="waffle"),
-        saved(tmp_path / "b", algorithm="waffle", seed=1),
-    )
+    a = saved(tmp_path / "a", algorithm="waffle")
+    b = saved(tmp_path / "b", algorithm="waffle", seed=1)
     shutil.copy(b / checkpoint.FILE_NAME, a / checkpoint.FILE_NAME)
     refused(lambda: make("waffle").restore(a), "another run: seed")
     monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 5)
@@ -462,20 +490,23 @@ CHANGES = {
 
 @pytest.mark.parametrize("row", FORGED.splitlines())
 def test_a_checkpoint_that_no_run_wrote_is_one_sentence(row, tmp_path, monkeypatch):
-    """Its digest fits: somebody else's program, or somebody with a right to write,
-    made it."""
+    """A forged checkpoint with a correct digest is refused with one sentence.
+
+    Another program, or a person who may write the file, can make one.
+    """
     part, key, value, words = row.split(" | ")
     options = {"algorithm": "ditto", "model": normed_model}
     tensors, facts = load(saved(tmp_path, **options))
     tensors["report.1.weights"] = torch.zeros(1001)
-    given, place = json.loads(value), {"facts": facts, "tensors": tensors}[part]
+    forged = json.loads(value)
     if part == "facts":
-        place[key] = given
-    elif given is None:
-        del place[key]
+        facts[key] = forged
+    elif forged is None:
+        del tensors[key]
+    elif isinstance(forged, list):
+        tensors[key] = torch.tensor(forged)
     else:
-        made = isinstance(given, list)
-        place[key] = torch.tensor(given) if made else CHANGES[given](place[key])
+        tensors[key] = CHANGES[forged](tensors[key])
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT_VERSION", facts["format"])
         checkpoint.save(tmp_path, tensors, facts)
@@ -485,12 +516,16 @@ def test_a_checkpoint_that_no_run_wrote_is_one_sentence(row, tmp_path, monkeypat
 
 
 def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
-    """By a limit on the size of files: the kernel refuses to write as it does on a
-    full disk."""
+    """A write that fails leaves the last checkpoint whole.
+
+    With a limit on the size of files, the kernel refuses to write as it does on a full
+    disk.
+    """
     saved(tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    _, hard = kept = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for size in (0, 10, 5000):  # of which the last has room for the tensors
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    hard = limits[1]
+    for size in (0, 10, 5000):  # the last suffices for the tensors
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
             with sentence("checkpoint: it cannot be written into .* stands", OSError):
@@ -498,18 +533,20 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
                     tmp_path, {"x": torch.zeros(1000)}, {"long": "x" * 9000}
                 )
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     assert loaded(tmp_path).state.round == 2
 
 
 def test_a_run_outlives_a_full_disk(tmp_path, monkeypatch):
-    """And one whose folders cannot be synced."""
-    history, sync, wanted = make().run(), os.fsync, [1]
+    """A run goes on with a full disk or without synced folders."""
+    history = make().run()
+    sync = os.fsync
+    free_space = [1]  # empty when the disk is full
 
     def full(handle):
         path = Path(f"/proc/self/fd/{handle}").resolve()
-        if path.is_dir() or (path.suffix == ".part" and not wanted):
+        if path.is_dir() or (path.suffix == ".part" and not free_space):
             raise OSError(28, "No space left on device")
         sync(handle)
 
@@ -517,7 +554,7 @@ def test_a_run_outlives_a_full_disk(tmp_path, monkeypatch):
     keeper = Checkpoint(tmp_path, every=1)
     with pytest.warns(RuntimeWarning, match=r"No space left.*The run goes on\.$"):
         again = make().run(
-            lambda round, _: wanted.clear() if round == 2 else None, keeper
+            lambda round, _: free_space.clear() if round == 2 else None, keeper
         )
     assert text_of(again) == text_of(history)
     assert loaded(tmp_path).state.round == 1 and not list(tmp_path.glob("*.part"))
@@ -539,7 +576,11 @@ def test_a_run_outlives_a_record_that_no_file_holds(what, tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="no links: not POSIX")
 def test_only_the_last_checkpoint_and_no_leavings_stay(tmp_path):
-    """Nor is what a link points to written over."""
+    """A folder keeps the last checkpoint and the files of the user.
+
+    Partial files of a killed process go away, also where one is a link: the file that
+    the link points to stays.
+    """
     (tmp_path / "checkpoint-notes.safetensors").write_text("the user's own")
     (tmp_path / "checkpoint.safetensors.0123abcd.part").write_text(
         "of a killed process"

@@ -1,5 +1,8 @@
-"""`device="cuda"` without a GPU: every algorithm on a pretended one
-(tests/pretend_gpu.py) that refuses to mix devices and counts waits."""
+"""Every algorithm runs on a pretended GPU.
+
+tests/pretend_gpu.py stands for `device="cuda"` without a GPU: it refuses to mix devices
+and counts the waits of the host.
+"""
 
 from collections import Counter
 
@@ -23,7 +26,7 @@ from pflcore import Clients, Hardware, Net, Training
 from pflcore.algorithms import ALGORITHMS
 from pflcore.interop import Client, Server
 
-# one of each family, for the slower model
+# One algorithm of each family, for the slower model.
 FEW = ("fedavg", "scaffold", "apfl")
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "knnper")
 
@@ -34,10 +37,8 @@ def data(convolutions):
 
 def play(name, kind, device):
     model = convolved if kind == "convolutions" else tiny_model()
-    training, engine = (
-        Training(0.05, batch_size=5),
-        "vmap" if kind == "vmap" else "auto",
-    )
+    training = Training(0.05, batch_size=5)
+    engine = "vmap" if kind == "vmap" else "auto"
     return played(
         name, model, data(kind == "convolutions"), training, device, 2, engine
     )
@@ -48,7 +49,7 @@ QUICK = ("fedavg", "scaffold", "fedavg, convolutions")
 
 
 def quick_and_deep(cases, reason="a pretended GPU is slow"):
-    """These cases as parameters; all but the first are for the deep suite."""
+    """The cases as parameters, the first quick and the others deep."""
     deep = pytest.mark.deep(reason)
     return [cases[0], *(pytest.param(case, marks=deep) for case in cases[1:])]
 
@@ -59,8 +60,9 @@ def test_everything_is_on_the_device(name):
     want = play(name, kind, "cpu")
     with pretended_gpu() as gpu:
         got = play(name, kind, gpu)
-        size, state = got.context.net.size, got.state
-        tensors = {f"g.{k}": v for k, v in state.server.items()} | state.clients
+        size = got.context.net.size
+        server = {f"g.{k}": v for k, v in got.state.server.items()}
+        tensors = server | got.state.clients
         rows = {
             k: v.device.type
             for k, v in tensors.items()
@@ -80,8 +82,11 @@ def test_everything_is_on_the_device(name):
 
 @pytest.mark.parametrize("name", quick_and_deep(FEW))
 def test_the_second_card_is_the_only_one_that_works(name):
-    """What asks for "cuda" without a number, or pins memory, would begin to work on
-    the first."""
+    """A run on the second card does not touch the first.
+
+    Code that asks for "cuda" without a number, or that pins memory, would use the first
+    card.
+    """
     with pretended_gpu(1, cards=2) as gpu:
         run = play(name, "", gpu)
         assert contexts == {1}
@@ -106,8 +111,8 @@ def test_a_round_of_fedavg_hardly_waits_for_the_device(model):
 @pytest.mark.deep("all ways of client and server, under a profiler of waits")
 @pytest.mark.parametrize(
     "name, model",
-    # FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns
-    # its weights until the losses stand still
+    # FactorizedWaffle draws its factors in every step, on the host. FedALA learns its
+    # weights until the losses no longer change.
     [
         (n, "MLP")
         for n in without_twins("train", "send", "update")
@@ -125,10 +130,12 @@ def test_adamw_hardly_waits_for_the_device():
 
 
 def assert_few_waits(name, model, optimizer="sgd"):
-    """The host looks at a few numbers (who sent something that is not finite, how far
-    each update goes, the losses, whether the server's state is finite, small tables of
-    the server's): once each, however many the local steps. On its way to the device
-    nothing waits."""
+    """Checks that a round waits rarely, and that local steps never wait.
+
+    The host reads a few numbers, once each: which uploads are not finite, the norms of
+    the updates, the losses, if the server's state is finite, and small tables of the
+    server. No copy to the device waits.
+    """
     with pretended_gpu() as gpu:
         one, three = (waits_of_a_round(name, model, n, gpu, optimizer) for n in (1, 3))
     assert one == three, "local steps wait"
@@ -145,40 +152,44 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(kind, tmp_path):
         assert not unrepeated
 
 
-# what a run asks of cuDNN -----------------------------------------------------
+# the flags of cuDNN in a run --------------------------------------------------
 
 
-def asked():
+def cudnn_flags():
     cudnn = torch.backends.cudnn
     return cudnn.deterministic, cudnn.benchmark
 
 
-REPEATS, USERS = (True, False), (False, True)
+REPEATS = (True, False)  # the flags of a run: the same bits each time
+USERS = (False, True)  # the flags that the user has set
 
 
 @pytest.fixture
 def flags(monkeypatch):
-    """A user who lets cuDNN choose; and what a run asks of it where it computes."""
+    """The cuDNN flags that a model sees, and the model's constructor.
+
+    The flags of the user are set, and the fixture checks that they are set at the end.
+    """
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     seen = []
 
     class Watched(nn.Linear):
         def forward(self, x):
-            seen.append(asked())
+            seen.append(cudnn_flags())
             return super().forward(x)
 
     yield seen, lambda: Watched(6, 4)
-    assert asked() == USERS
+    assert cudnn_flags() == USERS
 
 
 def test_a_run_asks_for_what_repeats_and_puts_it_back_after_each_round(flags):
     seen, model = flags
     with pretended_gpu() as gpu:
         run = simulation(data=images(), model=model, device=str(gpu), engine="vmap")
-        assert set(seen) == {REPEATS} and asked() == USERS
+        assert set(seen) == {REPEATS} and cudnn_flags() == USERS
         seen.clear()
-        for _ in run.iterate():  # with its evaluation
-            assert asked() == USERS
+        for _ in run.iterate():  # a round includes its evaluation
+            assert cudnn_flags() == USERS
     assert set(seen) == {REPEATS}
 
 
@@ -186,11 +197,11 @@ def test_a_round_that_fails_puts_the_flags_back(flags, monkeypatch):
     _, model = flags
     with pretended_gpu() as gpu:
         run = simulation(data=images(), model=model, device=str(gpu), engine="vmap")
-        for what in ("fit", "evaluate"):
+        for method in ("fit", "evaluate"):
             with monkeypatch.context() as patch, pytest.raises(KeyError):
-                patch.setattr(Clients, what, lambda *_, **__: {}["a round"])
+                patch.setattr(Clients, method, lambda *_, **__: {}["a round"])
                 list(run.iterate())
-            assert asked() == USERS
+            assert cudnn_flags() == USERS
 
 
 def test_on_a_cpu_the_flags_stay_as_they_are(flags):
@@ -259,7 +270,7 @@ def test_a_card_that_is_not_there_is_said_in_a_sentence(name, cards, words):
 
 
 class Noisy(nn.Module):
-    """It draws from torch's global generator."""
+    """A model that draws from torch's global generator."""
 
     def __init__(self):
         super().__init__()

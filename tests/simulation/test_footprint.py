@@ -1,4 +1,4 @@
-"""The memory that a run is said to need against the peak that a process really had."""
+"""The estimated memory of a run is near the process's peak."""
 
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ def model(conv=False, width=WIDTH):
 
 
 def played(name, participation, engine, workers):
-    """By how much the peak grew, over the estimate."""
+    """The growth of the process's peak memory, divided by the estimate."""
     torch.set_num_threads(1)
     x = torch.randn(N, 12, 1, 20, 20)
     x = x if engine == "loop" else x.flatten(2)
@@ -32,12 +32,14 @@ def played(name, participation, engine, workers):
     data = Federation.from_clients(parts).split(val=0.3, test=0.3)
     hardware = Hardware(engine=engine, workers=workers)
     small = {"rounds": 2, "participation": participation, "hardware": hardware}
-    training, made = Training(lr=0.01, batch_size=4), partial(model, engine == "loop")
-    # what a first run allocates for good
-    Simulation(name, made(width=8), data, training, **small).run()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    training = Training(lr=0.01, batch_size=4)
+    make_model = partial(model, engine == "loop")
+    # A first run in a process allocates memory that stays allocated.
+    Simulation(name, make_model(width=8), data, training, **small).run()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident()
-    simulation = Simulation(name, made(), data, training, **small | {"rounds": 3})
+    options = small | {"rounds": 3}
+    simulation = Simulation(name, make_model(), data, training, **options)
     estimate = simulation.peak_bytes()
     simulation.run()
     return (resident("VmHWM") - before) / estimate
@@ -57,5 +59,8 @@ def played(name, participation, engine, workers):
     ],
 )
 def test_the_estimate_is_near_the_peak(case):
-    """An allocator's mood has its share in it."""
+    """The peak is within a factor of 1.7 of the estimate.
+
+    The allocator decides a part of the peak.
+    """
     assert 1 / 1.7 < in_a_process(played, *case) < 1.7

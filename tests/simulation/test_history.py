@@ -1,5 +1,4 @@
-"""What a history says of itself: its series, its table, its concerns, a line in a
-notebook."""
+"""A history gives its series, tables, problems and a short repr."""
 
 import pytest
 import torch
@@ -64,11 +63,11 @@ def test_concerns_are_a_list():
     data.x[data.index["train"][5]] *= 200
     history = simulation(data=data, model=nn.Linear(6, 4), rounds=1).run()
     history.rounds[0]["eval"]["loss"][2] = float("inf")
-    (said,) = history.problems()
-    assert said.startswith("the last loss of client(s) [2] is inf")
+    (problem,) = history.problems()
+    assert problem.startswith("the last loss of client(s) [2] is inf")
 
 
-# what a run is evaluated on -------------------------------------------------------
+# the split for the evaluation -----------------------------------------------------
 @pytest.mark.parametrize("clients", [None, 1, [0]])
 def test_a_run_that_is_never_evaluated_needs_no_split_for_it(clients):
     never = Evaluation(every=0, clients=clients)
@@ -88,8 +87,8 @@ def test_the_split_that_lacks_is_the_one_that_is_advised(split):
         f"evaluation.split: .*[(]hold samples out with split[(]{split}=0.2[)][)]"
     ):
         simulation(data=unheld(), evaluation=Evaluation(split=split))
-    held = eval(f"data.split({split}=0.2)", {"data": unheld()})
-    simulation(data=held, rounds=1, evaluation=Evaluation(split=split)).run()
+    data = eval(f"data.split({split}=0.2)", {"data": unheld()})
+    simulation(data=data, rounds=1, evaluation=Evaluation(split=split)).run()
 
 
 def test_a_misspelt_split_is_no_reason_to_hold_samples_out():

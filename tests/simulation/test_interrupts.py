@@ -1,4 +1,4 @@
-"""Ctrl-C and whatever else ends a run: the record says what its end says."""
+"""The record states the reason why a run has ended early."""
 
 import re
 import signal
@@ -34,13 +34,17 @@ def test_every_callback_sees_the_round_in_which_ctrl_c_came():
         history.interrupted
         and history.stopped == f"Interrupted after round 3 of {ROUNDS}."
     )
-    assert seen == [(who, round) for round in (1, 2, 3) for who in ("first", "second")]
+    names = ("first", "second")
+    assert seen == [(name, round) for round in (1, 2, 3) for name in names]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_run_that_is_interrupted_after_its_last_round_is_whole():
-    """The run is over, the program is not: who plays several runs ends with this
-    one."""
+    """A run that is interrupted after its last round is whole.
+
+    The history still says that it was interrupted, so that a program that plays several
+    runs ends after this one.
+    """
     whole = simulation(rounds=ROUNDS).run()
     history = simulation(rounds=ROUNDS).run(
         lambda round, _: press() if round == ROUNDS else None
@@ -58,10 +62,8 @@ def test_runs_for_everyone_that_are_interrupted_say_so_where_one_lacks(target, r
 
     history = run_each_target("waffle", tiny_model(), images(), rounds=2, on_round=last)
     assert history.interrupted and len(history.rounds) == rounds
-    said = (
-        None if target == 2 else "Interrupted after the run of target 0, of 3 targets."
-    )
-    assert history.stopped == said
+    reason = "Interrupted after the run of target 0, of 3 targets."
+    assert history.stopped == (None if target == 2 else reason)
 
 
 def mape(scores, y):
@@ -69,7 +71,10 @@ def mape(scores, y):
 
 
 def test_an_error_of_ones_own_stops_a_run_when_it_no_longer_falls():
-    """And the run looks at the split that the help says."""
+    """Early stopping takes a user's metric that improves as it falls.
+
+    The run evaluates the split that the help of EarlyStopping advises.
+    """
     with sentence(
         "key: expected one of .*, or a metric of your own with higher_is_better=True"
     ):

@@ -1,4 +1,4 @@
-"""What the logger "pflcore" says of a run."""
+"""The logger "pflcore" describes a run, and the description changes no bit."""
 
 import logging
 
@@ -10,7 +10,7 @@ from small import equals, images, layers
 
 @pytest.fixture
 def messages(caplog):
-    """Plays a run with the logger at a level; the messages of that level."""
+    """A function that plays a run and returns messages of a level."""
 
     def play(level, run):
         caplog.clear()
@@ -24,7 +24,7 @@ def messages(caplog):
 
 
 def with_bad_clients(*bad, **options):
-    """A run of four clients in which the updates of the clients `bad` overflow."""
+    """A run of four clients in which updates of clients `bad` overflow."""
     data = images((20,) * 4)
     for client in bad:
         data.x[data.index["train"][client]] *= 1e30

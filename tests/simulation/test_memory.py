@@ -1,5 +1,8 @@
-"""Memory that runs out, on a GPU or beside it: one sentence, the record whole, the
-state that of the last round."""
+"""A run that is out of memory ends with one sentence.
+
+Its record is whole, and its state is that of the last round. The memory is that of a
+GPU or of the host.
+"""
 
 import copy
 
@@ -32,22 +35,28 @@ def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypat
     "algorithm", [*swept(), FedDWA(guidance="previous"), "averaged"], ids=str
 )
 def test_wherever_the_servers_memory_ends_the_round_never_was(algorithm, monkeypatch):
-    """Every single request of memory by the server and the commit is refused once."""
+    """A round in which a request for memory fails changes nothing.
+
+    The test refuses each request of the server and of the commit once.
+    """
     averaged = {"algorithm": "feddwa", "model": normed_model, "batch_norm": "average"}
     run = simulation(
         **averaged if algorithm == "averaged" else {"algorithm": algorithm}
     )
     rounds = run.iterate()
-    next(rounds), next(rounds)
-    alg, before = type(run.algorithm), copy.deepcopy(run.state)
-    update, mode = alg.update, None
+    next(rounds)
+    next(rounds)
+    alg = type(run.algorithm)
+    before = copy.deepcopy(run.state)
+    update = alg.update
+    mode = None
 
     def refusing(self, state, up, cohort):
         mode.__enter__()
         return update(self, state, up, cohort)
 
-    with monkeypatch.context() as gone:  # a client, in the middle of its training
-        gone.setattr(alg, "train", fails(alg.train, 1, ConnectionError("gone")))
+    with monkeypatch.context() as patch:  # a client fails in its training
+        patch.setattr(alg, "train", fails(alg.train, 1, ConnectionError("gone")))
         with pytest.raises(ConnectionError):
             next(rounds)
     assert same(before, run.state) and before.round == run.state.round

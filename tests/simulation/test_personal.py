@@ -1,5 +1,4 @@
-"""The models that a run leaves: of its clients, of a newcomer, as modules and as
-files."""
+"""A run gives the models of its clients and of a newcomer."""
 
 import copy
 import pickle
@@ -19,7 +18,7 @@ from pflcore.results import record as records
 
 
 def as_evaluated(history, data):
-    """Each client's model is right as often as the last round's record says."""
+    """Checks each client's model against the last recorded accuracy."""
     for i in range(data.n):
         x, y = data.client(i, "test")
         right = (history.predict(i, x.numpy()) == y).double().mean().item()
@@ -30,12 +29,15 @@ def as_evaluated(history, data):
     "algorithm", swept(quick=(*SIX, "fedrod", "knnper", "hypcluster"))
 )
 def test_a_clients_model_is_what_was_evaluated(algorithm):
-    """And a newcomer leaves the run as it was."""
-    everybody = images((7, 20, 31, 24))
-    run = simulation(algorithm, everybody.subset([0, 1, 2]), rounds=2)
+    """A client's model is the one that the run has evaluated.
+
+    A newcomer does not change the run.
+    """
+    federation = images((7, 20, 31, 24))
+    run = simulation(algorithm, federation.subset([0, 1, 2]), rounds=2)
     history = run.run()
     before = copy.deepcopy(history.state)
-    newcomer = everybody.client(3, "train")
+    newcomer = federation.client(3, "train")
     first, again = (history.adapt(newcomer, rounds=2) for _ in range(2))
     x, y = newcomer
     assert first.predict(x).shape == y.shape and first(x).isfinite().all()
@@ -65,43 +67,40 @@ def test_a_model_of_its_own_class():
 
 
 def test_a_newcomer_is_personalized_by_the_algorithms_rule():
-    everybody = images((40, 40, 40, 40))  # clients 1 and 3 turn their labels
-    few, (x, y) = everybody.subset([0, 2, 1]), everybody.client(3, "train")
-    test = everybody.client(3, "test")
+    federation = images((40, 40, 40, 40))  # clients 1 and 3 permute their labels
+    members = federation.subset([0, 2, 1])
+    samples = federation.client(3, "train")
+    x, y = federation.client(3, "test")
 
-    def right(algorithm, rounds=5):
+    def accuracy(algorithm, rounds=5):
         training = Training(lr=0.3, batch_size=8)
-        history = simulation(algorithm, few, training=training, rounds=8).run()
-        return (
-            (history.adapt((x, y), rounds).predict(test[0]) == test[1])
-            .double()
-            .mean()
-            .item()
-        )
+        history = simulation(algorithm, members, training=training, rounds=8).run()
+        predicted = history.adapt(samples, rounds).predict(x)
+        return (predicted == y).double().mean().item()
 
-    shared = right("fedavg")
-    # it has no rule: the newcomer gets the shared model
-    assert right("fedavg", 0) == shared < 0.6
+    shared = accuracy("fedavg")
+    # FedAvg has no rule for newcomers: the newcomer gets the shared model.
+    assert accuracy("fedavg", 0) == shared < 0.6
     for algorithm in ("ditto", "local", "finetune", "feddwa", "fedrod"):
-        assert right(algorithm) > shared + 0.15, algorithm
+        assert accuracy(algorithm) > shared + 0.15, algorithm
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_newcomer_trains_at_the_last_step_size(rounds):
-    """Which is 0.3 / 2^(round - 1) here."""
+    """A newcomer trains at the last step size, 0.3 / 2^(rounds-1)."""
 
     def halved(round, rounds):
         return 0.5 ** (round - 1)
 
     def adapted(lr, schedule=None):
         training = Training(lr=lr, batch_size=8, schedule=schedule)
-        history = Simulation("local", tiny_model(), few, training, rounds=rounds).run()
-        return history.adapt(everybody.client(3, "train"), rounds=2).get_buffer(
-            "view_w"
-        )
+        run = Simulation("local", tiny_model(), members, training, rounds=rounds)
+        history = run.run()
+        model = history.adapt(federation.client(3, "train"), rounds=2)
+        return model.get_buffer("view_w")
 
-    everybody = images((7, 20, 31, 24))
-    few = everybody.subset([0, 1, 2])
+    federation = images((7, 20, 31, 24))
+    members = federation.subset([0, 1, 2])
     assert torch.equal(adapted(0.3, halved), adapted(0.3 * 0.5 ** (rounds - 1)))
 
 
@@ -109,24 +108,30 @@ def test_a_newcomer_trains_at_the_last_step_size(rounds):
     "algorithm", ["finetune", "fedbabu", "per_fedavg", "fedala", "ditto"]
 )
 def test_a_newcomers_streams_are_those_of_the_rounds_after_the_run(algorithm):
-    """As of client 3 of four who takes part in round 3 alone, and is evaluated after
-    it."""
-    everybody = images((20, 20, 20, 20))
-    how = {"hardware": Hardware(engine="loop"), "model": nn.Linear(6, 4)}
-    few = simulation(algorithm, everybody.subset([0, 1, 2]), rounds=2, **how).run()
-    first = simulation(algorithm, everybody, rounds=2, clients=[0, 1, 2], **how).run()
-    alone = simulation(algorithm, everybody, rounds=3, clients=[3], **how)
+    """A newcomer draws the random numbers of the rounds after the run.
+
+    It equals client 3 of four that takes part in round 3 alone and is evaluated after
+    round 3.
+    """
+    federation = images((20, 20, 20, 20))
+    members = federation.subset([0, 1, 2])
+    options = {"hardware": Hardware(engine="loop"), "model": nn.Linear(6, 4)}
+    history = simulation(algorithm, members, rounds=2, **options).run()
+    first = simulation(
+        algorithm, federation, rounds=2, clients=[0, 1, 2], **options
+    ).run()
+    alone = simulation(algorithm, federation, rounds=3, clients=[3], **options)
     alone.state = first.state
     after = alone.run().state
-    x, y = everybody.client(3, "train")
-    for batch, round in (
-        (few.adapt((x, y), rounds=1), 3),
-        (few.adapt((x, y), rounds=0), 2),
+    x, y = federation.client(3, "train")
+    for model, round in (
+        (history.adapt((x, y), rounds=1), 3),
+        (history.adapt((x, y), rounds=0), 2),
     ):
         state = replace(after if round == 3 else first.state, server=first.state.server)
-        again = simulation(algorithm, everybody, rounds=round, clients=[3], **how)
+        again = simulation(algorithm, federation, rounds=round, clients=[3], **options)
         again.state = state
-        equals(batch(x), again.run().model(3)(x))
+        equals(model(x), again.run().model(3)(x))
 
 
 def test_a_newcomer_that_does_not_fit_is_one_sentence():
@@ -141,28 +146,36 @@ def test_a_newcomer_that_does_not_fit_is_one_sentence():
         type(history)({}).model(0)
 
 
-# one for each client, by as many runs ------------------------------------------
+# a run for each client ---------------------------------------------------------
 @pytest.mark.parametrize("algorithm", [Waffle(do=2.0), WeightErosion(p_d=0.1)])
 def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
-    data, training = images(), Training(lr=0.1, batch_size=8)
-    seen = []
+    data = images()
+    training = Training(lr=0.1, batch_size=8)
+    model = tiny_model()
     options = {"rounds": 3, "evaluation": Evaluation(every=2)}
-    model, saw = tiny_model(), lambda t, r, record: seen.append((t, r))
-    history = run_each_target(algorithm, model, data, training, on_round=saw, **options)
+    seen = []
+    history = run_each_target(
+        algorithm,
+        model,
+        data,
+        training,
+        on_round=lambda t, r, record: seen.append((t, r)),
+        **options,
+    )
     assert seen == [(t, r) for t in range(3) for r in (1, 2, 3)]
     each = [replace(algorithm, target=t) for t in range(3)]
     alone = [
         Simulation(alg, model, data, training, **options).run().rounds for alg in each
     ]
     assert [r["eval"] is None for r in history.rounds] == [True, False, False]
-    for record, *own in zip(history.rounds, *alone, strict=True):
-        assert record["report"]["weights"] == [o["report"]["weights"] for o in own]
-        assert record["bytes_up"] == sum(o["bytes_up"] for o in own)
+    for record, *singles in zip(history.rounds, *alone, strict=True):
+        assert record["report"]["weights"] == [r["report"]["weights"] for r in singles]
+        assert record["bytes_up"] == sum(r["bytes_up"] for r in singles)
         assert record["cohort"] == [0, 1, 2]
         if record["eval"]:
             for key in ("accuracy", "loss"):
                 assert record["eval"][key] == [
-                    o["eval"][key][t] for t, o in enumerate(own)
+                    r["eval"][key][t] for t, r in enumerate(singles)
                 ]
     assert history.header["target"] is history.stopped is None
     as_evaluated(history, data)
@@ -180,7 +193,11 @@ def test_a_diverged_run_is_named():
 
 
 def test_a_round_void_in_any_run_is_void():
-    """In round 1 for one target, in round 2 for two, in round 3 for nobody."""
+    """A round that is void for one target is void.
+
+    Target t has t void rounds. Round 1 is void for targets 1 and 2, and round 2 for
+    target 2.
+    """
 
     @dataclass(frozen=True)
     class Shy(FedAvg):
@@ -208,9 +225,13 @@ def test_what_it_does_not_take_is_refused():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{"participation": 0.5}, {}])
 def test_weights_have_a_row_for_each_target_whoever_took_part(options):
-    """Cohorts are the targets' own, and client 1 drops out: without it the run made for
-    it has no weights."""
-    data, training = images((6, 7, 8, 9)), Training(lr=0.1, batch_size=8)
+    """Weights have a row for each target, whatever the cohorts are.
+
+    Each target's run has its own cohorts. Where client 1 drops out, the run for client
+    1 has no weights.
+    """
+    data = images((6, 7, 8, 9))
+    training = Training(lr=0.1, batch_size=8)
     if not options:
         data.x[data.index["train"][1]] = 3e38  # its scores overflow
     history = run_each_target(
@@ -219,7 +240,8 @@ def test_weights_have_a_row_for_each_target_whoever_took_part(options):
     _, dense = records.group_runs(history.lines())[0].weights()
     for record, weights in zip(history.rounds, dense, strict=True):
         assert list(record["report"]) == ["weights"] and weights.shape == (4, 4)
-        sums, ones = weights.sum(1), torch.ones(4, dtype=torch.float64)
+        sums = weights.sum(1)
+        ones = torch.ones(4, dtype=torch.float64)
         if options:
             assert torch.allclose(sums, ones) and int((weights > 0).sum(1).max()) < 4
         elif record["round"] == 2:  # in round 1 its update is finite, if barely
@@ -228,15 +250,15 @@ def test_weights_have_a_row_for_each_target_whoever_took_part(options):
 
 
 def test_who_ran_away_is_named_whoever_took_part():
-    data, training = images((10,) * 8), Training(lr=0.01, batch_size=5)
+    data = images((10,) * 8)
     data.x[data.index["train"][5]] *= 200
-    play, linear = {"rounds": 1, "participation": 0.5}, nn.Linear(6, 4)
-    history = run_each_target(WeightErosion(), linear, data, training, **play)
+    training = Training(lr=0.01, batch_size=5)
+    model = nn.Linear(6, 4)
+    options = {"rounds": 1, "participation": 0.5}
+    history = run_each_target(WeightErosion(), model, data, training, **options)
     record = history.rounds[0]
-    assert (
-        record["cohort"] == list(range(8))
-        and record["relative_update_norm"].index(max(record["relative_update_norm"]))
-        == 5
-    )
+    norms = record["relative_update_norm"]
+    assert record["cohort"] == list(range(8))
+    assert norms.index(max(norms)) == 5
     (run,) = records.group_runs(history.lines())
     assert list(run.outliers()) == [5]

@@ -1,4 +1,4 @@
-"""Models of a standardized federation take raw features, wherever they go."""
+"""Models of a standardized federation take raw features."""
 
 import copy
 import json
@@ -29,8 +29,10 @@ OFTEN = (
 
 
 def raw_images(sizes=(12, 20, 31, 24), **options):
-    """Clients whose features are far from 0, each by another shift and scale; one is
-    constant."""
+    """Clients with features far from 0, which differ in shift and scale.
+
+    Feature 2 is constant.
+    """
     data = images(sizes, **options)
     x = data.x.clone()
     for split in data.splits:
@@ -76,10 +78,10 @@ def test_a_newcomer_is_scaled_by_its_own_training_samples(algorithm):
     deviation[2] = 1.0
     equals(model.scaling.deviation, deviation)
     scaled = newcomer.standardize()
-    again = history.adapt(scaled, rounds=1)  # it says that it was
+    again = history.adapt(scaled, rounds=1)  # the federation knows its scaling
     test = raw.client(3, "test")[0]
     equals(model(test), without_scaling(model)(scaled.client(0, "test")[0]))
-    # else its "val" is another
+    # With a "val" split, the two newcomers have different "val" samples.
     if not history.models.config.algorithm.traits.needs_val:
         equals(again(test), model(test))
 
@@ -102,7 +104,7 @@ def test_a_newcomer_of_wide_numbers_is_scaled_before_they_are_rounded():
         data=wide, model=nn.Linear(2, 2).double(), rounds=1, **TRAIN_ONLY
     ).run()
     x = pairs[0][0]
-    # FedAvg's model is the shared one
+    # FedAvg gives every client the shared model.
     equals(history.adapt(pairs[0], 1)(x), history.model(0)(x))
 
 
@@ -121,16 +123,18 @@ def test_a_scaled_newcomer_of_raw_clients_is_refused():
 
 
 def test_labels_that_a_newcomer_turns_are_its_own():
-    """A federation of one brings its relabelling with it."""
+    """A newcomer that is a federation brings its relabelling."""
     data = images((20, 20, 20))
     history = simulation(
         "local", data, rounds=1, training=Training(lr=0.3, batch_size=8)
     ).run()
-    x, y = data.client(1)  # turned
-    other, same = history.adapt(data.subset([1]), 5), history.adapt((x, y), 5)
+    x, y = data.client(1)  # a client with permuted labels
+    other = history.adapt(data.subset([1]), 5)
+    same = history.adapt((x, y), 5)
     equals(other(x), same(x))
-    none = simulation("local", replace(data, relabel=None), rounds=1).run()
-    other, same = none.adapt(data.subset([1]), 5), none.adapt((x, y), 5)
+    plain = simulation("local", replace(data, relabel=None), rounds=1).run()
+    other = plain.adapt(data.subset([1]), 5)
+    same = plain.adapt((x, y), 5)
     equals(other(x), same(x))
 
 
@@ -210,8 +214,8 @@ def test_an_export_is_loaded_by_the_words_of_its_manifest(tmp_path, algorithm):
     ).run()
     history.export(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    said, _, code = manifest["predict"].partition("of raw ones x = ")
-    assert said.startswith("The model takes standardized features")
+    prose, _, code = manifest["predict"].partition("of raw ones x = ")
+    assert prose.startswith("The model takes standardized features")
     formula = code.partition(", by the client's")[0]
     for i, client in enumerate(manifest["clients"]):
         assert client["name"] == "abcd"[i]
@@ -253,7 +257,7 @@ def test_runs_for_each_client_leave_models_of_raw_features(tmp_path):
     assert [c["mean"] for c in clients] == data.scaling.mean.tolist()
 
 
-# apart ------------------------------------------------------------------------
+# client and server in processes of their own --------------------------------------
 @pytest.mark.parametrize(
     "algorithm", swept(quick=("fedavg", "ditto", "apfl", "knnper"))
 )

@@ -1,5 +1,4 @@
-"""The loop: records, what is said at the end, cohorts; and what a run bears of bad
-numbers and arguments."""
+"""A run keeps records, gives warnings and bears bad numbers."""
 
 import copy
 import warnings
@@ -43,33 +42,53 @@ def test_a_run_of_many_rounds_ends_with_the_last():
     assert len(many.run().rounds) == many.state.round == 260
 
 
-# what is said at the end ----------------------------------------------------
-def said(scale=1.0, labels=1.0, **options):
-    """The warnings of a run whose last client has features, and test targets, times
-    so much."""
+def test_the_header_tells_initial_weights_apart():
+    """The identity does not: a checkpoint brings its own initial weights."""
+    model = tiny_model()()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += 1e-3
+    one, same_one, another = (run(model=m) for m in (model, model, other))
+    differing = {k for k, v in one.header().items() if another.header()[k] != v}
+    assert one.header() == same_one.header() and differing == {"initial_weights"}
+    assert one.identity() == another.identity()
+
+
+# warnings at the end --------------------------------------------------------
+def warnings_of_a_run(scale=1.0, labels=1.0, **options):
+    """The warnings of a run with one bad client.
+
+    Args:
+        scale: Factor of the features of the last client.
+        labels: Factor of the test targets of the last client.
+        options: Options of the run.
+    """
     train = [(torch.randn(12, 4) * s, torch.randn(12)) for s in (1.0, 1.0, 1.0, scale)]
     x, y = train[-1]
     data = Federation.from_clients(with_test(train, [*train[:3], (x, y * labels)]))
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(
             data=data, model=nn.Linear(4, 1), training=Training(lr=0.01), **options
         ).run()
-    return [str(w.message) for w in found if w.category is RuntimeWarning]
+    return [str(w.message) for w in caught if w.category is RuntimeWarning]
 
 
 def test_a_runaway_update_is_named_once_with_clip():
-    """As are those who were dropped, and losses of infinity; a quiet run says
-    nothing."""
-    assert said() == said(adversary=Adversary("scale", [1], 1e3)) == []
-    (far,) = said(adversary=Adversary("scale", [1], 1e8))
-    assert "client 1's update was" in far and "clip" in far
-    dropped, *_ = said(1e25)
+    """A run warns of huge updates, dropped clients and infinite losses.
+
+    A healthy run gives no warning.
+    """
+    assert warnings_of_a_run() == []
+    assert warnings_of_a_run(adversary=Adversary("scale", [1], 1e3)) == []
+    (huge,) = warnings_of_a_run(adversary=Adversary("scale", [1], 1e8))
+    assert "client 1's update was" in huge and "clip" in huge
+    dropped, *_ = warnings_of_a_run(1e25)
     assert (
         "client(s) [3] were dropped in most of their rounds" in dropped
         and "lower lr" in dropped
     )
-    (loss,) = said(labels=1e30)
+    (loss,) = warnings_of_a_run(labels=1e30)
     assert "the last loss of client(s) [3] is inf" in loss
 
 
@@ -100,7 +119,7 @@ def test_the_order_of_a_cohorts_ids_changes_nothing(name):
     data = held_out(images((20, 25, 30, 35, 22)))
     s = make_setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=8), rounds=9)
     alg = ALGORITHMS[name](**({"m": 2} if name == "fedfomo" else {}))
-    found = []
+    states = []
     for orders in (
         [range(5), [0, 2, 4], [1, 2, 3]],
         [[3, 1, 0, 4, 2], [4, 0, 2], [2, 3, 1]],
@@ -109,8 +128,8 @@ def test_the_order_of_a_cohorts_ids_changes_nothing(name):
         for ids in orders:
             state, done = step(RunConfig(alg, s), state, torch.tensor(ids))
             assert done.ids == sorted(ids)
-        found.append(state.server | state.clients)
-    equals(*found)
+        states.append(state.server | state.clients)
+    equals(*states)
     with sentence("ids: expected each client once"):
         step(RunConfig(alg, s), initial_state(alg, s.net, 5), torch.tensor([1, 1]))
 
@@ -141,7 +160,7 @@ def test_a_step_size_of_zero_drops_nobody(alg):
 
 # bad numbers and arguments ---------------------------------------------------
 def far(name, size):
-    """One client's upload is huge, from the second round on."""
+    """An algorithm in which client 2 uploads huge numbers from round 2."""
 
     class Far(ALGORITHMS[name]):
         def train(self, down, client_state, clients):
@@ -167,14 +186,14 @@ def test_a_loss_that_is_not_finite_spoils_the_mean_and_is_counted(engine):
 # a run's end ----------------------------------------------------------------
 WILD = {"model": lambda: nn.Linear(6, 4), "training": Training(lr=1e38, batch_size=8)}
 FAR = ("the server's", " v", "client 2's update", "clip")
-ENDS = [  # how a run diverges, its rounds, and what is said
+ENDS = [  # options of a run that diverges, its rounds, and words of the warning
     (
         WILD,
         9,
         ("fedavg", "The run diverged", "rounds 2 to 4 were void", "learning rate"),
     ),
     (WILD, 2, ("fedavg", "The run diverged", "round 2 was void", "learning rate")),
-    # huge but finite: a second moment never becomes infinite
+    # The update is huge but finite, and the second moment stays finite.
     *(
         ({"algorithm": far(n, 1e25)}, 9, FAR)
         for n in ("fedadam", "fedyogi", "fedadagrad")
@@ -186,46 +205,46 @@ ENDS = [  # how a run diverges, its rounds, and what is said
 def test_divergence_ends_a_run_with_a_sentence_and_the_record_intact(
     options, rounds, words
 ):
-    with pytest.warns(RuntimeWarning, match=", seed 0, stopped early: ") as said:
+    with pytest.warns(RuntimeWarning, match=", seed 0, stopped early: ") as caught:
         history = run(**options, rounds=rounds).run()
     assert [r["void"] for r in history.rounds] == [False, True, True, True][:rounds]
     for word in words:
-        assert word in str(said[0].message)
+        assert word in str(caught[0].message)
     assert options is not WILD or history.rounds[-1]["dropped"] == [0, 1, 2]
     assert all(bool(v.isfinite().all()) for v in history.state.server.values())
 
 
 def test_who_moved_far_is_in_the_record_and_in_the_table_and_may_be_clipped():
-    wild, plain = far("fedavg", 1e10), run().run()
-    free, held = (run(wild, clip=c).run() for c in (None, 0.5))
-    moved = free.rounds[1]["relative_update_norm"]
-    assert (
-        max(free.rounds[0]["relative_update_norm"]) < 5 < 1e8 < moved[2]
-        and sorted(moved)[1] < 5
-    )
+    wild = far("fedavg", 1e10)
+    plain = run().run()
+    free = run(wild, clip=None).run()
+    clipped = run(wild, clip=0.5).run()
+    norms = free.rounds[1]["relative_update_norm"]
+    assert max(free.rounds[0]["relative_update_norm"]) < 5 < 1e8 < norms[2]
+    assert sorted(norms)[1] < 5
     assert "moved far: client 2 by up to" in table(records.group_runs(free.lines()))
     assert "moved far" not in table(records.group_runs(plain.lines()))
-    assert held.rounds[1]["clipped"] == [2] and free.rounds[1]["clipped"] == []
+    assert clipped.rounds[1]["clipped"] == [2] and free.rounds[1]["clipped"] == []
     assert (
         float(free.state.server["x"].norm())
         > 1e8
         > 10
-        > float(held.state.server["x"].norm())
+        > float(clipped.state.server["x"].norm())
     )
-    assert held.header["clip"] == 0.5
+    assert clipped.header["clip"] == 0.5
     assert "the updates of 1 client were clipped" in table(
-        records.group_runs(held.lines())
+        records.group_runs(clipped.lines())
     )
 
 
 @pytest.mark.parametrize("name", swept())
 def test_every_method_takes_a_clip(name):
     plays = [run(name, rounds=2, every=0, clip=c) for c in (None, 1e30, 1e-3)]
-    loose, wide, held = (play.run() for play in plays)
-    # a limit that nobody meets changes nothing
-    equals(loose.state.server, wide.state.server)
-    assert held.stopped is None
-    for record in held.rounds:
+    free, wide, clipped = (play.run() for play in plays)
+    # A limit that no update reaches changes nothing.
+    equals(free.state.server, wide.state.server)
+    assert clipped.stopped is None
+    for record in clipped.rounds:
         assert (
             bool(record["clipped"])
             == bool(record["relative_update_norm"])
@@ -236,19 +255,21 @@ def test_every_method_takes_a_clip(name):
 # states ---------------------------------------------------------------------
 @pytest.mark.parametrize("rows", ["memory", "disk"])
 def test_what_a_caller_holds_never_changes(rows, tmp_path):
-    where = {"storage": rows if rows == "memory" else tmp_path}
-    start = run("ditto", rounds=2, **where).run().state
-    kept = copy.deepcopy(start)
+    storage = "memory" if rows == "memory" else tmp_path
+    start = run("ditto", rounds=2, storage=storage).run().state
+    start_copy = copy.deepcopy(start)
     results = []
-    for s in [run("ditto", rounds=4, **where) for _ in range(2)]:
+    for s in [run("ditto", rounds=4, storage=storage) for _ in range(2)]:
         s.state = start
         results.append(s.run().state)
-    seen, s = [], run("ditto", **where)
+    seen = []
+    s = run("ditto", storage=storage)
     s.run(lambda r, record: seen.append((s.state, copy.deepcopy(s.state))))
-    s.state = seen[0][0]  # put back, and gone on with
+    s.state = seen[0][0]  # the run is set back, and then it goes on
     next(s.iterate())
-    again = run("ditto", **where).run().state  # looking changes nothing
-    for one, two in [(start, kept), results, *seen, (again, seen[-1][0])]:
+    # A run without a callback that reads its state ends the same.
+    again = run("ditto", storage=storage).run().state
+    for one, two in [(start, start_copy), results, *seen, (again, seen[-1][0])]:
         assert same(one, two)
 
 

@@ -1,4 +1,4 @@
-"""AdamW and clipping: who trains by them, and who refuses them."""
+"""AdamW and clipping: algorithms that train with them, or refuse them."""
 
 import pytest
 import torch
@@ -39,8 +39,9 @@ SAID = {
 def test_a_method_whose_formula_rests_on_plain_sgd_refuses_the_rest(
     what, name, options
 ):
-    (training, said), alg = SAID[what], ALGORITHMS[name](**options)
-    words = said.format(type(alg).__name__)
+    training, message = SAID[what]
+    alg = ALGORITHMS[name](**options)
+    words = message.format(type(alg).__name__)
     with sentence(words):
         simulation(alg, training=Training(**training))
     s = tiny(**training)
@@ -100,15 +101,15 @@ def test_what_is_refused():
 
 
 def test_torchs_own_betas_are_the_default():
-    plain, said = (
-        simulation("ditto", training=Training(**ADAMW, **more), rounds=2).run()
-        for more in ({}, {"betas": [0.9, 0.999], "eps": 1e-8})
+    plain, explicit = (
+        simulation("ditto", training=Training(**ADAMW, **settings), rounds=2).run()
+        for settings in ({}, {"betas": [0.9, 0.999], "eps": 1e-8})
     )
     other = Training(**ADAMW, betas=(0.5, 0.6))
     x = plain.state.server["x"]
-    assert torch.equal(x, said.state.server["x"])
+    assert torch.equal(x, explicit.state.server["x"])
     assert not torch.equal(
         x, simulation("ditto", training=other, rounds=2).run().state.server["x"]
     )
     assert plain.header["training"]["betas"] is None
-    assert said.header["training"]["betas"] == [0.9, 0.999]
+    assert explicit.header["training"]["betas"] == [0.9, 0.999]

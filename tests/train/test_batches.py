@@ -1,4 +1,4 @@
-"""A last batch of one sample, numbers of numpy, and what messages advise."""
+"""Last batches of one sample, numpy's numbers, and advice in error messages."""
 
 import json
 
@@ -21,9 +21,9 @@ def linear():
 
 
 def losses(model=normed_model, data=None, engine="auto", **training):
-    given = {"model": model, "training": Training(**training), "engine": engine}
+    options = {"model": model, "training": Training(**training), "engine": engine}
     return (
-        simulation("local", data or FIVES, rounds=2, **given)
+        simulation("local", data or FIVES, rounds=2, **options)
         .run()
         .series("loss")[1][-1]
     )
@@ -32,7 +32,7 @@ def losses(model=normed_model, data=None, engine="auto", **training):
 # batch norm -----------------------------------------------------------------
 @ENGINES
 def test_a_last_batch_of_one_joins_the_one_before_for_batch_norm(engine):
-    """Of five samples four and one are one batch of five."""
+    """Batches of four and one sample become one of five."""
     four, five = (losses(batch_size=b, epochs=2, engine=engine) for b in (4, 5))
     equals(four, five)
     sizes = images((9, 8, 13))
@@ -50,9 +50,10 @@ def test_other_models_take_a_last_batch_of_one():
 
 
 def test_a_newcomers_last_sample_joins_too():
-    given = {"model": normed_model, "training": Training(batch_size=4)}
-    run = simulation("ditto", images((8, 8)), rounds=1, **given).run()
-    x, y = torch.randn(5, 6), torch.arange(5) % 4
+    options = {"model": normed_model, "training": Training(batch_size=4)}
+    run = simulation("ditto", images((8, 8)), rounds=1, **options).run()
+    x = torch.randn(5, 6)
+    y = torch.arange(5) % 4
     assert run.adapt((x, y))(x).isfinite().all()
     with sentence(
         r"samples: client 2 \(1 samples, batch_size 4\) has a batch of one sample"
@@ -62,8 +63,9 @@ def test_a_newcomers_last_sample_joins_too():
 
 # numbers --------------------------------------------------------------------
 def test_numpys_numbers_are_numbers(tmp_path):
-    half, one = np.float32(0.5), np.int64(1)
-    how = Training(half, np.int64(4), one, schedule=lambda r, n: np.float32(1))
+    half = np.float32(0.5)
+    one = np.int64(1)
+    training = Training(half, np.int64(4), one, schedule=lambda r, n: np.float32(1))
     options = {
         "clip": half,
         "evaluated": np.int64(2),
@@ -72,18 +74,18 @@ def test_numpys_numbers_are_numbers(tmp_path):
     }
     alg = pflcore.FedAvg(server_lr=half)
     run = simulation(
-        alg, FIVES, model=normed_model, training=how, rounds=one, **options
+        alg, FIVES, model=normed_model, training=training, rounds=one, **options
     )
     json.dumps(run.run().header)
     run.save(tmp_path)
     again = simulation(
-        alg, FIVES, model=normed_model, training=how, rounds=one, **options
+        alg, FIVES, model=normed_model, training=training, rounds=one, **options
     )
     assert again.restore(tmp_path).state.round == 1
     assert pflcore.Server(pflcore.FedAvg(), nn.Linear(2, 2), 2).join(one) == 1
 
 
-# sentences ------------------------------------------------------------------
+# error messages -------------------------------------------------------------
 PAIRS = [(torch.randn(8, 6), torch.arange(8) % 4)] * 2
 
 

@@ -1,5 +1,4 @@
-"""Evaluation of all clients side by side says what evaluating them one after another
-says."""
+"""Clients that are evaluated together have the results of each alone."""
 
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ MODELS = {**BODIES, "scores per place": ("Conv1d 2 K 1", (2, 3))}
 
 
 def weighted(scores, y):
-    """A batch's loss is no mean of its samples'."""
+    """Weighted cross entropy, which is no mean over a batch's samples."""
     return F.cross_entropy(scores, y, torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
 
@@ -31,15 +30,18 @@ def at_work(
     ids=range(5),
     empty=None,
 ):
-    """Clients with statistics that are not the model's own; `empty` has no test
-    samples."""
+    """Clients of one round with their own batch norm statistics.
+
+    The statistics differ from the model's. The client `empty` has no test samples.
+    """
     n = 2 * sum(SIZES)
     torch.manual_seed(0)
-    several, labels = loss in ("cross_entropy", weighted), loss not in NUMBERS
-    classes = 4 if several else 2
+    has_classes = loss in ("cross_entropy", weighted)
+    labels = loss not in NUMBERS
+    classes = 4 if has_classes else 2
     y = torch.randint(classes, (n, 3) if model == "scores per place" else (n,))
-    own = torch.rand(5, classes).argsort(1) if relabel else None
-    known = (classes, own) if labels else (None,)
+    permutations = torch.rand(5, classes).argsort(1) if relabel else None
+    known = (classes, permutations) if labels else (None,)
     train, test = (rows.split(SIZES) for rows in torch.arange(n).view(2, -1))
     test = [rows[: 0 if k == empty else None] for k, rows in enumerate(test)]
     split = {"train": list(train), "test": test}
@@ -47,23 +49,23 @@ def at_work(
     data = Federation(
         torch.randn(n, *shape), y if labels else torch.rand(n), split, *known
     )
-    net = Net(body(words, classes if several else 1), loss)
+    net = Net(body(words, classes if has_classes else 1), loss)
     s = make_setting(net, data, Training(batch_size=5), 3, engine, workers=2)
     return Clients(s, torch.tensor(ids), 1, s.net.b0.repeat(len(ids), 1) + 0.5)
 
 
 def check(clients, rows):
-    """Loss and share of right answers are those of each client's module on its
-    samples."""
+    """Asserts that losses and accuracies are those of each client's own module."""
     loss, hits = clients.evaluate({"w": rows}, "train")
-    net, data = clients.net, clients.context.data
+    net = clients.net
+    data = clients.context.data
     for k, i in enumerate(clients.ids.tolist()):
         x, y = data.client(i)
         with torch.no_grad():
             scores = net.load(net.build, rows[k], clients.buffers[k]).eval()(x)
         near(loss[k], net.loss_fn(scores, y), 1e-5, 1e-6)
         assert (hits is None) == (data.classes is None)
-        if hits is not None:  # exactly: a share of whole samples
+        if hits is not None:  # Exact: a share of whole samples.
             near(
                 hits[k],
                 metrics.is_correct(scores.movedim(1, -1), y).double().mean(),
@@ -91,10 +93,11 @@ def test_side_by_side_is_one_by_one(engine, loss, relabel):
 def test_one_model_for_all_is_one_pass_over_all_samples(
     engine, model, relabel, monkeypatch
 ):
-    # somebody is not looked at
+    # One client, number 2, is not evaluated.
     clients = at_work(engine, model, relabel=relabel, ids=[4, 0, 1, 3])
     clients = replace(clients, block_numbers=torch.zeros(4, dtype=torch.int64))
-    batches, forward = [], Net.__call__
+    batches = []
+    forward = Net.__call__
 
     def counted(net, w, x):
         batches.append(len(x))
@@ -124,37 +127,45 @@ def evaluated(engine, empty=None):
 
 
 def test_engines_evaluate_alike_and_without_samples_nobody_is_looked_at():
-    found, some = [], [0, 1, 3, 4]
+    evaluations = []
+    nonempty = [0, 1, 3, 4]
     for engine in ("chain", "vmap", "loop"):
-        found.append(evaluated(engine, 2))
-        assert found[-1]["loss"].isnan().tolist() == [False, False, True, False, False]
-        assert found[-1]["size"].tolist() == [1, 300, 0, 125, 126]
-    # batches of one shared model cross clients, where nobody is without samples
-    found.append(evaluated("loop"))
+        latest = evaluated(engine, 2)
+        evaluations.append(latest)
+        assert latest["loss"].isnan().tolist() == [False, False, True, False, False]
+        assert latest["size"].tolist() == [1, 300, 0, 125, 126]
+    # Where every client has samples, a batch of one shared model holds several clients.
+    evaluations.append(evaluated("loop"))
     for key in ("loss", "accuracy"):
-        for other in found[1:]:
-            near(found[0][key][some], other[key][some], 1e-5, 1e-6)
+        for other in evaluations[1:]:
+            near(evaluations[0][key][nonempty], other[key][nonempty], 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("engine", ["chain", "loop"])
 def test_a_nan_is_no_right_answer_and_spoils_nobody_else(engine):
-    """A NaN for one class alone, the largest number for an argmax, is not the answer of
-    the samples of that class."""
+    """A NaN score is no right answer and affects no other client.
+
+    `argmax` takes NaN for the largest number. If only one class scores NaN, its samples
+    would count as right answers.
+    """
     clients = at_work(engine)
     rows = clients.net.w0.repeat(5, 1)
-    rows[3, -1] = torch.nan  # the last layer's bias for the last class
+    rows[3, -1] = torch.nan  # bias of the last class in the last layer
     loss, accuracy = clients.evaluate({"w": rows}, "train")
     assert loss.isnan().tolist() == [False, False, False, True, False]
     assert accuracy[3] == 0 and (accuracy[[1, 4]] > 0).all()
 
 
 class Given(torch.nn.Module):
-    """A chain of layers whose scores are what the samples say: infinite where they
-    overflow."""
+    """Chain of layers whose scores follow from the samples.
+
+    The scores are infinite where they overflow.
+    """
 
     def __init__(self, outputs):
         super().__init__()
-        self.first, self.last = torch.nn.Linear(2, 2), torch.nn.Linear(2, outputs)
+        self.first = torch.nn.Linear(2, 2)
+        self.last = torch.nn.Linear(2, outputs)
         with torch.no_grad():
             for layer in (self.first, self.last):
                 layer.weight.copy_(torch.eye(2)[: layer.out_features] * 1e30)
@@ -169,12 +180,12 @@ class Given(torch.nn.Module):
     [("cross_entropy", 2), ("hinge", 1), ("binary_cross_entropy", 1)],
 )
 def test_every_engine_and_metric_counts_infinite_scores_alike(loss, outputs):
-    # the last is infinite in the first layer, and 0 times that is NaN
+    # The last sample overflows in the first layer, and 0 times infinity is NaN.
     x = torch.tensor([[a, b] for a in (-1.0, 1e-30, 1.0) for b in (-1.0, 1e-30, 1e10)])
     x = torch.cat([x, x])
     y = torch.arange(len(x)) // 9
     data = Federation.from_clients([{"train": (x / 1e38, y), "test": (x, y)}] * 2)
-    found = []
+    evaluations = []
     for engine in ("chain", "loop", "vmap"):
         run = simulation(
             data=data,
@@ -185,14 +196,18 @@ def test_every_engine_and_metric_counts_infinite_scores_alike(loss, outputs):
             training=Training(lr=0.0),
             metrics=["f1", "balanced_accuracy"],
         )
-        found.append(run.run().rounds[-1]["eval"])
+        evaluations.append(run.run().rounds[-1]["eval"])
         predicted = run.history.predict(0, x) == y
-        assert found[-1]["accuracy"][0] == pytest.approx(
+        assert evaluations[-1]["accuracy"][0] == pytest.approx(
             float(predicted.float().mean())
         )
-        assert found[-1]["balanced_accuracy"][0] == pytest.approx(
-            found[-1]["accuracy"][0]
+        assert evaluations[-1]["balanced_accuracy"][0] == pytest.approx(
+            evaluations[-1]["accuracy"][0]
         )
-    assert found[0]["accuracy"] == found[1]["accuracy"] == found[2]["accuracy"]
-    assert found[0]["f1"] == found[1]["f1"] == found[2]["f1"]
-    assert found[0]["accuracy"][0] > 0
+    assert (
+        evaluations[0]["accuracy"]
+        == evaluations[1]["accuracy"]
+        == evaluations[2]["accuracy"]
+    )
+    assert evaluations[0]["f1"] == evaluations[1]["f1"] == evaluations[2]["f1"]
+    assert evaluations[0]["accuracy"][0] > 0

@@ -1,5 +1,4 @@
-"""Local training: what a step is, which batches it takes, and that all engines do
-the same."""
+"""Local training: steps, batches, and agreement of all engines."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +18,7 @@ from pflcore import Federation, Net, Objective, Training, evaluate, step
 from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import RunConfig, initial_state
 
-# with batches of 20: one short batch, one whole, a whole and a short one
+# Batches of 20 samples: one short batch, one whole batch, a whole and a short one.
 SIZES = (7, 20, 31)
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 NO_CHAIN = pytest.mark.unless(
@@ -38,35 +37,39 @@ def federation(model="mlp", dtype=F64, sizes=SIZES):
 
 def made(model="mlp", engine="loop", data=None, workers=2, dtype=F64, **training):
     factor = training.pop("schedule", 1.0)
-    given = {
+    options = {
         "lr": 0.1,
         "batch_size": 20,
         "schedule": lambda r, n: factor**r,
         **training,
     }
-    how = Training(**given)
-    net, data = Net(lambda: build(model, dtype)), data or federation(model, dtype)
-    return make_setting(net, data, how, 5, engine, workers)
+    settings = Training(**options)
+    net = Net(lambda: build(model, dtype))
+    data = data or federation(model, dtype)
+    return make_setting(net, data, settings, 5, engine, workers)
 
 
 def custom_loss(net, w, x, y, extra):
-    """A row with two columns more than the model has; the columns and the client's own
-    numbers enter the loss."""
+    """Loss of a row with two columns more than the model has.
+
+    The additional columns and the client's own numbers enter the loss.
+    """
     z = net(w[: net.size], x) * (1 + w[net.size :].square().sum())
     return F.cross_entropy(z + extra["shift"], y) + 0.01 * w[-1]
 
 
-CASES = golden("fits")  # options of Training, of fit
+CASES = golden("fits")  # pairs: options of Training, options of fit
 
 
 def options(given, net, n=3):
-    """The start rows and fit's arguments, with tensors in place of the cases' words."""
+    """Start rows and arguments of fit, with tensors for the cases' words."""
     gen = torch.Generator().manual_seed(1)
 
     def noise(*shape):
         return torch.randn(*shape, generator=gen, dtype=F64).to(net.dtype)
 
-    o, width = dict(given), net.size + (2 if "loss" in given else 0)
+    o = dict(given)
+    width = net.size + (2 if "loss" in given else 0)
     start = torch.cat(
         [net.w0, torch.full((width - net.size,), 0.1, dtype=net.dtype)]
     ).repeat(n, 1)
@@ -87,16 +90,16 @@ def options(given, net, n=3):
 
 
 def fitted(engine, model, case, workers=2, dtype=F64):
-    training, given = CASES[case]
+    training, terms = CASES[case]
     s = made(model, engine, None, workers, dtype, **training)
-    start, o = options(given, s.net)
+    start, o = options(terms, s.net)
     done = fit(at_work(s), start, **o)
     assert done.w.dtype == dtype and not torch.equal(done.w, start)
     return done
 
 
 def same(a, b, rtol=0.0, atol=0.0):
-    """Two fits, or tuples of tensors."""
+    """Asserts that two fits, or two tuples of tensors, are equal."""
     one, two = (
         [*x.rows.values(), *x[1:]] if hasattr(x, "rows") else [*x] for x in (a, b)
     )
@@ -104,7 +107,7 @@ def same(a, b, rtol=0.0, atol=0.0):
 
 
 def starts(s):
-    """The model's own row for each of three clients."""
+    """The model's initial row for each of three clients."""
     return s.net.w0.repeat(3, 1)
 
 
@@ -112,13 +115,13 @@ def starts(s):
 @pytest.mark.parametrize("model", BODIES)
 def test_engines_agree(model, case):
     single = case == "float32"
-    how = ("momentum", 2, torch.float32) if single else (case,)
-    loop = fitted("loop", model, *how)
+    arguments = ("momentum", 2, torch.float32) if single else (case,)
+    loop = fitted("loop", model, *arguments)
     tolerance = (
         {"rtol": 1e-4, "atol": 1e-5} if single else {"rtol": 1e-9, "atol": 1e-11}
     )
     for engine in ("vmap",) if model == "batch norm" else ("vmap", "chain"):
-        same(loop, fitted(engine, model, *how), **tolerance)
+        same(loop, fitted(engine, model, *arguments), **tolerance)
 
 
 @ENGINES
@@ -142,8 +145,10 @@ COMPANY = [
 
 
 def company_cases():
-    """Every body with every activation that the engine trains, most of them in the
-    deep suite."""
+    """Cases of every body with every activation that the engine trains.
+
+    Most of them belong to the deep suite.
+    """
     cases = list(COMPANY)
     for kind, activation in product(company.BODIES, company.ACTIVATIONS):
         cases.append(("loop", kind, activation))
@@ -167,10 +172,12 @@ def test_the_others_change_no_bit(engine, body, activation, optimizer):
 
 
 def test_the_others_change_no_bit_of_many_steps_of_adamw():
-    """Its powers of .9 and .999, too, have other last digits where torch takes
-    several at once."""
-    how = {"dtype": F64, "local_optimizer": "adamw", "epochs": 24}
-    s = company.simulation("chain", "mlp", "Tanh", **how).context
+    """AdamW's powers of its betas do not depend on the other clients.
+
+    Torch's vectorized power has other last digits than the power of a single number.
+    """
+    settings = {"dtype": F64, "local_optimizer": "adamw", "epochs": 24}
+    s = company.simulation("chain", "mlp", "Tanh", **settings).context
     whole, one = (
         at_work(s, ids).fit(s.net.w0.repeat(len(ids), 1)).w
         for ids in (company.EVERYBODY.tolist(), [3])
@@ -181,9 +188,10 @@ def test_the_others_change_no_bit_of_many_steps_of_adamw():
 @pytest.mark.parametrize("body", company.BODIES)
 def test_under_vmap_the_others_change_last_digits_alone(body):
     s = company.simulation("vmap", body, "SiLU", dtype=F64).context
-    whole, at = company.of_hooks(s, company.EVERYBODY), torch.tensor([0, 2, 3, 7, 9])
-    for name, found in company.of_hooks(s, at).items():
-        near(found, whole[name][at], 1e-9, 1e-12)
+    whole = company.of_hooks(s, company.EVERYBODY)
+    at = torch.tensor([0, 2, 3, 7, 9])
+    for name, rows in company.of_hooks(s, at).items():
+        near(rows, whole[name][at], 1e-9, 1e-12)
 
 
 @pytest.mark.parametrize("body", company.BODIES)
@@ -192,17 +200,21 @@ def test_the_size_of_blocks_changes_last_digits_alone(body):
     s = company.simulation("vmap", body, "SiLU", dtype=F64).context
     whole = company.of_hooks(s, company.EVERYBODY)
     for count in (1, 3, 64):
-        for name, found in company.of_hooks(
+        for name, rows in company.of_hooks(
             s._replace(clients_per_block=count), company.EVERYBODY
         ).items():
-            near(found, whole[name], 1e-9, 1e-12)
+            near(rows, whole[name], 1e-9, 1e-12)
 
 
 def test_neighbours_share_the_batches_of_a_common_model(monkeypatch):
-    """A batch for each of many small clients would take several times as long."""
+    """Clients with a common model are evaluated in common batches.
+
+    A batch for each of many small clients would take several times as long.
+    """
     run = company.simulation("loop", "mlp", "SiLU", dtype=F64)
     whole = evaluate(run.config, run.state)["loss"]
-    batches, forward = [], Net.__call__
+    batches = []
+    forward = Net.__call__
     monkeypatch.setattr(
         Net, "__call__", lambda net, w, x: batches.append(len(x)) or forward(net, w, x)
     )
@@ -211,12 +223,14 @@ def test_neighbours_share_the_batches_of_a_common_model(monkeypatch):
     assert batches == [sum(company.SIZES[i] for i in ids)]
 
 
-# what a step is -------------------------------------------------------------
+# steps ----------------------------------------------------------------------
 
 
 def recording(n):
-    """The run's loss, and a list for each client of the batches (x, y) that it saw,
-    in order."""
+    """An objective that records batches, and the list of each client's batches.
+
+    The batches (x, y) are in the order in which they were seen.
+    """
     seen = [[] for _ in range(n)]
 
     def loss(net, w, x, y, extra):
@@ -236,9 +250,11 @@ def recorded(s, ids=(0, 1, 2), round=1, **o):
 
 def optimizer_of(t, module):
     if t.local_optimizer == "adamw":
-        more = {k: getattr(t, k) for k in ("betas", "eps") if getattr(t, k) is not None}
+        moments = {
+            k: getattr(t, k) for k in ("betas", "eps") if getattr(t, k) is not None
+        }
         return torch.optim.AdamW(
-            module.parameters(), t.lr, weight_decay=t.weight_decay, **more
+            module.parameters(), t.lr, weight_decay=t.weight_decay, **moments
         )
     return torch.optim.SGD(
         module.parameters(), t.lr, t.momentum, weight_decay=t.weight_decay
@@ -257,22 +273,27 @@ def optimizer_of(t, module):
 @NO_CHAIN
 def test_a_step_is_that_of_torch_optim(engine, model, case):
     s = made(model, engine, **CASES[case][0])
-    net, t = s.net, s.training
+    net = s.net
+    t = s.training
     start, o = options(CASES[case][1], net)
     done = fit(at_work(s), start, **o)
-    same(fit(at_work(s), start, **o), done)  # no moments are left from another round
+    same(fit(at_work(s), start, **o), done)  # no moments of another round
     masks = o.get("mask", torch.ones(net.size)).expand(3, -1) > 0
     for i, batches in enumerate(recorded(s)):
         module = net.load(build(model), start[i], net.b0).train()
-        optimizer, params = optimizer_of(t, module), list(module.parameters())
-        total, losses, norms = torch.zeros(net.size, dtype=F64), [], [0.1]
+        optimizer = optimizer_of(t, module)
+        params = list(module.parameters())
+        total = torch.zeros(net.size, dtype=F64)
+        losses = []
+        norms = [0.1]
         for x, y in batches:
-            loss, w = F.cross_entropy(module(x), y), net.row(module)
+            loss = F.cross_entropy(module(x), y)
+            w = net.row(module)
             g = torch.cat([p.reshape(-1) for p in torch.autograd.grad(loss, params)])
             losses.append(float(loss.detach()))
             if t.clip_grad is not None:
                 norms.append(float(g.norm()))
-                g = g * min(1.0, t.clip_grad / (norms[-1] + 1e-6))  # as torch's
+                g = g * min(1.0, t.clip_grad / (norms[-1] + 1e-6))  # as torch does
             total += g + (t.weight_decay * w if t.local_optimizer == "sgd" else 0)
             g = g + o["shift"][i] if "shift" in o else g
             g = g + o["prox"][0] * (w - o["prox"][1][i]) if "prox" in o else g
@@ -295,15 +316,17 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
 @NO_CHAIN
 def test_each_batch_with_an_sgd_step_is_fit(engine, model):
     s = made(model, engine, epochs=2)
-    clients, start, steps = at_work(s), starts(s), set()
+    clients = at_work(s)
+    start = starts(s)
+    steps = set()
 
     def update(rows, grad, taken):
         steps.update(taken.tolist())
         return {"w": rows["w"] - 0.1 * grad(rows["w"]), "count": rows["count"] + 1}
 
-    found = clients.each_batch({"w": start, "count": torch.zeros(3)}, update)
-    same([found.w, *found[1:]], clients.fit(start), rtol=1e-9, atol=1e-12)
-    assert found.rows["count"].tolist() == [2, 2, 4] and steps == {0, 1, 2, 3}
+    result = clients.each_batch({"w": start, "count": torch.zeros(3)}, update)
+    same([result.w, *result[1:]], clients.fit(start), rtol=1e-9, atol=1e-12)
+    assert result.rows["count"].tolist() == [2, 2, 4] and steps == {0, 1, 2, 3}
 
 
 def three_at_once(rows, grad, k):
@@ -324,22 +347,24 @@ def test_every_engine_takes_the_same_minibatches_in_one_step(engine):
 
 
 def test_the_minibatches_of_one_step_are_drawn_apart():
-    s, (objective, found) = made(epochs=2), recording(3)
+    s = made(epochs=2)
+    objective, batches = recording(3)
     at_work(s).each_batch({"w": starts(s)}, three_at_once, objective, batches=3)
-    seen, own = [x[:, 0] for x, _ in found[2]], s.data.client(2)[0][:, 0]
+    seen = [x[:, 0] for x, _ in batches[2]]
+    samples = s.data.client(2)[0][:, 0]
     assert [len(x) for x in seen] == ([20] * 3 + [11] * 3) * 2
     for which in range(3):
         one_pass = torch.cat(seen[which:6:3])
-        equals(one_pass.sort().values, own.sort().values)
-    # the whole ones of both epochs, six in all, have other samples each
+        equals(one_pass.sort().values, samples.sort().values)
+    # The six whole minibatches of both epochs have different samples.
     assert len({tuple(x.sort().values.tolist()) for x in seen if len(x) == 20}) == 6
 
 
-# which batches --------------------------------------------------------------
+# batches --------------------------------------------------------------------
 
 
 def numbered(sizes=SIZES, **training):
-    """Every sample's x is its own number."""
+    """A setting in which every sample's x is the sample's number."""
     at = torch.arange(sum(sizes))
     x = at.double()[:, None].repeat(1, 6)
     data = Federation(x, at % 4, {"train": list(at.split(list(sizes)))}, 4)
@@ -350,18 +375,18 @@ def numbered(sizes=SIZES, **training):
 def test_batches_are_cut_as_a_data_loader_cuts_them(drop_last):
     s = numbered(drop_last=drop_last)
     for i, batches in enumerate(recorded(s)):
-        own = s.data.index["train"][i].double()
+        samples = s.data.index["train"][i].double()
         loader = torch.utils.data.DataLoader(
-            own, 20, True, drop_last=drop_last and len(own) >= 20
+            samples, 20, True, drop_last=drop_last and len(samples) >= 20
         )
-        cuts = [len(x) for x in loader]  # a client of less than a batch has one
+        cuts = [len(x) for x in loader]  # a smaller client has one batch
         assert [len(y) for _, y in batches] == 3 * cuts
         x = [x[:, 0] for x, _ in batches]
         orders = [torch.cat(x[e * len(cuts) : (e + 1) * len(cuts)]) for e in range(3)]
         equals([y for _, y in batches], [x[:, 0].long() % 4 for x, _ in batches])
         if not drop_last:
-            equals([order.sort().values for order in orders], [own] * 3)
-        for a, b in ((own, orders[0]), orders[:2], orders[1:]):
+            equals([order.sort().values for order in orders], [samples] * 3)
+        for a, b in ((samples, orders[0]), orders[:2], orders[1:]):
             assert not torch.equal(a[: len(b)], b)
 
 
@@ -385,7 +410,8 @@ def test_shuffles_belong_to_seed_round_client_and_stream():
 
 
 def test_every_order_is_as_likely():
-    s, orders = numbered((3,)), []
+    s = numbered((3,))
+    orders = []
     for r in range(1, 7):
         orders += [
             tuple(x[:, 0].tolist()) for x, _ in recorded(s, [0], r, epochs=100)[0]
@@ -404,7 +430,9 @@ def test_every_order_is_as_likely():
 
 @ENGINES
 def test_the_callers_thread_setting_comes_back(engine):
-    before, inside, found = torch.get_num_threads(), set(), []
+    before = torch.get_num_threads()
+    inside = set()
+    settings = []
 
     def loss(net, w, x, y, extra):
         inside.add(torch.get_num_threads())
@@ -415,12 +443,12 @@ def test_the_callers_thread_setting_comes_back(engine):
             torch.set_num_threads(threads)
             s = made(engine=engine)
             at_work(s).fit(starts(s), Objective(loss=loss))
-            found.append(torch.get_num_threads())
+            settings.append(torch.get_num_threads())
             with ThreadPoolExecutor() as new:
-                found.append(new.submit(torch.get_num_threads).result())
+                settings.append(new.submit(torch.get_num_threads).result())
     finally:
         torch.set_num_threads(before)
-    assert inside == {1} and found == [2, 2, 3, 3]
+    assert inside == {1} and settings == [2, 2, 3, 3]
 
 
 @ENGINES
@@ -431,7 +459,7 @@ def test_an_error_in_a_worker_reaches_the_caller(engine):
     s = made(engine=engine)
     with pytest.raises(ZeroDivisionError, match="mine"):
         at_work(s).fit(starts(s), Objective(loss=loss))
-    assert at_work(s).fit(starts(s)).w.isfinite().all()  # the engine lives on
+    assert at_work(s).fit(starts(s)).w.isfinite().all()  # the engine still works
 
 
 # float buffers --------------------------------------------------------------
@@ -440,7 +468,8 @@ def test_an_error_in_a_worker_reaches_the_caller(engine):
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_training_writes_nothing_and_statistics_are_the_clients_own(engine):
     s = made("batch norm", engine)
-    clients, start = at_work(s), starts(s)
+    clients = at_work(s)
+    start = starts(s)
     done = clients.fit(start)
     clients.each_batch(
         {"w": start}, lambda r, grad, taken: {"w": r["w"].sub_(0.1 * grad(r["w"]))}
@@ -449,15 +478,13 @@ def test_training_writes_nothing_and_statistics_are_the_clients_own(engine):
     assert clients.after(done).buffers is done.buffers
     assert (done.buffers != s.net.b0).any(1).all()
     same(clients.fit(start), done)
-    setup, state = (
-        RunConfig(FedAvg(), s, batch_norm="local"),
-        initial_state(FedAvg(), s.net, 3),
-    )
+    setup = RunConfig(FedAvg(), s, batch_norm="local")
+    state = initial_state(FedAvg(), s.net, 3)
     want = torch.stack([done.buffers[0], s.net.b0, done.buffers[2]])
     near(step(setup, state, torch.tensor([0, 2]))[0].buffers, want)
 
 
-# looking --------------------------------------------------------------------
+# evaluation -----------------------------------------------------------------
 
 
 @ENGINES
@@ -466,31 +493,34 @@ def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
     s = made(model, engine, federation(sizes=(3, 600, 31)))
     local = at_work(s)
     done = local.fit(starts(s))
-    rows, local = done.w, local.after(done)
+    rows = done.w
+    local = local.after(done)
     for split in ("train", "test"):
-        losses, grads = local.loss(rows, split), local.grad(rows, split)
+        losses = local.loss(rows, split)
+        grads = local.grad(rows, split)
         z, labels = local.features(rows, split)
         plus = lambda model, net, x: net(model["w"], x) + model["b"]  # noqa: E731
-        found = local.scores({"w": rows, "b": torch.arange(3)}, split, plus)
+        scored = local.scores({"w": rows, "b": torch.arange(3)}, split, plus)
         for i in range(3):
             x, y = s.data.client(i, split)
             module = s.net.load(build(model), rows[i], local.buffers[i]).eval()
             value = F.cross_entropy(module(x), y)
-            # with batch norm, the gradient on "train" is that of training
+            # With batch norm, the gradient on "train" is computed in training mode.
             if engine == "chain" or split == "test":
                 want = torch.autograd.grad(value, list(module.parameters()))
                 near(grads[i], torch.cat([g.reshape(-1) for g in want]), 1e-7, 1e-7)
             with torch.no_grad():
-                seen, scores = module[:-1](x), module(x)
+                seen = module[:-1](x)
+                scores = module(x)
             same(
-                (losses[i], found[i][0]),
+                (losses[i], scored[i][0]),
                 (value.detach(), scores + i),
                 rtol=1e-7,
                 atol=1e-7,
             )
             rest = len(labels[i]) - len(y)
             near(z[i], F.pad(seen, (0, 0, 0, rest)), 1e-7, 1e-7)
-            same((labels[i], found[i][1]), (F.pad(y, (0, rest), value=-1), y))
+            same((labels[i], scored[i][1]), (F.pad(y, (0, rest), value=-1), y))
     with sentence("split: this federation has train, test, not 'val'"):
         local.loss(rows, "val")
     same((local.num_samples, local.class_counts), (s.data.size(), s.data.counts()))

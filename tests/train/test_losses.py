@@ -1,5 +1,7 @@
-"""Losses and what scores stand for: one a label, one for each class, a number; in
-training, in what is measured, and in what a model predicts."""
+"""Losses and the meaning of scores: in training, metrics and predictions.
+
+A model gives one score for each label, one for each class, or a number.
+"""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -31,10 +33,14 @@ COUNTS = (2 * X[:, :, 0].exp()).floor()
 
 
 def trained(model, data, rounds=20, loss=None, algorithm="fedavg", **options):
-    """What was evaluated last, and the first client's model."""
-    given = {"model": model, "training": Training(lr=0.5, batch_size=10), "every": 1000}
+    """The last evaluation of a run, and the first client's model."""
+    defaults = {
+        "model": model,
+        "training": Training(lr=0.5, batch_size=10),
+        "every": 1000,
+    }
     run = simulation(
-        algorithm, data, rounds=rounds, loss=loss, **given, **options
+        algorithm, data, rounds=rounds, loss=loss, **defaults, **options
     ).run()
     return run.rounds[-1]["eval"], run.model(0)
 
@@ -66,15 +72,19 @@ def flat():
 )
 def test_a_column_of_scores_trains_as_a_row(loss, model):
     torch.manual_seed(0)
-    made = model()
-    want = evaluated(loss, lambda: nn.Sequential(deepcopy(made), nn.Flatten(0)), COUNTS)
-    got = evaluated(loss, lambda: deepcopy(made), COUNTS)
+    template = model()
+    want = evaluated(
+        loss, lambda: nn.Sequential(deepcopy(template), nn.Flatten(0)), COUNTS
+    )
+    got = evaluated(loss, lambda: deepcopy(template), COUNTS)
     assert got["loss"] == pytest.approx(want["loss"])
 
 
 def test_a_client_elsewhere_has_its_column_of_scores_in_the_targets_shape():
     torch.manual_seed(0)
-    model, x, y = nn.Linear(3, 1), X[0], X[0].sum(1) + 50
+    model = nn.Linear(3, 1)
+    x = X[0]
+    y = X[0].sum(1) + 50
     losses = []
     for targets in (y, y[:, None]):
         client = Client(
@@ -90,8 +100,10 @@ def test_a_client_elsewhere_has_its_column_of_scores_in_the_targets_shape():
 
 
 def pairs(s, other, y):
-    """Each pair of samples in the right order: a loss of scores [B, 1] and their
-    transpose."""
+    """Loss of the order of each pair of samples.
+
+    It compares scores [B, 1] with their transpose.
+    """
     y = y.reshape(-1, 1)
     return (1 - (s - other) * (y - y.mT).sign()).relu().mean()
 
@@ -108,22 +120,22 @@ def test_a_loss_of_all_pairs_is_as_it_is_or_refused():
     torch.manual_seed(0)
     want = evaluated(ranks, column, COUNTS[:, :, None])["loss"]
     torch.manual_seed(0)
-    # a row has no .mT
+    # A row has no .mT, so only a column of scores works.
     assert evaluated(lambda s, y: pairs(s, s.mT, y), column, COUNTS)["loss"] == want
     assert want[0] > 0
 
 
 def test_a_metric_is_handed_one_score_a_target_in_the_shape_that_it_takes():
-    own = {
+    functions = {
         "mean": lambda s, y: (s - y).abs().mean(),
         "column": lambda s, y: (s[:, 0] - y).abs().mean(),
         "arrays": lambda s, y: abs(s.numpy() - y.numpy()).mean(),
     }
     torch.manual_seed(0)
-    got = evaluated("squared", column, COUNTS + 1000, metrics=own)
+    got = evaluated("squared", column, COUNTS + 1000, metrics=functions)
     torch.manual_seed(0)
     want = evaluated("squared", column, COUNTS + 1000, metrics=["mae"])["mae"]
-    for name in own:
+    for name in functions:
         assert got[name] == pytest.approx(want)
     right = {"right": lambda s, y: ((s > 0) == (y > 0)).float().mean()}
     got = evaluated("binary_cross_entropy", column, (COUNTS > 1).long(), metrics=right)
@@ -163,10 +175,11 @@ def test_a_loss_of_one_output_for_several_targets_is_one_sentence():
 @pytest.mark.parametrize("loss", ["squared", "binary_cross_entropy"])
 def test_axes_in_another_order_are_no_targets(loss):
     y = torch.rand(3, 24, 3, 2)
-    wrong, fits = (
-        (lambda: layers("Linear 3 6, Unflatten 1 [2,3]")),
-        layers("Linear 3 6"),
-    )
+
+    def wrong():
+        return layers("Linear 3 6, Unflatten 1 [2,3]")
+
+    fits = layers("Linear 3 6")
     with sentence(
         r"loss: .* scores \[\d+, 2, 3\] for targets \[\d+, 3, 2\]; transpose one"
     ):
@@ -178,9 +191,11 @@ def test_the_mean_over_a_batch_of_a_divergence_is_a_loss():
     y = torch.rand(3, 24, 4).softmax(-1)
     model = layers("Linear 3 4, LogSoftmax 1")
     data = Federation.from_clients(with_test(*[list(zip(X, y, strict=True))] * 2))
-    found, trained_model = trained(model, data, 1, nn.KLDivLoss(reduction="batchmean"))
+    evaluation, trained_model = trained(
+        model, data, 1, nn.KLDivLoss(reduction="batchmean")
+    )
     want = F.kl_div(trained_model(X[0]), y[0], reduction="batchmean")
-    assert found["loss"][0] == pytest.approx(float(want), rel=1e-5)
+    assert evaluation["loss"][0] == pytest.approx(float(want), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +227,7 @@ def test_whole_numbers_have_no_accuracy_and_may_have_an_error(loss):
         ("binary_cross_entropy", column, True),
         ("hinge", column, True),
         (lambda s, y: F.cross_entropy(s, y), lambda: nn.Linear(3, 2), True),
-        # probabilities have none by their sign
+        # The sign of a probability tells no class.
         (
             lambda s, y: F.binary_cross_entropy(s, y.float()),
             lambda: layers("Linear 3 1, Sigmoid, Flatten 0"),
@@ -225,12 +240,15 @@ def test_scores_of_classes_have_an_accuracy(loss, model, classes):
 
 
 class Steps(nn.Module):
-    """Scores of every step: [B, T] or [B, T, 1] of one score, [B, C, T] of C
-    classes."""
+    """Model with scores for every step of a sequence.
+
+    One score gives [B, T] or [B, T, 1]; C classes give [B, C, T].
+    """
 
     def __init__(self, scores=1, last=False):
         super().__init__()
-        self.l, self.last = nn.Linear(4, scores), last
+        self.l = nn.Linear(4, scores)
+        self.last = last
 
     def forward(self, d):
         out = self.l(d["x"] if isinstance(d, dict) else d)
@@ -244,8 +262,10 @@ class Steps(nn.Module):
 
 
 def steps(classes=2, length=5, left_out=""):
-    """Sequences; by a "mask", or by "labels" of -100, some of their steps are left
-    out."""
+    """A federation of sequences.
+
+    Some steps are left out, by a "mask" or by "labels" of -100.
+    """
     torch.manual_seed(1)
     clients = []
     for _ in range(3):
@@ -260,10 +280,10 @@ def steps(classes=2, length=5, left_out=""):
 @pytest.mark.parametrize("loss", ["binary_cross_entropy", "hinge"])
 @pytest.mark.parametrize("shape", [False, True])
 def test_one_score_a_step_is_measured_and_predicted_by_its_sign(loss, shape):
-    found, model = trained(
+    evaluation, model = trained(
         lambda: Steps(last=shape), steps(), loss=loss, metrics=["f1"]
     )
-    assert min(found["accuracy"]) > 0.9 and min(found["f1"]) > 0.9
+    assert min(evaluation["accuracy"]) > 0.9 and min(evaluation["f1"]) > 0.9
     x = torch.randn(7, 5, 4)
     equals(model.predict(x), (model(x).reshape(7, 5) > 0).long())
     assert model.returns == "logits"
@@ -273,8 +293,8 @@ def test_one_score_a_step_is_measured_and_predicted_by_its_sign(loss, shape):
 def test_metrics_of_steps_are_those_of_their_labels(classes, length):
     names = ["auc", "f1", "balanced_accuracy"]
     data = steps(classes, length)
-    found, model = trained(lambda: Steps(classes), data, 40, metrics=names)
-    assert all(min(found[k]) > 0.85 for k in ("accuracy", *names)), found
+    evaluation, model = trained(lambda: Steps(classes), data, 40, metrics=names)
+    assert all(min(evaluation[k]) > 0.85 for k in ("accuracy", *names)), evaluation
     assert model.predict(torch.randn(6, length, 4)).shape == (6, length)
 
 
@@ -286,15 +306,17 @@ def test_steps_that_a_mask_leaves_out_count_in_no_loss(loss):
 
 def test_labels_that_are_left_out_need_no_mask():
     one, other = (
-        trained(lambda: Steps(3), steps(3, left_out=how), 2)[0]["loss"]
-        for how in ("mask", "labels")
+        trained(lambda: Steps(3), steps(3, left_out=left_out), 2)[0]["loss"]
+        for left_out in ("mask", "labels")
     )
     assert one == pytest.approx(other)
 
 
 def void(number, length=5, seed=1):
-    """Clients of whose labels, of steps or of samples (`length` 0), about half are
-    `number`."""
+    """Clients of whose labels about half are `number`.
+
+    The labels are those of steps, or of samples where `length` is 0.
+    """
     gen = torch.Generator().manual_seed(seed)
     clients = []
     for _ in range(3):
@@ -317,14 +339,17 @@ IGNORING = {
 
 
 def scorer(length, normal=False):
-    made = Steps(2) if length else nn.Linear(4, 2)
-    return nn.Sequential(made, nn.LogSoftmax(1)) if normal else made
+    model = Steps(2) if length else nn.Linear(4, 2)
+    return nn.Sequential(model, nn.LogSoftmax(1)) if normal else model
 
 
 def by_hand(model, x, y, number):
-    """The share of right labels, and the mean over both classes, of those that
-    count."""
-    right, counts = (model(x).argmax(1) == y).float(), y != number
+    """Accuracy and balanced accuracy over the labels that count.
+
+    Accuracy is the mean over samples; balanced accuracy is the mean over both classes.
+    """
+    right = (model(x).argmax(1) == y).float()
+    counts = y != number
     each = [right[i][counts[i]].mean() for i in range(len(y)) if bool(counts[i].any())]
     balanced = torch.stack([right[y == c].mean() for c in (0, 1)]).nanmean()
     return float(sum(each) / len(each)), float(balanced)
@@ -347,11 +372,11 @@ def test_labels_that_the_loss_leaves_out_count_in_nothing(loss, length, number):
     run = simulation(
         data=data, model=model, loss=IGNORING[loss](number), rounds=8, **options
     )
-    found = run.run().rounds[-1]["eval"]
+    evaluation = run.run().rounds[-1]["eval"]
 
     for i in range(3):
         want = by_hand(run.history.model(i), *data.client(i, "test"), number)
-        got = found["accuracy"][i], found["balanced_accuracy"][i]
+        got = evaluation["accuracy"][i], evaluation["balanced_accuracy"][i]
         assert got == pytest.approx(want, abs=1e-6) and got[0] > 0.8
     assert run.data.classes == 2
     counted = sum(int((y != number).sum()) for _, y in map(data.client, range(3)))
@@ -364,7 +389,8 @@ def test_labels_that_the_loss_leaves_out_count_in_nothing(loss, length, number):
 def test_a_newcomer_and_a_client_elsewhere_know_what_the_loss_leaves_out(
     algorithm, length
 ):
-    loss, model = nn.CrossEntropyLoss(ignore_index=255), scorer(length)
+    loss = nn.CrossEntropyLoss(ignore_index=255)
+    model = scorer(length)
     data = Federation.from_clients(void(255, length), classes=256).split(test=0.25)
     options = {"training": Training(lr=0.5, batch_size=10), "rounds": 5, "loss": loss}
     history = simulation(algorithm, data, model=deepcopy(model), **options).run()
@@ -392,8 +418,8 @@ def test_what_to_do_about_labels_of_no_class_is_said():
         trained(
             Steps(2), data, loss=lambda s, y: F.cross_entropy(s, y, ignore_index=255)
         )
-    found = trained(Steps(2), data, 20, nn.CrossEntropyLoss(ignore_index=255))[0]
-    assert min(found["accuracy"]) > 0.8
+    evaluation = trained(Steps(2), data, 20, nn.CrossEntropyLoss(ignore_index=255))[0]
+    assert min(evaluation["accuracy"]) > 0.8
     with sentence(r"y: expected .*; labels that count in nothing are -100, got"):
         Federation.from_clients(void(-1), classes=2)
     assert Federation.from_clients(void(-100), classes=2).classes == 2
@@ -408,15 +434,16 @@ def test_labels_turned_by_client_cannot_be_left_out():
 
 def test_what_a_model_predicts_is_what_its_targets_were():
     x = torch.randn(80, 3)
-    several, ratings = (x > 0).long(), (3 * x[:, 0]).round().clamp(-9, 9).long() + 9
-    data = Federation.from_clients([(x, several)]).split(test=0.25)
-    found, model = trained(nn.Linear(3, 3), data, loss="binary_cross_entropy")
+    labels = (x > 0).long()
+    ratings = (3 * x[:, 0]).round().clamp(-9, 9).long() + 9
+    data = Federation.from_clients([(x, labels)]).split(test=0.25)
+    evaluation, model = trained(nn.Linear(3, 3), data, loss="binary_cross_entropy")
     equals(model.predict(x), (model(x) > 0).long())
-    assert min(found["accuracy"]) > 0.8
+    assert min(evaluation["accuracy"]) > 0.8
     data = Federation.from_clients([(x, ratings)]).split(test=0.25)
-    found, model = trained(nn.Linear(3, 1), data, loss="squared", metrics=["mae"])
+    evaluation, model = trained(nn.Linear(3, 1), data, loss="squared", metrics=["mae"])
     torch.testing.assert_close(model.predict(x), model(x)[:, 0])
-    assert model.returns == "values" and found["mae"][0] < 1
+    assert model.returns == "values" and evaluation["mae"][0] < 1
     assert model.predict(x.numpy()[::-1]).shape == (80,)
     assert model.double().predict(x.double()).dtype == torch.float64
     with sentence(

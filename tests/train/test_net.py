@@ -1,4 +1,4 @@
-"""Modules as functions of flat rows."""
+"""Modules as functions of flat rows of parameters."""
 
 from functools import partial
 
@@ -18,17 +18,18 @@ def small():
 
 
 class Tied(nn.Module):
-    """One matrix encodes and decodes; the head has a name of its own; batch norm has
-    buffers."""
+    """Model with a tied weight, a named head and batch norm.
+
+    One matrix both encodes and decodes; batch norm has buffers.
+    """
 
     def __init__(self):
         super().__init__()
-        self.code, self.decode = (
-            nn.Linear(4, 4, bias=False),
-            nn.Linear(4, 4, bias=False),
-        )
+        self.code = nn.Linear(4, 4, bias=False)
+        self.decode = nn.Linear(4, 4, bias=False)
         self.decode.weight = self.code.weight
-        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x):
         return self.head(self.norm(self.decode(torch.tanh(self.code(x)))))
@@ -43,12 +44,15 @@ BOTH = pytest.mark.parametrize("build", [small, Tied])
 
 @BOTH
 def test_rows_and_modules_round_trip(build):
-    net, module, x = Net(build), build().eval(), inputs(build)
+    net = Net(build)
+    module = build().eval()
+    x = inputs(build)
     row = net.row(module)
     equals(nn.utils.parameters_to_vector(module.parameters()), row)
     equals(torch.cat([row[s] for s in net.slices.values()]), row)
-    copy, want = net.load(build(), row, net.b0).eval(), module(x)
-    # of which neither the row nor the copy is a view
+    copy = net.load(build(), row, net.b0).eval()
+    want = module(x)
+    # Neither the row nor the copy is a view of the module.
     nn.init.zeros_(next(module.parameters()))
     equals(net.row(copy), row)
     assert not torch.equal(net.row(module), row)
@@ -61,8 +65,13 @@ def nested():
 
 @pytest.mark.parametrize("build", [small, nested])
 def test_a_module_keeps_its_weights_and_is_drawn_anew_as_one_that_is_made(build):
-    """Its layers in the order in which they stand."""
-    net, state = Net(module := build()), torch.random.get_rng_state()
+    """A module keeps its weights; `init` draws as a new module does.
+
+    Layers are drawn in the order in which they stand in the module.
+    """
+    module = build()
+    net = Net(module)
+    state = torch.random.get_rng_state()
     equals(net.w0, net.row(module))
     for seed in (0, 4):
         drawn = net.init(seed)
@@ -72,7 +81,8 @@ def test_a_module_keeps_its_weights_and_is_drawn_anew_as_one_that_is_made(build)
 
 
 def test_a_frozen_parameter_is_no_part_of_the_row():
-    module, x = small(), inputs(small)
+    module = small()
+    x = inputs(small)
     module[0].weight.requires_grad_(False)
     net = Net(module)
     assert net.size == sum(p.numel() for p in module.parameters()) - 18
@@ -91,7 +101,8 @@ def test_masks_by_name():
 
 @BOTH
 def test_features_and_head_make_the_model(build):
-    net, x = Net(build), inputs(build)
+    net = Net(build)
+    x = inputs(build)
     row = net.w0 + 0.1
     z = net.features(row, x)
     for h in (row, row[net.head_slice]):
@@ -100,7 +111,8 @@ def test_features_and_head_make_the_model(build):
 
 def test_the_head_may_be_named_or_be_everything():
     assert Net(small, head="3").head_slice == slice(20, 20 + 165)
-    whole, x = Net(nn.Linear(4, 3)), torch.randn(2, 4)
+    whole = Net(nn.Linear(4, 3))
+    x = torch.randn(2, 4)
     equals(whole.features(whole.w0, x), x)
     equals(whole.head(whole.w0, x), whole(whole.w0, x))
     with sentence("head: the model has no submodule 'top'"):
@@ -141,11 +153,12 @@ def test_what_does_not_fit_a_net_is_refused_in_a_sentence():
 
 
 class Silent(nn.Module):
-    """Its last layer starts at zero, whatever the layer's own start."""
+    """Model whose last layer starts at zero, unlike the layer's default."""
 
     def __init__(self):
         super().__init__()
-        self.body, self.last = layers("Linear 4 5, Linear 5 5"), nn.Linear(5, 3)
+        self.body = layers("Linear 4 5, Linear 5 5")
+        self.last = nn.Linear(5, 3)
 
     def reset_parameters(self):
         nn.init.zeros_(self.last.weight)
@@ -164,12 +177,16 @@ def test_a_parent_has_the_last_word_on_its_childrens_start():
 
 
 class HeadFirst(nn.Module):
-    """The classifier (36 parameters) is registered before the encoder (56)."""
+    """Model that registers its classifier before its encoder.
+
+    The classifier has 36 parameters, the encoder 56.
+    """
 
     def __init__(self, logarithms=False):
         super().__init__()
         self.logarithms = logarithms
-        self.classifier, self.encoder = nn.Linear(8, 4), layers("Linear 6 8, ReLU")
+        self.classifier = nn.Linear(8, 4)
+        self.encoder = layers("Linear 6 8, ReLU")
 
     def forward(self, x):
         scores = self.classifier(self.encoder(x))
@@ -177,7 +194,7 @@ class HeadFirst(nn.Module):
 
 
 class HeadLast(HeadFirst):
-    """The same in the usual order."""
+    """The same model with its classifier registered last."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +202,7 @@ class HeadLast(HeadFirst):
 
 
 class Stem(HeadFirst):
-    """An attribute `head` that is not the head."""
+    """Model with an attribute `head` that is not the head."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +222,7 @@ def played(algorithm, model, rounds=1):
         *((a, 56, HeadFirst) for a in ("fedper", "fedrep", "fedbabu")),
         ("fedper", 56, HeadLast),
         ("fedper", 56, lambda: HeadFirst(True)),
-        # an attribute of that name is believed only until the model has met data
+        # With data, the head is found by its place, not by an attribute's name.
         ("fedper", 56 + 42, Stem),
         ("lg_fedavg", 36, HeadFirst),
         ("lg_fedavg", 36, HeadLast),
@@ -235,13 +252,14 @@ def test_without_data_it_is_asked_for():
         Server("fedper", HeadFirst(), 4)
     assert Net(HeadFirst, head="classifier").head_slice == slice(0, 36)
     blocks = nn.Sequential(nn.Linear(4, 4), layers("Linear 4 4, ReLU"))
-    assert Net(blocks).head_name == "1.0"  # of plain nn.Sequentials
+    assert Net(blocks).head_name == "1.0"  # in plain nn.Sequentials
 
 
 @pytest.mark.parametrize("patterns", [(), ("0.*",), ("*.bias",), ("*",)])
 def test_split_and_join_are_inverse(patterns):
     net = Net(tiny_model())
-    rows, mask = torch.randn(3, net.size), net.mask(*(patterns or ("2.*",)))
+    rows = torch.randn(3, net.size)
+    mask = net.mask(*(patterns or ("2.*",)))
     shared, private = net.split(rows, *patterns)
     equals((private, shared), (rows[:, mask], rows[:, ~mask]))
     one = net.join(shared[0], private, *patterns)  # one body, several heads
@@ -252,9 +270,9 @@ def test_split_and_join_are_inverse(patterns):
 
 def test_join_refuses_what_does_not_fit():
     net = Net(tiny_model())
-    said = (
+    message = (
         "shared and private: expected 35 and 24 columns, got 24 and 35; give join "
         "the patterns"
     )
-    with sentence(said):
+    with sentence(message):
         net.join(*reversed(net.split(net.w0)))

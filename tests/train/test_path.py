@@ -1,5 +1,8 @@
-"""The path that trains a model is the model: what may be written out, what must not,
-and what is said where it may not."""
+"""An engine trains exactly the module that the user gave.
+
+Some modules may be written out as chains of layers, others must not; the header gives
+the reason.
+"""
 
 import copy
 import dataclasses
@@ -51,7 +54,8 @@ def doubled():
 
 def pools():
     pool = hooked(nn.MaxPool2d(2))
-    first, second = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+    first = nn.Conv2d(1, 2, 3, padding=1)
+    second = nn.Conv2d(2, 2, 3, padding=1)
     return nn.Sequential(first, pool, second, pool, nn.Flatten(), nn.Linear(8, 4))
 
 
@@ -79,7 +83,7 @@ def projected():
     "build, data, why",
     [
         (projected, federation((7, 6)), "with an LSTM"),
-        # a padding row is not trained
+        # The row of the padding token is not trained.
         (
             tokens,
             federation((7,), tokens=True),
@@ -95,8 +99,8 @@ def projected():
 def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why(
     build, data, why
 ):
-    engine, _, said = same_as_by_hand(build, data)
-    assert engine == "loop" and why in said
+    engine, _, reason = same_as_by_hand(build, data)
+    assert engine == "loop" and why in reason
     no = r"^engine: 'vmap' cannot train this model: .*; take 'auto' or 'loop'\.$"
     with pytest.raises(ValueError, match=no):
         played(build(), data, "vmap")
@@ -105,10 +109,8 @@ def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why(
 class Bag(nn.Module):
     def __init__(self, words, width=32):
         super().__init__()
-        self.embed, self.head = (
-            nn.Embedding(words, width, padding_idx=0),
-            nn.Linear(width, 4),
-        )
+        self.embed = nn.Embedding(words, width, padding_idx=0)
+        self.head = nn.Linear(width, 4)
 
     def forward(self, x):
         return self.head(self.embed(x).mean(1))
@@ -122,10 +124,11 @@ def test_an_embedding_of_any_size_may_have_padding(words):
 
 
 def test_a_loss_in_small_units_is_tried_no_less():
-    data, loss = (
-        federation((7,), tokens=True),
-        lambda s, y: 1e-9 * F.cross_entropy(s, y),
-    )
+    data = federation((7,), tokens=True)
+
+    def loss(s, y):
+        return 1e-9 * F.cross_entropy(s, y)
+
     path = simulation(model=tokens, data=data, loss=loss).header()["path"]
     assert (
         path["engine"] == "loop"
@@ -151,8 +154,10 @@ def test_an_error_without_words_is_an_error():
     )
 
 
-CHAIN, VMAP, LOOP = ("vmap", "chain"), ("vmap", "vmap"), ("loop", "module")
-VECTORS = {  # model, engine and form, the samples' shape
+CHAIN = ("vmap", "chain")
+VMAP = ("vmap", "vmap")
+LOOP = ("loop", "module")
+VECTORS = {  # model, (engine, form), shape of the samples
     "mlp": (mlp, CHAIN),
     "an activation twice": (repeated, CHAIN),
     "a layer twice": (tied, VMAP),
@@ -192,7 +197,7 @@ VECTORS = {  # model, engine and form, the samples' shape
 def test_what_trains_is_the_model(name):
     build, path, *shape = VECTORS[name]
     with warnings.catch_warnings():
-        # a form that does not apply is no form that differs
+        # A form that does not apply must not warn that it differs.
         warnings.filterwarnings("error", "pflcore")
         assert same_as_by_hand(build, *map(federation, shape))[:2] == path
 
@@ -226,7 +231,8 @@ TARGETS = {
 def test_targets_of_every_kind_on_every_path(target, model):
     outputs, loss, y = TARGETS[target]
     words, shape = BODIES[model]
-    data, ends = federation(shape, y), []
+    data = federation(shape, y)
+    ends = []
     for engine in ("auto", "loop", "vmap"):
         net = Net(lambda: body(words, outputs), loss, seed=3)
         run = played(net, data, engine, 2, Training(lr=0.1, batch_size=4))
@@ -238,11 +244,15 @@ def test_targets_of_every_kind_on_every_path(target, model):
 
 
 class Average(nn.Module):
-    """A running mean of the inputs, put anew into its place by every pass."""
+    """A running mean of the inputs.
+
+    Every pass assigns it again, in the way that `how` names.
+    """
 
     def __init__(self, how):
         super().__init__()
-        self.h, self.how = nn.Linear(6, 4), how
+        self.h = nn.Linear(6, 4)
+        self.how = how
         self.register_buffer("ema", torch.zeros(6))
 
     def forward(self, x):
@@ -261,10 +271,12 @@ class Average(nn.Module):
 @pytest.mark.parametrize("how", ["again", "data", "in place"])
 @pytest.mark.unless(lambda how, engine: (how, engine) == ("data", "vmap"))
 def test_a_buffer_is_what_the_forward_made_of_it(how, engine):
-    data, built = federation(), Average(how).double()
+    data = federation()
+    built = Average(how).double()
     data = dataclasses.replace(data, x=data.x.double())
     run = played(built, data, engine, 1, Training(0.1, 100, epochs=3), "local")
-    model, (x, y) = copy.deepcopy(built).train(), data.client(0)
+    model = copy.deepcopy(built).train()
+    x, y = data.client(0)
     step = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):  # all samples are one batch
         step.zero_grad()
@@ -275,11 +287,14 @@ def test_a_buffer_is_what_the_forward_made_of_it(how, engine):
 
 
 class Counted(nn.Module):
-    """Its outputs depend on how often it was called."""
+    """Model whose outputs depend on the number of its calls."""
 
     def __init__(self, where):
         super().__init__()
-        self.h, self.where, self.k, self.last = nn.Linear(6, 4), where, 0, None
+        self.h = nn.Linear(6, 4)
+        self.where = where
+        self.k = 0
+        self.last = None
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
@@ -288,7 +303,8 @@ class Counted(nn.Module):
             y = y if self.last is None else y + 0.1 * self.last
             self.last = y.detach().mean(0)
         elif self.training:
-            self.k, self.calls = self.k + 1, self.calls + 1
+            self.k = self.k + 1
+            self.calls = self.calls + 1
         return y / (1 + 0.1 * (self.calls if self.where == "buffer" else self.k))
 
 
@@ -300,40 +316,36 @@ def test_what_one_client_leaves_to_the_next_is_refused(where, engine):
 
 
 class LeNet(nn.Module):
-    """Two convolutions and three linear layers on [1, 16, 16], all sizes small."""
+    """Two convolutions and three linear layers on [1, 16, 16], all small."""
 
     def __init__(self):
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 3, 5), nn.Conv2d(3, 4, 3)
-        self.fc1, self.fc2, self.fc3 = (
-            nn.Linear(16, 12),
-            nn.Linear(12, 8),
-            nn.Linear(8, 4),
-        )
-        self.pool, self.drop = nn.MaxPool2d(2, 2), nn.Dropout(0.25)
+        self.conv1 = nn.Conv2d(1, 3, 5)
+        self.conv2 = nn.Conv2d(3, 4, 3)
+        self.fc1 = nn.Linear(16, 12)
+        self.fc2 = nn.Linear(12, 8)
+        self.fc3 = nn.Linear(8, 4)
+        self.pool = nn.MaxPool2d(2, 2)
+        self.drop = nn.Dropout(0.25)
 
     def top(self, x):
         return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))
 
 
-class Functions(LeNet):  # torch's tutorials and MNIST example
+class Functions(LeNet):  # the style of torch's tutorials and MNIST example
     def forward(self, x):
         x = F.max_pool2d(F.relu(self.conv1(x)), (2, 2))
         x = self.drop(F.max_pool2d(F.relu(self.conv2(x)), kernel_size=2, stride=2))
         return F.log_softmax(self.top(torch.flatten(x, 1)), dim=1)
 
 
-class Features(LeNet):  # FL-bench's base and classifier
+class Features(LeNet):  # the style of FL-bench: base and classifier
     def __init__(self):
         super().__init__()
-        first, second = (
-            (self.conv1, nn.ReLU(), self.pool),
-            (self.conv2, nn.ReLU(True), self.pool),
-        )
-        self.base, self.dropout = (
-            nn.Sequential(*first, *second, nn.Flatten()),
-            nn.Dropout(0.0),
-        )
+        first = (self.conv1, nn.ReLU(), self.pool)
+        second = (self.conv2, nn.ReLU(True), self.pool)
+        self.base = nn.Sequential(*first, *second, nn.Flatten())
+        self.dropout = nn.Dropout(0.0)
 
     def forward(self, x):
         return self.top(self.dropout(F.relu_(self.base(x))))
@@ -354,7 +366,9 @@ WAYS = {
 class MLP(nn.Module):
     def __init__(self, how):
         super().__init__()
-        self.how, self.fc1, self.fc2 = how, nn.Linear(256, 10), nn.Linear(10, 4)
+        self.how = how
+        self.fc1 = nn.Linear(256, 10)
+        self.fc2 = nn.Linear(10, 4)
         self.normal = nn.LogSoftmax(dim=-1)
 
     def forward(self, x):

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused in one sentence before anything is written."""
+"""Untrainable models and data are refused before anything is written."""
 
 import copy
 import random
@@ -47,7 +47,7 @@ def old_norm():
 
 
 WORDS = torch.arange(24 * 6).view(24, 6) % 9
-DATA = {  # as tests/golden/untrainable.json names it
+DATA = {  # names in tests/golden/untrainable.json
     "labels": {},
     "two classes": {"y": torch.arange(24) % 2},
     "two labels": {"y": torch.arange(48).view(24, 2) % 4},
@@ -72,7 +72,10 @@ def refused(said, model, data, loss=None):
 
 
 class Hidden(nn.Module):
-    """Its weight stands in a list too, which is what it uses."""
+    """Model that uses its weight from a list.
+
+    The weight is a registered parameter as well.
+    """
 
     def __init__(self):
         super().__init__()
@@ -84,7 +87,7 @@ class Hidden(nn.Module):
 
 
 LINEAR = nn.Linear(6, 4)
-BROKEN = [  # model, sentence, loss
+BROKEN = [  # model, error message, loss (optional)
     (
         Own(lambda m, x: (m.layer(x), x)),
         r"model: expected its forward pass to give one tensor of scores, got a tuple",
@@ -135,22 +138,25 @@ BROKEN = [  # model, sentence, loss
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_model_that_breaks_is_one_sentence(case):
-    model, said, *loss = case
-    refused(said, model() if model is old_norm else model, federation(), *loss)
+    model, message, *loss = case
+    refused(message, model() if model is old_norm else model, federation(), *loss)
 
 
 @pytest.mark.parametrize("loss", [nn.SoftMarginLoss(), F.hinge_embedding_loss])
 def test_a_loss_of_signs_takes_no_labels_from_0(loss):
     model = nn.Sequential(nn.Linear(6, 1), nn.Flatten(0))
     y = torch.arange(24) % 2
-    said = "loss: .* takes targets of -1 and 1, and these are others; take loss='hinge'"
+    message = (
+        "loss: .* takes targets of -1 and 1, and these are others; take loss='hinge'"
+    )
     for others in (y, y.float()):
-        refused(said, model, federation(y=others), loss)
+        refused(message, model, federation(y=others), loss)
     simulation(model=Net(model, loss), data=federation(y=2.0 * y - 1))
 
 
 def test_modes_of_torch():
-    data, model = federation(), nn.Linear(6, 4)
+    data = federation()
+    model = nn.Linear(6, 4)
     run = simulation(model=model, data=data)
     for mode, words in (
         (torch.inference_mode(), "inference_mode"),
@@ -181,16 +187,21 @@ def test_data():
     assert federation(WORDS.int()).x.dtype == torch.int64
 
 
-# a refusal names the cause that is there, and what it says to do can be done --
+# an error names the real cause, and its advice works ---------------------------
 
 
 class Frozen(nn.Module):
-    """Batch norm that stays in evaluation mode by an overridden `train`, or a layer of
-    fixed numbers in its place."""
+    """A module with a first layer in evaluation mode.
+
+    Its overridden `train` keeps batch norm in evaluation mode. A layer of fixed numbers
+    may stand in its place.
+    """
 
     def __init__(self, norm, override):
         super().__init__()
-        self.norm, self.head, self.override = norm, nn.Linear(6, 4), override
+        self.norm = norm
+        self.head = nn.Linear(6, 4)
+        self.override = override
         self.norm.requires_grad_(False)
 
     def train(self, mode=True):
@@ -226,7 +237,7 @@ def shifted():
 @pytest.mark.parametrize("engine", ["auto", "loop"])
 def test_a_submodule_in_another_mode_is_named(engine):
     data = shifted()
-    for model, said in (
+    for model, message in (
         (Frozen(nn.BatchNorm1d(6), True), MODE.format("norm", "BatchNorm1d")),
         (
             nn.Sequential(nn.BatchNorm1d(6).eval(), nn.Linear(6, 4)),
@@ -239,7 +250,7 @@ def test_a_submodule_in_another_mode_is_named(engine):
             MODE.format("0.1", "Dropout"),
         ),
     ):
-        with sentence(said):
+        with sentence(message):
             simulation(model=model, data=data, engine=engine)
         if isinstance(model, Frozen):
             model.override = False
@@ -249,7 +260,8 @@ def test_a_submodule_in_another_mode_is_named(engine):
 
 
 def test_autocast_is_named():
-    data, model = federation(), nn.Linear(6, 4)
+    data = federation()
+    model = nn.Linear(6, 4)
     run = simulation(model=model, data=data)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with sentence(
@@ -262,12 +274,12 @@ def test_autocast_is_named():
 
 
 class Annealed(nn.Module):
-    """A loss that counts its calls, or as it should not: takes its factor from
-    outside."""
+    """Loss that divides by the number of its calls if `counts`."""
 
     def __init__(self, counts):
         super().__init__()
-        self.counts, self.calls = counts, 0
+        self.counts = counts
+        self.calls = 0
 
     def forward(self, scores, y):
         self.calls += self.counts
@@ -275,7 +287,8 @@ class Annealed(nn.Module):
 
 
 def test_a_loss_that_counts_its_calls_is_named():
-    data, model = federation(), nn.Linear(6, 4)
+    data = federation()
+    model = nn.Linear(6, 4)
     with sentence("loss: it gives another value when it is called again .*a counter"):
         simulation(model=model, data=data, loss=Annealed(True))
     assert simulation(model=model, data=data, loss=Annealed(False)).run().rounds
@@ -296,14 +309,15 @@ def test_a_model_without_numbers_is_named():
         model = nn.Linear(6, 4)
     with sentence("build: the model is on the device 'meta', .*; make it on the CPU"):
         simulation(model=model, data=federation())
-    # made on the CPU
+    # The advice works: the model is made on the CPU.
     assert simulation(model=nn.Linear(6, 4), data=federation()).run().rounds
 
 
 class Squeezed(nn.Module):
     def __init__(self, axis=None):
         super().__init__()
-        self.layer, self.axis = nn.Linear(6, 4), axis
+        self.layer = nn.Linear(6, 4)
+        self.axis = axis
 
     def forward(self, x):
         x = self.layer(x)[:, :, None]
@@ -318,15 +332,11 @@ NO_AXIS = (
 
 
 def clients(train, test):
-    sizes = [train, 9]
+    def samples(n):
+        return torch.randn(n, 6), torch.arange(n) % 4
+
     return Federation.from_clients(
-        [
-            {
-                split: (torch.randn(n, 6), torch.arange(n) % 4)
-                for split, n in (("train", size), ("test", test))
-            }
-            for size in sizes
-        ]
+        [{"train": samples(n), "test": samples(test)} for n in (train, 9)]
     )
 
 
@@ -384,10 +394,10 @@ def test_a_function_of_the_round_alone_is_named():
     def one(round):
         return 0.99**round
 
-    said = "schedule: .*TypeError.*of the round alone write lambda round, rounds: "
-    with sentence(said):
+    message = "schedule: .*TypeError.*of the round alone write lambda round, rounds: "
+    with sentence(message):
         simulation(training=Training(schedule=one))
-    with sentence(said):
+    with sentence(message):
         simulation(training=Training(schedule=lambda round: 0.5))
     assert (
         simulation(training=Training(schedule=lambda round, rounds: one(round)))
@@ -397,7 +407,8 @@ def test_a_function_of_the_round_alone_is_named():
 
 
 def test_metrics_of_labels_need_a_loss_that_says_what_one_score_means():
-    data, names = federation(y=torch.arange(24) % 2), ["f1", "auc"]
+    data = federation(y=torch.arange(24) % 2)
+    names = ["f1", "auc"]
     weight = torch.tensor(3.0)
     with sentence(
         "metrics: for targets .* and 'f1' is for labels, .*nn.BCEWithLogitsLoss"
@@ -413,7 +424,7 @@ def test_metrics_of_labels_need_a_loss_that_says_what_one_score_means():
         nn.BCEWithLogitsLoss(pos_weight=weight),
         partial(F.binary_cross_entropy_with_logits, pos_weight=weight),
     ):
-        found = simulation(
+        history = simulation(
             model=nn.Linear(6, 1), data=data, metrics=names, loss=loss
         ).run()
-        assert {"accuracy", "f1", "auc"} <= set(found.rounds[-1]["eval"])
+        assert {"accuracy", "f1", "auc"} <= set(history.rounds[-1]["eval"])

@@ -25,16 +25,17 @@ FACTORS = [1, 0.5, 0.25]
     [
         (lambda optimizer: StepLR(optimizer, 2, 0.5), [0.1, 0.1, 0.05, 0.05]),
         (lambda o: ExponentialLR(o, 0.5), [0.1, 0.05, 0.025, 0.0125]),
-        # eta_min is no multiplier
+        # eta_min is a rate, not a multiplier.
         (lambda o: CosineAnnealingLR(o, T_max=2, eta_min=0.02), [0.1, 0.06, 0.02]),
-        # no step beyond the last
+        # The factors end with the last round: no further step is asked for.
         (lambda o: LambdaLR(o, lambda step: FACTORS[step]), [0.1, 0.05, 0.025]),
         (LinearLR, [0.1 / 3, 0.1 / 3 + 0.1 * 2 / 15]),
         (lambda r, n: 1 - r / n, [0.075, 0.05, 0.025, 0]),
     ],
 )
 def test_a_schedule_of_torchs_gives_its_rates(schedule, rates):
-    training, n = Training(lr=0.1, schedule=schedule), len(rates)
+    training = Training(lr=0.1, schedule=schedule)
+    n = len(rates)
     near([training.lr_at(r, n) for r in range(1, n + 1)], rates)
 
 
@@ -44,7 +45,8 @@ def test_a_run_takes_the_rates():
         run = simulation(training=training).run()
         return [r["eval"]["loss"] for r in run.rounds]
 
-    plain, slow = losses(), losses(schedule=lambda o: StepLR(o, 1, 0.0))
+    plain = losses()
+    slow = losses(schedule=lambda o: StepLR(o, 1, 0.0))
     assert slow[0] == plain[0] and slow[1] == slow[2]
 
 

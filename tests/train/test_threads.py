@@ -1,5 +1,7 @@
-"""Threads, cores and memory: several threads use pflcore at once, each as if alone, and
-training takes what it may."""
+"""Threads, cores and memory of simulations.
+
+Several threads may use pflcore at once, each as if it were alone.
+"""
 
 import os
 import random
@@ -31,7 +33,7 @@ def detour():
 
 @pytest.mark.deep("four threads at once")
 def test_what_is_made_in_four_threads_is_what_is_made_alone():
-    """Whatever the others make, run and draw meanwhile."""
+    """Weights and runs do not depend on the work of other threads."""
 
     def weights(seed):
         return Net(lambda: layers(", ".join(["Linear 6 6"] * 8)), seed=seed).w0
@@ -70,7 +72,8 @@ def test_weights_are_those_of_manual_seed_whatever_others_draw():
     reason="the system does not bind processes to cores",
 )
 def test_there_are_as_many_workers_as_cores_that_may_be_used():
-    allowed, before = os.sched_getaffinity(0), set(threading.enumerate())
+    allowed = os.sched_getaffinity(0)
+    before = set(threading.enumerate())
     os.sched_setaffinity(0, {min(allowed)})
     try:
         simulation(data=FOUR, engine="loop").run()
@@ -81,15 +84,18 @@ def test_there_are_as_many_workers_as_cores_that_may_be_used():
 
 @pytest.mark.parametrize("width, engine", [(64, "vmap"), (100, "loop")])
 def test_models_of_more_than_65536_weights_train_one_by_one(width, engine):
-    """Steps of many such models at once fall out of the caches: up to twice a plain
-    loop's time."""
+    """On a CPU, large models train one after another.
+
+    Steps of many large models at once do not fit the caches. They take up to twice the
+    time of a plain loop.
+    """
     model = layers(f"Linear 784 {width}, LeakyReLU, Linear {width} 4")
     data = images((12,) * 4, (784,))
-    found, asked = (
+    automatic, asked = (
         prepared(model, data, engine=e).header()["path"] for e in ("auto", "vmap")
     )
-    assert (found["engine"], asked["engine"]) == (engine, "vmap")
-    assert (" weights, on a CPU" in found["why"]) is (engine == "loop")
+    assert (automatic["engine"], asked["engine"]) == (engine, "vmap")
+    assert (" weights, on a CPU" in automatic["why"]) is (engine == "loop")
 
 
 def trained():
@@ -108,6 +114,6 @@ def trained():
     not STATUS.exists(), reason="the system does not tell a process's memory"
 )
 def test_what_a_worker_keeps_of_large_images_is_bounded_and_said():
-    form, kept, said = in_a_process(trained)
-    # in MiB; 150 where batches of 32 are taken whole
-    assert form == "chain" and kept >> 20 < 100 and 64 <= said >> 20 < 100
+    form, kept_bytes, peak_bytes = in_a_process(trained)
+    # Bounds in MiB; batches of 32 that are not split would take 150.
+    assert form == "chain" and kept_bytes >> 20 < 100 and 64 <= peak_bytes >> 20 < 100

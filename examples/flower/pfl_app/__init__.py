@@ -1,1 +1,1 @@
-"""A Flower app whose clients end with models of their own."""
+"""A Flower app that trains a personalized model for each client."""

@@ -1,4 +1,7 @@
-"""The two halves of the app; what they share is in task.py."""
+"""The server app and the client app.
+
+Both take the task from task.py.
+"""
 
 from pathlib import Path
 
@@ -15,6 +18,7 @@ server = ServerApp()
 
 @server.main()
 def play(grid: Grid, context: Context) -> None:
+    """Runs all rounds on the server and prints their accuracy."""
     options = task.options_of(context)
     rule = Server(
         task.algorithm(options.algorithm),
@@ -37,6 +41,7 @@ def play(grid: Grid, context: Context) -> None:
 
 
 def one(context: Context) -> Client:
+    """The client of this node, with its own data."""
     options = task.options_of(context)
     return Client(
         task.algorithm(options.algorithm),
@@ -48,15 +53,18 @@ def one(context: Context) -> Client:
 
 
 def evaluate(model: Personalized, context: Context) -> dict[str, float]:
-    """The client's own scores, on data that nobody else sees."""
+    """Scores of the client's personalized model on its own test samples.
+
+    With the option `export`, the model is also saved in that folder.
+    """
     options = task.options_of(context)
     number = task.number_of(context)
     x, y = task.data(options.clients).client(number, "test")
     if options.export:
-        safetensors.torch.save_file(
-            model.tensors(), Path(options.export) / f"client-{number}.safetensors"
-        )
-    return {"size": len(y), "accuracy": (model.predict(x) == y).double().mean().item()}
+        path = Path(options.export) / f"client-{number}.safetensors"
+        safetensors.torch.save_file(model.tensors(), path)
+    correct = model.predict(x) == y
+    return {"size": len(y), "accuracy": correct.double().mean().item()}
 
 
 client = client_app(one, evaluate=evaluate)

@@ -1,5 +1,8 @@
-"""What is trained on what: eight clients, of whom the last four name two classes the
-other way round."""
+"""The task of the app: options, data, model and algorithm.
+
+The second half of the clients swaps the labels of the two classes. Therefore no single
+model is right for all clients.
+"""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,7 +17,16 @@ TRAINING = Training(lr=0.3, batch_size=16, epochs=2)
 
 
 class Options(NamedTuple):
-    """The app's options: pyproject.toml, under `tool.flwr.app.config`."""
+    """The app's options; pyproject.toml has the defaults in `tool.flwr.app.config`.
+
+    Attributes:
+        algorithm: name of the algorithm, a key of `pflcore.ALGORITHMS`
+        clients: number of clients
+        rounds: number of rounds
+        participation: fraction of the clients that train in a round
+        seed: seed of the whole run
+        export: folder for the personalized models; empty: they are not saved
+    """
 
     algorithm: str
     clients: int
@@ -38,28 +50,35 @@ def options_of(context: Context) -> Options:
 
 
 def number_of(context: Context) -> int:
-    """Which of the clients this node is."""
+    """Number of this node's client, from 0."""
     return int(context.node_config["partition-id"])
 
 
 def model() -> nn.Module:
+    """A small network for points of two coordinates."""
     return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
 
 
 @lru_cache
 def data(clients: int) -> Federation:
-    """One model for all must fail: what is class 1 for the first half is class 0 for
-    the second."""
+    """The federation, with a quarter of each client's samples for testing.
+
+    Class 1 of the first half of the clients is class 0 of the second half.
+    """
     generator = torch.Generator().manual_seed(0)
-    points = [torch.randn(200, 2, generator=generator) for _ in range(clients)]
-    labels = [
-        ((x[:, 0] * x[:, 1] > 0) ^ (i >= clients // 2)).long()
-        for i, x in enumerate(points)
-    ]
-    return Federation.from_clients(zip(points, labels, strict=True)).split(test=0.25)
+    samples = []
+    for i in range(clients):
+        x = torch.randn(200, 2, generator=generator)
+        same_sign = x[:, 0] * x[:, 1] > 0
+        swapped = i >= clients // 2
+        samples.append((x, (same_sign ^ swapped).long()))
+    return Federation.from_clients(samples).split(test=0.25)
 
 
 def algorithm(name: str) -> Algorithm:
-    """FedDWA mixes with the three nearest, WAFFLE trains for client 0."""
+    """The algorithm of this name.
+
+    FedDWA mixes the three nearest models. WAFFLE trains a model for client 0.
+    """
     options: dict[str, dict[str, Any]] = {"feddwa": {"k": 3}, "waffle": {"target": 0}}
     return algorithm_of(name, **options.get(name, {}))

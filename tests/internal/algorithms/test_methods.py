@@ -1,5 +1,4 @@
-"""What a method is called, which statistics of batch norm it knows, and who joins a
-split model."""
+"""Tests of batch-norm policies and of newcomers to a split model."""
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def test_each_method_has_its_policy_and_only_what_it_knows():
             match=r"^batch_norm: this \w+ knows 'local' statistics, got 'average'\.$",
         ):
             batch_norm_policy(alg, net, "average")
-        # nothing to average
+        # A model without batch norm has no statistics, so each policy fits.
         assert batch_norm_policy(alg, Net(tiny_model()), "average")
     with pytest.raises(ValueError, match=r"^batch_norm: this HypCluster knows 'rule'"):
         Simulation(HypCluster(), normed, images(), batch_norm="local")
@@ -55,8 +54,9 @@ def test_each_method_has_its_policy_and_only_what_it_knows():
 @pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBABU(), FedBN()])
 def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
     s = normal()
-    how = {"rounds": 2, "hardware": Hardware(workers=1)}
-    history = Simulation(alg, normed, s.data.subset([0, 1]), s.training, **how).run()
+    options = {"rounds": 2, "hardware": Hardware(workers=1)}
+    data = s.data.subset([0, 1])
+    history = Simulation(alg, normed, data, s.training, **options).run()
     model = history.adapt(s.data.client(2), rounds=3)
     private = alg.private_mask(model.net)
     if alg.order == "body":
@@ -68,8 +68,10 @@ def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
 
 @pytest.mark.parametrize("by", [1.0, 1e-6, 1e6])
 def test_the_ridge_is_a_share_of_the_mean_of_the_diagonal(by):
-    """p_1 / p_2 = (3 + ridge 2) / (1 + ridge 2) for the diagonal (1, 3), at any
-    scale."""
+    """The solution is known for a diagonal matrix, at any scale.
+
+    For the diagonal (1, 3), p_1 / p_2 = (3 + ridge 2) / (1 + ridge 2).
+    """
     p = simplex_qp(by * torch.diag(torch.tensor([1.0, 3.0])), ridge=0.5)
 
     torch.testing.assert_close(p, torch.tensor([4 / 6, 2 / 6], dtype=torch.float64))

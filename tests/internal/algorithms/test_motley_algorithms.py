@@ -1,5 +1,8 @@
-"""What Motley's methods are made of: task relations, neighbours, centres; worked
-examples first, then laws."""
+"""Tests of the parts of Motley's methods.
+
+The parts are task relations, nearest neighbours and cluster centres. Worked examples
+come first, then properties.
+"""
 
 from contextlib import nullcontext
 
@@ -63,8 +66,11 @@ def test_far_points_few_points_and_equal_points():
 
 
 def test_the_stability_criterion_is_the_spectral_radius():
-    """W -> (I - diag(e) Omega) W is what an exchange does to the regulariser; criterion
-    below 2 iff its radius is below 1."""
+    """The run stops exactly where the regulariser would grow.
+
+    An exchange maps W to (I - diag(e) Omega) W in the regulariser. The criterion is
+    below 2 if and only if the spectral radius of this map is below 1.
+    """
     gen = torch.Generator().manual_seed(0)
     seen = set()
     for lr in (0.001, 0.01, 0.1, 0.3):

@@ -1,5 +1,7 @@
-"""FedDWA's rivals, of which no other test sees the inside: golden values, and for each
-the law that its known bug breaks."""
+"""Tests of the methods that FedDWA is compared with, from the inside.
+
+Each method has golden values, and a test of the property that its known bug breaks.
+"""
 
 import pytest
 import torch
@@ -21,16 +23,19 @@ def similarity(rows):
 
 
 def halves(similar, linkage):
-    """Two groups, by the number of their first client, and the largest similarity
-    across."""
+    """Two groups of clients, and the largest similarity between them.
+
+    The group of client 0 comes first.
+    """
     group = agglomerate(similar, 2, linkage)
     second = group != group[0]
     both = [half.nonzero()[:, 0].tolist() for half in (~second, second)]
     return both, similar[second][:, ~second].max()
 
 
-# the golden norms of the mean, .03535, and of the longest, 1.01980; gamma is ((1 -
-# alpha) / 2)^1/2
+# True where these options split the clients. The golden norm of the mean update is
+# .03535, and that of the longest update is 1.01980. The limit of gamma is
+# ((1 - alpha) / 2)^1/2.
 SPLITS = """\
 true | {"eps1": 0.0354, "eps2": 1.0198}
 false | {"eps1": 0.0353, "eps2": 1.0198}
@@ -42,11 +47,14 @@ false | {"eps1": 1.0, "eps2": 0.0, "gamma": 0.988990372}
 
 
 def test_golden_clustered_fl():
-    g1, g2 = GOLDEN["G1_cfl"], GOLDEN["G2_cfl_single_vs_complete"]
-    delta, angle = t(g1["dW"]), torch.deg2rad(t(g2["angles_deg"]))
+    g1 = GOLDEN["G1_cfl"]
+    g2 = GOLDEN["G2_cfl_single_vs_complete"]
+    delta = t(g1["dW"])
+    angle = torch.deg2rad(t(g2["angles_deg"]))
     close(similarity(delta), g1["cos"])
     assert not cosine_matrix(torch.zeros(2, 2), torch.zeros(2)).any()
-    for linkage in ("complete", "single"):  # of the second they differ
+    # The second example has another result for each linkage.
+    for linkage in ("complete", "single"):
         for g, rows, name in (
             (g1, delta, "max"),
             (g2, torch.stack([angle.cos(), angle.sin()], 1), linkage),
@@ -87,7 +95,9 @@ def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round():
     )
     assert [len(d) for d in one] == [1, 16, 24]
     assert all(d <= w for d, w in zip(one, whole, strict=True))
-    assert one[1] != two[1] and few == [set(), *one[1:]]  # the others play no part
+    assert one[1] != two[1]
+    # The other clients of a cohort do not change a client's part.
+    assert few == [set(), *one[1:]]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +105,11 @@ def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round():
     [(7, 4, False), (2, 4, False), (12, 8, False), (12, 8, True)],
 )
 def test_no_batch_of_one_for_batch_norm(size, batch, drop_last):
-    """4/5 of 7 samples are 5, which in fours leave one alone: then 4 are taken."""
+    """No batch has a single sample, for which batch norm is undefined.
+
+    4/5 of 7 samples are 5. Batches of 4 would leave one sample over, so that only 4
+    samples are taken.
+    """
     training = Training(lr=0.1, batch_size=batch, drop_last=drop_last)
     run = Simulation(FedALA(), normed_model, images((size, 8)), training, rounds=3)
     assert run.run().stopped is None

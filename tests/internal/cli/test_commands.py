@@ -1,4 +1,4 @@
-"""What a command does between its runs, and its options for every algorithm."""
+"""Tests of a command between its runs, and of each algorithm's options."""
 
 from dataclasses import fields
 from types import NoneType
@@ -24,11 +24,13 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_between_two_runs(monkeypatch):
-    honest, made = experiment.Job.simulation, []
+    honest = experiment.Job.simulation
+    made = []
 
     def interrupted(self, *args):
         made.append(self.algorithm)
-        if made.count("local") == 2:  # once they were all looked at
+        # All simulations are made once before the first run. The second "local" runs.
+        if made.count("local") == 2:
             raise KeyboardInterrupt
         return honest(self, *args)
 
@@ -46,7 +48,7 @@ def test_two_runs_that_start_at_once_take_two_folders():
 
 
 def test_poisoned_labels_of_runs_for_each_client_are_flipped_once(monkeypatch):
-    """By the simulation, which is given the honest ones."""
+    """The simulation flips them; it receives the honest labels."""
     given = []
     monkeypatch.setattr(
         experiment, "run_each_target", lambda *a, **_: given.append(a[2])
@@ -67,12 +69,15 @@ def test_every_algorithm_explains_its_options_and_keeps_its_defaults(
 ):
     with pytest.raises(SystemExit) as e:
         cli.main(["run", name, "--help"])
-    out, kinds = capsys.readouterr().out, get_type_hints(ALGORITHMS[name])
-    kept = [f.name for f in fields(ALGORITHMS[name]) if kinds[f.name] is not NoneType]
-    # of one choice alone there is none
+    out = capsys.readouterr().out
+    kinds = get_type_hints(ALGORITHMS[name])
+    option_names = [
+        f.name for f in fields(ALGORITHMS[name]) if kinds[f.name] is not NoneType
+    ]
+    # A field with a single choice is no option of the command line.
     own = {
         k
-        for k in kept
+        for k in option_names
         if get_origin(kinds[k]) is not Literal or len(get_args(kinds[k])) > 1
     }
     assert e.value.code == 0 and (f"{name.replace('_', '-')} options" in out) == bool(

@@ -1,4 +1,4 @@
-"""Command-line options from dataclasses and functions."""
+"""Tests of command-line options that are made of dataclasses and functions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -63,14 +63,14 @@ def parsed(groups, words, **how):
     "cls", [Options, OutputOptions, Training, CompareOptions, *ALGORITHMS.values()]
 )
 def test_every_option_has_help(cls):
-    """The comment at the field, or its entry in "Args:"."""
+    """The help is the field's comment or its entry in "Args:"."""
     missing = {f.name for f in option_fields(cls)} - {*field_comments(cls)}
     assert missing == set()
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_every_option_of_a_partition_has_help(name, capsys):
-    """What stands below "Args:" in its docstring, and there alone."""
+    """The help is the entry in the docstring's "Args:", nothing else."""
     choice = partition_of("digits", name)
     cls = dataclass_of_arguments(choice.function, choice.defaults)
     assert {*field_comments(cls)} == {*choice.defaults}

@@ -1,8 +1,8 @@
-"""The CUDA kernels on the CPU: builds driver.cpp with the C++ compiler and calls it
-with tensors.
+"""Runs the CUDA kernels on the CPU.
 
-Every buffer handed over has NaN before it, so that a stray read poisons the result and
-a stray write is seen, and behind it a page that may not be touched at all.
+The package builds driver.cpp with the C++ compiler and calls it with tensors. Each
+buffer has NaN before it, so that a wrong read shows in the result, and a wrong write is
+found. Behind the buffer is a page that no access may touch.
 """
 
 import ctypes
@@ -54,8 +54,10 @@ def launched_kernels():
 
 
 def call(name, *values):
-    """A function of the driver, with each value as C takes it: None is a null
-    pointer."""
+    """Calls a function of the driver with values for C.
+
+    None is a null pointer. Raises RuntimeError where the driver reports an error.
+    """
 
     def c(value):
         if value is None or isinstance(value, Tensor):
@@ -69,8 +71,10 @@ def call(name, *values):
 
 
 def bits(value):
-    """A field of a problem of csrc/inputs.h, which are 8 bytes each: a number or an
-    address."""
+    """The 8 bytes of a field of a problem, as an integer.
+
+    The fields are those of csrc/inputs.h. A field is a number or an address.
+    """
     if isinstance(value, Tensor):
         return value.data_ptr()
     return (
@@ -81,8 +85,10 @@ def bits(value):
 
 
 def fenced(count, dtype):
-    """Memory for at least so many elements, up to a forbidden page; given back when the
-    last tensor in it is gone."""
+    """Memory for at least `count` elements, with a forbidden page behind it.
+
+    The memory is freed when the last tensor in it is gone.
+    """
     size = c_int64()
     address = library().fenced(c_int64(count * dtype.itemsize), ctypes.byref(size))
     assert address, "no memory for a fence"
@@ -92,11 +98,13 @@ def fenced(count, dtype):
 
 
 def guarded(t, shift=None, gap=0):
-    """A copy of t [R, C] with NaN before it and between its rows, `gap` elements, and a
-    fence that no access can pass behind it.
+    """A copy of t [R, C] between NaN and a forbidden page.
 
-    With `shift` the first row starts so many elements off a 16-byte boundary, which may
-    leave less than 16 bytes of NaN before the fence.
+    There is NaN before the first row, and `gap` elements of NaN between rows. The
+    forbidden page is behind the last row.
+
+    With `shift`, the first row starts `shift` elements off a 16-byte boundary. This may
+    leave less than 16 bytes of NaN before that page.
     """
     bad = torch.nan if t.is_floating_point() else BAD
     rows, cols = t.shape
@@ -104,7 +112,7 @@ def guarded(t, shift=None, gap=0):
     memory = fenced(span + 80, t.dtype).fill_(bad)
     start = memory.numel() - span
     if shift is not None:
-        # pages begin on 16-byte boundaries
+        # Pages begin on 16-byte boundaries.
         start -= (start - shift) % (16 // t.itemsize)
     return memory.as_strided((rows, cols), (cols + gap, 1), start if span else 0).copy_(
         t
@@ -112,21 +120,24 @@ def guarded(t, shift=None, gap=0):
 
 
 def fresh(*shape, dtype=F64):
-    """Memory for a result."""
+    """Guarded memory for a result."""
     return guarded(
         torch.full(shape, -1 if dtype == torch.int64 else torch.nan, dtype=dtype)
     )
 
 
 def done(*results):
-    """Copies, once nothing was written beside them."""
+    """Copies of the results; nothing was written outside of them."""
     assert all(map(intact, results))
     copies = tuple(t.clone() for t in results)
     return copies if len(copies) > 1 else copies[0]
 
 
 def rows(t):
-    """Where the rows of a matrix are, or one row for all, or none."""
+    """The matrix and the distance between its rows, in elements.
+
+    The distance is 0 where there is one row for all, or no matrix.
+    """
     return t, 0 if t is None or t.dim() < 2 else t.stride(0)
 
 
@@ -134,13 +145,26 @@ def rows(t):
 
 
 class Plan(NamedTuple):
+    """The launch of a distance kernel.
+
+    Attributes:
+        lanes: threads that share the columns of a tile
+        threads: threads of a block
+        stages: stages of copies to shared memory
+        splits: parts of the columns
+        chunk: columns of a stage
+        path: index in PATHS
+        first_splits: parts of the columns in the first turn of "few" and "gram"
+        first_columns: columns of a block in that turn
+    """
+
     lanes: int
     threads: int
     stages: int
     splits: int
-    chunk: int  # columns of a stage
-    path: int  # an index of PATHS
-    first_splits: int  # of few and gram
+    chunk: int
+    path: int
+    first_splits: int
     first_columns: int
 
 
@@ -169,7 +193,10 @@ def plan(m, n, p, symmetric, dtype, listed=-1):
 
 
 def pairwise_sqdist(a, b=None, index=None, most=0):
-    """`most`: rows of a per grid, if not as many as a grid holds."""
+    """Squared distances by the kernel.
+
+    `most` limits the rows of a in a grid; 0 takes the limit of a GPU.
+    """
     n = len(a if b is None else b)
     listed = -1 if index is None else index.shape[1]
     index = None if index is None else guarded(index)
@@ -216,12 +243,19 @@ def aggregate(updates, weight, index=None, base=None, lr=1.0, out=None, precise=
 
 
 class Card(NamedTuple):
-    """What a plan must know of a card."""
+    """The facts about a GPU that a plan needs.
+
+    Attributes:
+        multiprocessors: number of multiprocessors
+        block_shared: bytes of shared memory that a block may request
+        shared: bytes of shared memory of a multiprocessor
+        copies: True if it copies to shared memory beside the arithmetic
+    """
 
     multiprocessors: int
-    block_shared: int  # bytes that a block may ask for
-    shared: int  # bytes of a multiprocessor
-    copies: bool  # to shared memory, beside the arithmetic
+    block_shared: int
+    shared: int
+    copies: bool
 
 
 H200 = Card(132, 227 * 1024, 228 * 1024, copies=True)
@@ -231,13 +265,28 @@ T4 = Card(40, 64 * 1024, 64 * 1024, copies=False)
 
 
 class AggregatePlan(NamedTuple):
+    """The launch of a mixing kernel.
+
+    Attributes:
+        way: one of WAYS
+        threads: threads of a block
+        results: results of a block
+        blocks_m: blocks that compute all results of the same columns
+        tile_cols: columns of a tile
+        chunk: "streamed": rows whose weights are in shared memory at a time
+        buffer_rows: "tiled": rows of a buffer
+        shared: bytes of shared memory
+        tiles: number of tiles
+        grid: number of blocks
+    """
+
     way: str
     threads: int
-    results: int  # of a block
-    blocks_m: int  # that make all results of the same columns
+    results: int
+    blocks_m: int
     tile_cols: int
-    chunk: int  # streamed: rows whose weights are in shared memory at a time
-    buffer_rows: int  # tiled
+    chunk: int
+    buffer_rows: int
     shared: int
     tiles: int
     grid: int
@@ -247,7 +296,7 @@ WAYS = ("held", "streamed", "tiled", "direct")
 
 
 def aggregate_plan(n, m, p, card=H200, k=None, dtype=torch.float32, precise=False):
-    """The plan for m results of n rows, or by index of k each."""
+    """The plan for m results of n rows, or k listed rows."""
     here, out = torch.zeros(1), torch.zeros(10, dtype=torch.int64)
     kind = DTYPES[dtype] | DTYPES[dtype] << 32
     width = n if k is None else k
@@ -257,12 +306,16 @@ def aggregate_plan(n, m, p, card=H200, k=None, dtype=torch.float32, precise=Fals
     return AggregatePlan(WAYS[way], *others)
 
 
-OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
+# Dimensions of x, w_a, lam and w_b without the clients' axis.
+OWN = (2, 2, 1, 2)
 
 
 def layer(inputs):
-    """What the rank-1 kernels take, with the inputs without gaps in memory of their
-    own; and the result's shape."""
+    """The fields for the rank-1 kernels, the width, and the result's shape.
+
+    The inputs are copied without gaps into guarded memory. The second value is True for
+    float64.
+    """
     has = [t.dim() > own for t, own in zip(inputs, OWN, strict=True)]
     clients = [len(t) for t, axis in zip(inputs, has, strict=True) if axis][:1]
     (b, i), (o, f) = (t.shape[-2:] for t in inputs[:2])

@@ -1,12 +1,14 @@
-// Runs CUDA kernels on a CPU, one block at a time, so that the very source of a kernel can be
-// tested where there is no GPU.
+// Runs CUDA kernels on a CPU, one block at a time. So the source of a kernel can be tested without
+// a GPU.
 //
 // Each thread of a block is a fiber (ucontext) that runs until it waits at a barrier or a warp
-// exchange. What a GPU leaves open is made as unfriendly as the rules allow: the order of the
-// threads is a setting (results must not depend on it), dynamic shared memory starts as NaN and
-// ends in a guard, asynchronous copies arrive only when they are waited for, or at once, misaligned
-// 16-byte accesses, stores and copies to the wrong kind of memory, and barriers that not every
-// thread reaches are errors. Enough of CUDA for these kernels, and no more.
+// exchange. Where CUDA's rules leave a choice, this file makes the choice that shows most faults:
+// - The order of the threads is a setting, and results must not depend on it.
+// - Dynamic shared memory starts as NaN and has a guard behind it.
+// - Asynchronous copies arrive only when they are waited for, or at once.
+// - Errors are misaligned 16-byte accesses, stores and copies to the wrong kind of memory, and
+//   barriers that not all threads reach.
+// The file has only the part of CUDA that these kernels use.
 #pragma once
 #include <link.h>
 #include <ucontext.h>
@@ -65,24 +67,27 @@ struct Fiber {
 
 struct Device {
   static constexpr size_t stack_bytes = 128 * 1024, guard = 256;
-  int64_t shared_limit = 48 * 1024,
-          shared_most = 99 * 1024;  // what a launch may ask for, and what this card gives a kernel
-                                    // that asks before
-  bool copies = true;               // may a plan count on copies that run beside the arithmetic?
+  // Bytes of shared memory that the next launch may have, and the most that this GPU gives a kernel
+  // on request.
+  int64_t shared_limit = 48 * 1024, shared_most = 99 * 1024;
+  bool copies = true;  // true: copies to shared memory run beside the arithmetic
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<int> order;
   std::vector<unsigned char> shared;
-  int generation = 75;          // compute capability: 90 for 9.0
-  std::vector<uint64_t> slots;  // [warp][2][32]: what the lanes of a warp show each other; two, so
-                                // that a quick lane cannot overwrite
-  std::vector<double> fragments;  // [warp][2][32][6], alike: a's and b's elements of each lane
+  int generation = 75;  // compute capability: 90 for 9.0
+  // [warp][2][32]: the values that the lanes of a warp show each other. Exchanges alternate between
+  // two sets, so that a fast lane does not overwrite a value that a slow lane still needs.
+  std::vector<uint64_t> slots;
+  // [warp][2][32][6]: the elements of a and b of each lane, also in two sets.
+  std::vector<double> fragments;
   std::function<void()> body;
   ucontext_t scheduler;
   Fiber* now = nullptr;
   dim3 grid, block, index;
   int threads = 0, vote = 0, verdict = 0;
-  unsigned seed = 0;  // 0: threads in order, 1: backwards, else shuffled; but for 0, each warp runs
-                      // ahead of the others; beyond 2, copies arrive at once
+  // 0: the threads run in order; 1: backwards; else shuffled. Unless 0, each warp runs ahead of the
+  // others. Above 2, copies arrive at once.
+  unsigned seed = 0;
   std::string error;
   std::set<void*> launched;  // every kernel that has run
 };
@@ -119,7 +124,7 @@ inline void expect_aligned(const void* p, uintptr_t bytes) {
     fail("misaligned " + std::to_string(bytes) + "-byte access");
 }
 
-// The variables of this library: static shared memory, and nothing else that a kernel uses.
+// The variables of this library. Of these, a kernel uses only static shared memory.
 inline bool is_variable(uintptr_t at) {
   struct Search {
     uintptr_t own, at;
@@ -146,7 +151,7 @@ inline bool is_shared(const void* p) {
   return at - dynamic < device().shared.size() - 16 || is_variable(at);
 }
 
-// On the stack of any thread.
+// True if the address is on the stack of a thread.
 inline bool is_local(const void* p) {
   const uintptr_t at = reinterpret_cast<uintptr_t>(p);
   const auto holds = [&](const std::unique_ptr<Fiber>& f) {
@@ -200,7 +205,7 @@ inline void run(int t) {
   swapcontext(&d.scheduler, &f.context);
 }
 
-// Wakes a warp whose living threads all wait for each other.
+// Wakes a warp if all of its threads that still run wait for each other.
 inline bool release_warp(int first) {
   Device& d = device();
   const int end = std::min(first + 32, d.threads);
@@ -214,8 +219,8 @@ inline bool release_warp(int first) {
   return some;
 }
 
-// Wakes those whose barrier is complete: all living threads of the block, or of a warp. False:
-// nobody can go on.
+// Wakes the threads of a complete barrier. A barrier is complete if all threads of the block, or of
+// a warp, that still run have reached it. Returns false if no thread can continue.
 inline bool release() {
   Device& d = device();
   bool all = true, any = false;
@@ -234,7 +239,7 @@ inline bool release() {
 inline void run_block(size_t shared_bytes) {
   Device& d = device();
   unsigned char* const shared = dynamic_shared();
-  std::memset(shared, 0xff, shared_bytes);  // as float, double and half: NaN
+  std::memset(shared, 0xff, shared_bytes);  // NaN as float, double and half
   std::memset(shared + shared_bytes, 0xa5, Device::guard);
   for (int t = 0; t < d.threads; ++t) {
     Fiber& f = *d.fibers[t];
@@ -270,7 +275,7 @@ inline void run_block(size_t shared_bytes) {
     if (shared[shared_bytes + i] != 0xa5) fail("written past the end of shared memory");
 }
 
-// For the next launch: on a GPU it is the kernel that keeps the permission.
+// The permission holds for the next launch. On a GPU, the kernel keeps it.
 inline int64_t allow_shared(int64_t wanted) {
   return device().shared_limit = std::min(wanted, device().shared_most);
 }
@@ -315,8 +320,8 @@ inline void launch(dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t,
   }
 }
 
-// What a lane shows, and what it sees of lane `from(lane)`; threads that have left show nothing and
-// may not be asked.
+// Each lane shows a value and receives the value of lane `from(lane)`. Threads that have ended show
+// no value, and no lane may read from them.
 template <class T>
 T exchange(T value, int from) {
   static_assert(sizeof(T) <= 8, "up to 8 bytes at a time");
@@ -338,7 +343,7 @@ T exchange(T value, int from) {
 }
 
 // ---- tensor cores: D += A B, fragments as the PTX ISA lays them out ----
-// Shows the lane's elements of A, then of B, to its warp: elements of lane l from 6 l on.
+// Shows the lane's elements of A and then of B to its warp. Those of lane l begin at 6 l.
 template <int kA, int kB>
 const double* show_fragments(const double (&a)[kA], const double (&b)[kB]) {
   static_assert(kA + kB <= 6, "up to 6 elements a lane");

@@ -1,5 +1,5 @@
 // The CUDA kernels of csrc/cuda, compiled by a plain C++ compiler, behind C functions for ctypes.
-// Returns 0, or 1 with the reason in last_error().
+// A function returns 0, or 1 with the reason in last_error().
 #define PFLCORE_CUDA_ON_CPU
 #include <dlfcn.h>
 #include <setjmp.h>
@@ -17,7 +17,7 @@ namespace pc = pflcore::cuda;
 
 extern "C" {
 
-// Whole pages, at least `bytes`, with a forbidden page behind them; `size` gets their length.
+// At least `bytes` in whole pages, with a forbidden page behind them. `size` gets their length.
 void* fenced(int64_t bytes, int64_t* size) {
   const int64_t page = sysconf(_SC_PAGESIZE);
   *size = (bytes + page - 1) / page * page;
@@ -38,8 +38,8 @@ namespace {
 
 std::string failure;
 
-// A workspace of exactly the size that was asked for, full of NaN, up to a fence: a kernel must
-// neither read what it did not write nor write past the end.
+// A workspace of exactly the requested size, full of NaN, with a forbidden page behind it. A kernel
+// must neither read values that it did not write, nor write past the end.
 struct Workspace {
   int64_t bytes, size;
   void* const from;
@@ -50,8 +50,8 @@ struct Workspace {
   void* data() { return static_cast<char*>(from) + (size - bytes) / 16 * 16; }
 };
 
-// A kernel that leaves its buffers runs into a fence (below); the call then fails instead of the
-// process.
+// A kernel that leaves its buffers runs into a forbidden page. Then the call fails, and the process
+// goes on.
 sigjmp_buf way_out;
 void trapped(int) { siglongjmp(way_out, 1); }
 
@@ -124,7 +124,7 @@ const char* architecture_names(const char* list) {
   return (names = pc::architecture_names(list)).c_str();
 }
 
-// The mangled names of all kernels that have run, a line each.
+// The mangled names of all kernels that have run, one in a line.
 const char* launched() {
   static std::string names;
   names.clear();
@@ -207,7 +207,7 @@ int sgd(const void* fields, int64_t wide) {
          : pc::sgd_step(from<pflcore::Sgd<float>>(fields), nullptr);
   });
 }
-// Forward where there is a `y`.
+// Runs the forward pass if `y` is given, else the backward pass.
 int rank1(const void* fields, int64_t wide, void* y, const void* grad, void* gx, void* ga,
           void* glam, void* gb) {
   return guarded([&] {
@@ -219,10 +219,10 @@ int rank1(const void* fields, int64_t wide, void* y, const void* grad, void* gx,
   });
 }
 
-// What the harness must catch: a kernel that forgets a barrier (its result depends on the order),
-// one whose threads part at a barrier, one that reads shared memory it never wrote, one that uses a
-// copy it did not wait for, one that reads past its input; and stores and copies to the wrong kind
-// of memory.
+// Kernels with faults that the harness must catch. One forgets a barrier, so that its result
+// depends on the order of the threads. In another one, not all threads reach a barrier. Others read
+// shared memory that they never wrote, use a copy before it arrives, or read past their input. The
+// rest stores or copies to the wrong kind of memory.
 int broken(int64_t which, double* out) {
   return guarded([&] {
     auto* const kernel = +[](int fault, double* to) {
@@ -251,7 +251,7 @@ int broken(int64_t which, double* out) {
       if (fault == 12) pc::copy_async<16>(mine, mine + 4, 16);
       if (fault == 13) pc::copy_async<16>(mine, fixed, 16);
       if (fault == 14) pc::copy_async<16>(mine, own, 16);
-      if (fault == 15) {  // none: each kind of memory by its own name
+      if (fault == 15) {  // no fault: each access has the right kind of memory
         pc::store16_shared(mine, pack), pc::store16_shared(fixed, pack);
         pc::copy_async<16>(mine + 4, to + 2, 16), pc::copy_async<8>(fixed, to + 2, 8);
         pc::copy_commit(), pc::copy_wait<0>();

@@ -1,5 +1,7 @@
-"""The CUDA kernels, run block by block on the CPU (tests/internal/cuda_on_cpu), against
-the references."""
+"""Tests of the CUDA kernels against the references, on the CPU.
+
+tests/internal/cuda_on_cpu runs the kernels block by block.
+"""
 
 import importlib.util
 
@@ -42,14 +44,14 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def put(t, draw, write=False):
-    # elements off a 16-byte boundary; None: the last element is the last that may be
-    # touched
-    return guarded(
-        t, draw(st.sampled_from((None, 0, 1, 3))), draw(st.sampled_from((0, 1, 8)))
-    )
+    # The first row is `shift` elements off a 16-byte boundary. With None, the last
+    # element stands directly before the forbidden page.
+    shift = draw(st.sampled_from((None, 0, 1, 3)))
+    gap = draw(st.sampled_from((0, 1, 8)))
+    return guarded(t, shift, gap)
 
 
-# more clients: test_feddwa_weights_of_few_and_of_many
+# test_feddwa_weights_of_few_and_of_many has more clients.
 CUDA = laws.Machine(
     kernels, put, (0, 1, 2, 17, 31, 33, 257, 1023, 3000), clients=(1, 2, 3, 17, 67, 257)
 )
@@ -61,7 +63,7 @@ TENSOR_CORES = laws.Machine(
     (2, 17, 21, 24, 26, 33, 50, 66, 90),
     True,
 )
-NO_TENSOR_CORES = 86  # a generation whose float64 is slow
+NO_TENSOR_CORES = 86  # a compute capability with slow float64
 EACH = [
     (law, dtype)
     for law, dtypes in laws.LAWS.items()
@@ -70,26 +72,30 @@ EACH = [
 
 
 def order(seed):
-    """The order in which threads and blocks run: 0 forwards, 1 backwards, else
-    shuffled. Beyond 2, copies to shared memory arrive at once, not when they are waited
-    for."""
+    """Sets the order in which threads and blocks run.
+
+    0 is forwards, 1 backwards, and any other number a shuffled order. Above 2, copies
+    to shared memory arrive at once, and not when they are waited for.
+    """
     library().set_order(seed)
 
 
 def shared(most=99 * 1024):
-    """How much shared memory the card gives a kernel that asks for it."""
+    """Sets the shared memory that the GPU gives a kernel on request."""
     library().set_shared(most)
 
 
 def card(generation, worth=0):
-    """The card's compute capability, and the pairs * columns that a Gram matrix is
-    worth."""
+    """Sets the GPU's compute capability.
+
+    `worth` is the number of pairs times columns from which a Gram matrix is faster.
+    """
     library().set_card(generation, worth)
     shared(99 * 1024 if generation == NO_TENSOR_CORES else 163 * 1024)
 
 
 def copies(beside=True):
-    """Whether the card copies to shared memory beside the arithmetic."""
+    """Sets if the GPU copies to shared memory beside the arithmetic."""
     library().set_copies(beside)
 
 
@@ -134,7 +140,8 @@ def test_harness_catches_what_a_gpu_would_not_forgive():
         (2, "shared memory that was never written must read as NaN"),
         (3, "a copy that was not waited for must not have arrived"),
     ):
-        out.fill_(1.0)  # what a copy brings if it arrives too early
+        # A copy that arrives too early brings this value.
+        out.fill_(1.0)
         call("broken", fault, out)
         assert out.isnan().all(), why
 
@@ -182,9 +189,11 @@ def test_harness_lets_right_stores_and_copies_pass():
 
 
 def test_the_order_of_the_threads_changes_no_bit():
-    """Backwards, shuffled, each warp running ahead as far as the barriers allow: the
-    same bits, or a barrier is missing; so too where rows stand elsewhere, or in another
-    order."""
+    """A missing barrier would change bits.
+
+    The threads run backwards or shuffled, and each warp runs ahead as far as the
+    barriers allow. Rows at another place, or in another order, change no bit either.
+    """
 
     def everything(place=Tensor.clone):
         ways = laws.calls(kernels, kernels.rank1_linear_backward, 1023).values()
@@ -221,8 +230,10 @@ def test_the_order_of_the_threads_changes_no_bit():
     ],
 )
 def test_sqdist_windows(m, n, p, dtype, most):
-    """More rows than a window, or a grid, holds; listed pairs too, with the bits of all
-    pairs; NaN beyond the rows."""
+    """There are more rows than a window, or a grid, can hold.
+
+    Listed pairs have the bits of all pairs. The memory beyond the rows is NaN.
+    """
     a = guarded(normal(m, p, dtype=dtype), 1, 3)
     b, rows = normal(n, p, seed=1, dtype=dtype) if n else None, n or m
     want = kernels.pairwise_sqdist(a, b, most=most)
@@ -234,8 +245,11 @@ def test_sqdist_windows(m, n, p, dtype, most):
 
 
 def cases(rows, p):
-    """Rows by name: far apart and near, copies, one far out, some not finite;
-    scales."""
+    """Matrices by name, with difficult rows.
+
+    The rows are far apart or near, equal, one far from the others, not finite, or of
+    extreme scales.
+    """
     x, base = normal(rows, p), normal(2, p, seed=1)
     clusters = base[torch.arange(rows) % 2]
     copies, outlier, broken = x.clone(), x.clone(), x.clone()
@@ -259,7 +273,8 @@ def cases(rows, p):
     }
 
 
-# Around the sizes of tiles, one operand: few rows, triangles, windows; two: windows.
+# Sizes near the sizes of tiles. With one operand, the paths are few rows, triangles
+# and windows. With two operands, it is windows.
 SIZES = [
     *(
         (16, 0, 700),
@@ -284,7 +299,7 @@ SIZES = [
 
 @pytest.mark.parametrize(
     "m, n, p, generation",
-    # the two generations with tensor cores differ in how much one block holds
+    # The blocks of the two generations with tensor cores differ in size.
     [(*size, generation) for size in SIZES for generation in (NO_TENSOR_CORES, 90)]
     + [
         (*size, 80)
@@ -292,9 +307,11 @@ SIZES = [
     ],
 )
 def test_sqdist_of_every_path(m, n, p, generation):
-    """The definition for close, equal, broken and ugly rows; a result that is
-    symmetric, and 0 on the diagonal; listed pairs that are close to the matrix, or have
-    its bits."""
+    """Each path follows the definition for near, equal and broken rows.
+
+    The result is symmetric, with 0 on the diagonal. Listed pairs are close to the
+    matrix; without a Gram matrix they have its bits.
+    """
     card(generation)
     path = kernels.PATHS[plan(m, n or m, p, not n, F32).path]
     expected = "few" if not n and m <= 20 else "gram"
@@ -317,8 +334,10 @@ def test_sqdist_of_every_path(m, n, p, generation):
 
 
 def done_again(rows):
-    """The share of pairs that the certificate gives to windows: those with the bits of
-    listed pairs."""
+    """The share of pairs that the certificate leaves to windows.
+
+    These pairs have the bits of listed pairs.
+    """
     n = len(rows)
     by_windows = kernels.pairwise_sqdist(rows, None, torch.arange(n).repeat(n, 1))
     return float((kernels.pairwise_sqdist(rows) == by_windows).double().mean()) - 1 / n
@@ -332,13 +351,17 @@ def test_sqdist_certificate_spares_all_but_close_pairs():
         assert done_again(rows[name]) < 0.03, name
     within = done_again(rows["clusters 1e-6"])
 
-    assert 0.4 < within < 0.55  # a pair in two is of one cluster
+    # Half of the pairs are in one cluster.
+    assert 0.4 < within < 0.55
 
 
 @pytest.mark.parametrize("generation", [NO_TENSOR_CORES, 90])
 @pytest.mark.parametrize("m, n", [(20, 0), (33, 0), (100, 0), (130, 0), (40, 70)])
 def test_sqdist_bits_depend_on_neither_order_nor_place(m, n, generation):
-    """Of the rows in any order and alignment, and of the threads in any order."""
+    """The order and alignment of the rows change no bit.
+
+    The order of the threads changes no bit either.
+    """
     card(generation)
     rows = cases(m + n, 333)["clusters 1e-3"]
     a, b = rows[:m], rows[m:] if n else None
@@ -361,12 +384,16 @@ def test_sqdist_bits_depend_on_neither_order_nor_place(m, n, generation):
 @pytest.mark.parametrize("generation", [NO_TENSOR_CORES, 80, 90])
 @pytest.mark.parametrize("m", [17, 40])
 def test_sqdist_of_equal_rows_is_zero(m, generation):
-    """Beside differences whose squares float32 loses, and infinities that are alike."""
+    """Equal rows have distance 0, beside two hard cases.
+
+    The square of one difference is 0 in float32. Some rows are infinite in the same
+    columns.
+    """
     card(generation)
     rows = normal(m, 333)
-    rows[1], rows[2], rows[3] = rows[0], rows[0], rows[0]
+    rows[1:4] = rows[0]
     rows[:3, -1] = 0.0
-    rows[2, -1] = 1e-30  # its square is nothing in float32
+    rows[2, -1] = 1e-30  # its square is 0 in float32
     rows[5:9] = torch.inf
 
     got = kernels.pairwise_sqdist(rows)
@@ -377,7 +404,8 @@ def test_sqdist_of_equal_rows_is_zero(m, generation):
         == float(got[2, 1])
         == pytest.approx(float(rows[2, -1]) ** 2, rel=1e-6)
     )
-    assert got[5, 6].isnan()  # infinity is not equal to itself
+    # The difference of two infinities is NaN.
+    assert got[5, 6].isnan()
     assert got[5, 0].isinf()
 
 
@@ -391,9 +419,11 @@ def test_sqdist_of_equal_rows_is_zero(m, generation):
     st.sampled_from([0, 1 << 25]),
 )
 def test_sqdist_plan(m, n, p, symmetric, dtype, generation, worth):
-    """What a launch may ask for, at every size: whole warps, a number of blocks that
-    the grid holds, all columns covered once; few rows and tensor cores where there are
-    such."""
+    """A launch is possible, and fast, at all sizes.
+
+    It has whole warps and a number of blocks that the grid holds, and it covers each
+    column once. It takes few rows or tensor cores where these are available.
+    """
     n = m if symmetric else n
     card(generation, worth)
     got = plan(m, n, p, symmetric, dtype)
@@ -404,9 +434,11 @@ def test_sqdist_plan(m, n, p, symmetric, dtype, generation, worth):
         and got.stages in (2, 4)
         and 1 <= got.splits <= 2048
     )
-    if p >= 1 << 24:  # huge P: a card must be filled however few rows there are
+    # With very many columns, even few rows fill the GPU with blocks.
+    if p >= 1 << 24:
         assert got.splits * windows >= 1024
-    elif got.splits * windows > 2 * 528:  # and no block be all beginning
+    # A block has several stages, so that filling its pipeline does not take most time.
+    elif got.splits * windows > 2 * 528:
         assert p >= 8 * got.chunk * got.splits
 
     few = symmetric and 16 <= m <= 20
@@ -425,7 +457,7 @@ def test_sqdist_plan(m, n, p, symmetric, dtype, generation, worth):
     if kernels.PATHS[got.path] != "windows":
         assert 1 <= got.first_splits <= 528 and got.first_columns % 64 == 0
         assert 0 < p - (got.first_splits - 1) * got.first_columns <= got.first_columns
-        # listed pairs are computed as few rows are, or by windows
+        # Listed pairs take the path of few rows, or windows.
         path = kernels.PATHS[plan(m, n, p, symmetric, dtype, listed=2).path]
         assert path == ("few" if few else "windows")
 
@@ -446,16 +478,16 @@ def test_waffle_weights_one_target_and_a_wrong_one():
 @pytest.mark.parametrize("seed", [0, 1, 2, 7])
 @pytest.mark.parametrize("n, k", [(257, 5), (300, 37), (300, 38), (1100, 3)])
 def test_feddwa_weights_of_few_and_of_many(n, k, seed):
-    """On either side of where the kernel changes; ties, NaN and -0 as in the reference,
-    whatever the order of the threads."""
+    """The sizes are on both sides of the limit between two kernels.
+
+    Ties, NaN and -0 give the result of the reference, for each order of the threads.
+    """
     sqdist = distances(2, n, n + k)
     sqdist[1, 7], sqdist[1, 3] = -0.0, 0.0
     order(seed)
 
-    got, (weight, index) = (
-        kernels.feddwa_weights(sqdist, k),
-        reference.feddwa_weights(sqdist, k),
-    )
+    got = kernels.feddwa_weights(sqdist, k)
+    weight, index = reference.feddwa_weights(sqdist, k)
 
     assert torch.equal(got.index, index)
     torch.testing.assert_close(got.weight, weight, rtol=1e-12, atol=1e-300)
@@ -468,8 +500,11 @@ def test_feddwa_weights_of_few_and_of_many(n, k, seed):
 @pytest.mark.parametrize("most", [48 * 1024, 64 * 1024, 227 * 1024])
 @pytest.mark.parametrize("m", [1, 6, 10, 70, 128, 130, 259])
 def test_aggregate_more_rows_than_shared_memory_holds(m, most, dtype):
-    """On cards that give 48 KiB of it (every one), 64 (compute capability 7.5) or more
-    than is wanted."""
+    """The GPU gives a kernel three sizes of shared memory.
+
+    48 KiB are on all GPUs, and 64 KiB on those of compute capability 7.5. 227 KiB are
+    more than the kernel wants.
+    """
     shared(most)
     n = 1500 if m < 100 else 300
     updates, weight = normal(n, 45, dtype=dtype), randn(1, m, n)
@@ -485,8 +520,10 @@ def test_aggregate_more_rows_than_shared_memory_holds(m, most, dtype):
 @every_dtype
 @pytest.mark.parametrize("m", [9, 100, 130])
 def test_aggregate_of_many_rows_whatever_their_alignment(m, dtype):
-    """The updates are copied 16, 8, 4 or 2 bytes at a time, the result written in packs
-    or one by one: the same bits. And a row is the same whoever else is made beside it.
+    """The alignment changes no bit, and neither do other rows.
+
+    Updates are copied 16, 8, 4 or 2 bytes at a time. The result is written in packs or
+    one by one.
     """
     updates, weight = normal(37, 1290, dtype=dtype), randn(1, m, 37)
     want = kernels.aggregate(updates, weight)
@@ -510,7 +547,11 @@ def test_aggregate_of_many_rows_whatever_their_alignment(m, dtype):
     card=st.sampled_from([H200, A100, RTX4090, T4]),
 )
 def test_aggregate_plan_fits_the_card(n, m, p, k, dtype, precise, card):
-    """Whole warps, shared memory that a block gets, all results and columns once."""
+    """The launch of a plan is possible, and covers the work once.
+
+    It has whole warps, and no more shared memory than a block gets. Each result and
+    column is computed once.
+    """
     plan = aggregate_plan(n, m, p, card, k, dtype, precise)
 
     assert plan.way in (("held", "streamed") if k is None else ("tiled", "direct"))
@@ -558,8 +599,11 @@ def test_aggregate_plan(card, n, m, k, way, tile_cols):
     "p, dtype", [(1, F32), (257, F32), (257, F64), (257, F16), (131, BF16)]
 )
 def test_aggregate_has_the_same_bits_in_every_kernel(n, p, dtype):
-    """Dense, however many results; by index; on a card without copies beside the
-    arithmetic."""
+    """A result's bits do not depend on the number of results.
+
+    They are the same for a dense mix, for a mix by index, and on a GPU without copies
+    beside the arithmetic.
+    """
     updates, weight = guarded(normal(n, p, dtype=dtype), 1, 3), randn(1, 101, n)
     every, want = torch.arange(n).expand(101, n), kernels.aggregate(updates, weight)
 
@@ -587,8 +631,11 @@ def test_aggregate_has_the_same_bits_in_every_kernel(n, p, dtype):
     ],
 )
 def test_aggregate_tiles_of_every_width(n, most, way, tile_cols, dtype):
-    """As many columns as shared memory holds. Rows that no result uses are NaN; tiles
-    follow each other in a buffer; any order of the threads."""
+    """A tile has as many columns as shared memory holds.
+
+    Rows that no result uses are NaN. Tiles follow each other in a buffer. The order of
+    the threads changes no bit.
+    """
     index, weight = integers(1, 0, n // 4, 40, 5) * 4 + 1, randn(2, 40, 5)
     plan = aggregate_plan(
         n, 40, 1, Card(2, most << 10, (most + 1) << 10, copies=True), 5
@@ -610,8 +657,11 @@ def test_aggregate_tiles_of_every_width(n, most, way, tile_cols, dtype):
 
 
 def test_aggregate_unread_rows():
-    """A row is read where lr * weight, as it is summed, is not 0: NaN in it must not
-    decide on a rounding. An index out of range is NaN."""
+    """A row is read unless its rounded lr * weight is 0.
+
+    The product is rounded to the dtype of the sum, so that a NaN in the row does not
+    depend on a later rounding. An index out of range gives NaN.
+    """
     updates, wrong = normal(7, 33), torch.tensor([[1, 9], [7, 1], [-1, 1], [1, -1]])
     weight = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 2.0], [0.25, 0.75]], dtype=F64)
     got = kernels.aggregate(updates, weight, wrong)
@@ -620,7 +670,8 @@ def test_aggregate_unread_rows():
     tiny = torch.tensor([[1e-50, 1.0], [1.0, 1e-30]], dtype=F64)
     updates[1], index = torch.nan, torch.tensor([[1, 2], [3, 1]])
     got = kernels.aggregate(updates, tiny, index, lr=1e-20, precise=True)
-    assert got.isnan().all(1).tolist() == [True, True]  # in float64 they count
+    # The tiny weights are not 0 in float64.
+    assert got.isnan().all(1).tolist() == [True, True]
     assert torch.equal(
         kernels.aggregate(updates, tiny, index, lr=1e-20), 1e-20 * updates[[2, 3]]
     )
@@ -630,25 +681,28 @@ def test_aggregate_unread_rows():
 
 
 def test_rank1_linear_skips_inactive_factors():
-    """Where lam is 0 and needs no gradient, a factor is not touched: what it holds
-    cannot matter."""
+    """An inactive factor is not read.
+
+    Its lam is 0, and lam needs no gradient. So its values cannot matter.
+    """
     x, w_a, lam, w_b = laws.factors(4, 9, 40, 7, F32, ((2,), (), (2,), ()))
     lam[:, ::3] = 0
     need, grad = (True, True, False, True), normal(2, 4, 7, seed=4)
 
-    def found():
+    def output_and_gradients():
         grads = kernels.rank1_linear_backward(grad, x, w_a, lam, w_b, *need)
         return [
             kernels.rank1_linear(x, w_a, lam, w_b),
             *(g for g in grads if g is not None),
         ]
 
-    clean = found()
-    w_a[:, ::3], w_b[::3] = torch.nan, torch.nan
-    identical(found(), clean)
+    clean = output_and_gradients()
+    w_a[:, ::3] = torch.nan
+    w_b[::3] = torch.nan
+    identical(output_and_gradients(), clean)
 
 
-# --- what a library says of itself --------------------------------------------
+# --- facts about a library ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -668,8 +722,10 @@ def test_architectures_are_named(listed, names):
 
 
 def test_small_runs_reach_every_kernel():
-    """Whatever the table of registers names is launched, so that a tool on a card
-    watches it."""
+    """The small runs launch all kernels in the table of registers.
+
+    So a tool that watches the small runs on a GPU watches each of these kernels.
+    """
     small_runs = module_at(ROOT / "tests" / "gpu" / "small_runs.py")
     registers = module_at(ROOT / ".ci" / "registers.py")
     _, table = registers.read_table(registers.TABLE.read_text())

@@ -1,4 +1,4 @@
-"""Inside the data: draws of a Dirichlet, index lists."""
+"""Tests of Dirichlet draws and of the index lists of a federation."""
 
 import time
 
@@ -15,8 +15,12 @@ from pflcore.data._ragged import Ragged
 
 
 def test_practical2_draws_like_the_released_code():
-    """Classes per client and the share of draws that give everybody 20 samples,
-    measured on that code: 60,000 balanced samples."""
+    """The draws have the same means as those of the released code.
+
+    The golden values were measured on that code for 60,000 balanced samples. They are
+    the clients that hold a class, and the share of draws that give each client 20
+    samples.
+    """
     assert sample_counts(np.array([[0.105, 0.2, 0.695]]), np.array([10])).tolist() == [
         [1, 2, 7]
     ]
@@ -54,13 +58,12 @@ def test_lists_of_some_clients_and_of_slices():
 
 def test_one_large_client_costs_nothing_for_the_others():
     size = torch.ones(100_000, dtype=torch.int64)
-    size[0] = 300_000  # padded, these lists would take 240 GB
+    # Lists that are padded to the longest would take 240 GB.
+    size[0] = 300_000
     n = int(size.sum())
-    began, x, y = (
-        time.process_time(),
-        torch.zeros(n, 1),
-        torch.zeros(n, dtype=torch.int64),
-    )
+    began = time.process_time()
+    x = torch.zeros(n, 1)
+    y = torch.zeros(n, dtype=torch.int64)
     data = Federation(x, y, {"train": Ragged(torch.arange(n), size)}, 1)
     assert data.size()[0] == 300_000 and data.counts().sum() == n
     assert data.split(test=0.5, seed=100, of=None).n == 100_000

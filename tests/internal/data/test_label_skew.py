@@ -1,5 +1,4 @@
-"""WAFFLe's measures and tables: its Table 2, the parameters that travel, the
-attacks."""
+"""Tests of WAFFLe's measures and tables, and of the attack on it."""
 
 import json
 from pathlib import Path
@@ -32,13 +31,16 @@ HEAD = json.loads("""{
 
 
 def run(*values, measure="accuracy"):
-    """A record of these evaluations, each client's values in each; 10 bytes a round."""
+    """A record with these evaluations; each round sends 10 bytes.
+
+    Each of `values` holds the values of all clients.
+    """
     line = {"seconds": 2.0, "bytes_down": 10, "bytes_up": 0, "cohort": [0]}
     seen = [{"accuracy": [None], measure: v, "size": [1] * len(v)} for v in values]
     return Run(HEAD, [line | {"round": r, "eval": e} for r, e in enumerate(seen, 1)])
 
 
-# what is measured, one client's values, and the bytes
+# The metric, the values of one client, and the bytes until it is near enough.
 ENOUGH = """\
 accuracy | [[0.489], [0.491]] | 20
 accuracy | [[0.489], [0.489]] | null
@@ -48,9 +50,13 @@ loss | [[0.511], [0.509]] | 20
 
 @pytest.mark.parametrize("measure, values, want", tabled(ENOUGH))
 def test_near_enough_is_two_percent_worse(measure, values, want):
-    """Than the first method ends: what a method had sent when it came so far, if it
-    did."""
-    first, other = run([0.1], [0.5], measure=measure), run(*values, measure=measure)
+    """The bytes that a method sends until it is near enough.
+
+    Near enough is at most 2 % worse than the last value of the first method. A method
+    that never comes so near has no number.
+    """
+    first = run([0.1], [0.5], measure=measure)
+    other = run(*values, measure=measure)
     plan = {"methods": {"A": {}, "B": {}}, "reported": {}, "expected": {}}
     rows = table.rows_of(plan, {("", "A", ""): [first], ("", "B", ""): [other]})
     assert rows[1]["to_goal"] == want
@@ -66,7 +72,8 @@ def test_the_table_has_every_way_to_evaluate():
         ("multimodal", "A, mean", ""): [run([0.5, 0.5, 0.5])] * 2,
     }
     rows = table.rows_of_groups(plan, runs)
-    text = " ".join(table.table_of_groups(plan, rows).split())  # without padding
+    # The text of the table without the padding of its cells.
+    text = " ".join(table.table_of_groups(plan, rows).split())
     assert (
         "| A | 7 | 73.33 ± 3.33 | 85.00 ± 0.00 | 50.00 ± 10.00 | 35.00 ± 10.00 |"
         in text
@@ -75,11 +82,10 @@ def test_the_table_has_every_way_to_evaluate():
 
 
 def test_reproduce_plays_a_plan_of_groups(tmp_path):
-    path, out = Path(__file__).with_name("groups.json"), tmp_path / "out"
-    assert (
-        main(["reproduce", str(path), "--out", str(out), "--workers", "1", "--quiet"])
-        == 0
-    )
+    path = Path(__file__).with_name("groups.json")
+    out = tmp_path / "out"
+    words = ["reproduce", str(path), "--out", str(out), "--workers", "1", "--quiet"]
+    assert main(words) == 0
     text = (out / "table.md").read_text()
     assert "| WAFFLe, mean |" in text and "| minority |" in text
     rows = json.loads((out / "result.json").read_text())["rows"]
@@ -93,15 +99,15 @@ def test_attack_prints_its_table(tmp_path, capsys):
         "--clients 2 --samples 20 --rounds 1 --epochs 1 --shadows 1 --ratios 2 "
         "--steps 5"
     )
-    asked = (
+    words = (
         f"attack --data digits --out {tmp_path} {small} --views random adaptive own"
     ).split()
-    asked += ["--workers", "1", "--quiet"]
-    assert main(asked) == 0
-    said = capsys.readouterr().out
-    cells = " ".join(said.split())
+    words += ["--workers", "1", "--quiet"]
+    assert main(words) == 0
+    output = capsys.readouterr().out
+    cells = " ".join(output.split())
     assert cells.count("| fedavg | upload |") == 3
     for view in ("random", "adaptive", "own"):
         assert cells.count(f"| factorized_waffle | {view} |") == 3
-    # what was done is not done again
-    assert main(asked) == 0 and capsys.readouterr().out == said
+    # The second call prints the stored results.
+    assert main(words) == 0 and capsys.readouterr().out == output

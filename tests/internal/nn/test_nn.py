@@ -1,4 +1,4 @@
-"""Dropout from the client's own numbers."""
+"""Tests of Dropout, whose random numbers are those of the client."""
 
 import itertools
 
@@ -14,12 +14,12 @@ from pflcore.ops._chain import hashed_integers, splitmix_hash
 
 
 def mask(seed, layers=1, n=1000, p=0.5):
-    """Which elements the last of so many layers keeps."""
+    """Mask of the elements that the last of `layers` layers keeps."""
     module = Dropout(p).train()
     with forward_context(True, seed=torch.tensor(seed)):
         for _ in range(layers):
-            found = module(torch.ones(n))
-    return found != 0
+            output = module(torch.ones(n))
+    return output != 0
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -27,17 +27,20 @@ def test_the_right_share_is_kept_and_scaled(p):
     x = torch.randn(100, 2000, dtype=torch.float64).requires_grad_()
     with forward_context(True, seed=torch.tensor(5)):
         y = Dropout(p).train()(x)
-    kept, off = y != 0, (p * (1 - p)) ** 0.5
-    assert abs(float(kept.double().mean()) - (1 - p)) < 5 * off / x.numel() ** 0.5
-    # in every column
-    assert (abs(kept.double().mean(0) - (1 - p)) < 6 * off / 10).all()
-    torch.testing.assert_close(y[kept], x[kept] / (1 - p))
-    (g,) = torch.autograd.grad(y.sum(), x)  # gradients pass where values do
-    torch.testing.assert_close(g, kept.to(x) / (1 - p))
+    mask = y != 0
+    deviation = (p * (1 - p)) ** 0.5
+    share = mask.double().mean()
+    assert abs(float(share) - (1 - p)) < 5 * deviation / x.numel() ** 0.5
+    # The share is right in each column, too.
+    assert (abs(mask.double().mean(0) - (1 - p)) < 6 * deviation / 10).all()
+    torch.testing.assert_close(y[mask], x[mask] / (1 - p))
+    # Gradients pass where values pass.
+    (g,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(g, mask.to(x) / (1 - p))
 
 
 def test_layers_steps_and_clients_draw_apart():
-    # a client's steps are successive numbers
+    # The seeds of a client's steps are successive numbers.
     seeds = [0, 1, 2, 3, -1, -(2**63), 2**63 - 1, 1 << 40]
     masks = [mask(s, layer, 4000) for s in seeds for layer in (1, 2, 3)]
     for a, b in itertools.combinations(masks, 2):
@@ -57,7 +60,7 @@ def test_the_hash_is_splitmix64():
         start = (state + 0x9E3779B97F4A7C15) % 2**64
         signed = start - 2**64 if start >= 2**63 else start
         assert int(splitmix_hash(torch.tensor(signed))) % 2**64 == reference(state)
-    # the published first output for this seed
+    # This is the published first output for the seed.
     assert reference(1234567) == 6457827717110365317
     draws = hashed_integers(torch.tensor(1), 0, (10_000,))
     assert int(draws.min()) >= 0 and int(draws.max()) < 2**24

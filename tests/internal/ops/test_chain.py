@@ -1,5 +1,8 @@
-"""Chains: whole local training, gradients and evaluation of a chain of layers, against
-autograd in float64 and against themselves."""
+"""Tests of chains of layers against autograd in float64.
+
+They cover whole local training, gradients and evaluation. Other tests compare chains
+with themselves, for other threads and other clients.
+"""
 
 import json
 import re
@@ -67,7 +70,7 @@ def test_every_combination_of_options_is_autograd(
         "clip": 0.5 if clipped else INF,
         "batch": batch,
         "drop_last": drop_last,
-        # some none at all
+        # Some clients take no step.
         "steps": most.clamp(max=3 if seed % 3 else 2 * (torch.arange(len(sizes)) % 2)),
     }
     sums, want_sums = torch.zeros_like(p.w), torch.zeros_like(p.w).double()
@@ -136,8 +139,11 @@ def evaluated(p, wide, module, dtype):
 @isa
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_a_hinge_is_flat_on_its_very_edge(dtype):
-    """As relu is. Half the scores of 1 have labels of 1, so margin 0, the others
-    margin 2."""
+    """The gradient at margin 0 is 0, as that of relu.
+
+    All scores are 1. Half of the labels are 1 and have margin 0, the others have margin
+    2.
+    """
     p = Problem("mlp, one output", [20], dtype, loss_name="hinge")
     p.w[:, -1], p.w[:, -7:-1] = 1, 0
     at = p.order[0, 0]
@@ -191,13 +197,16 @@ def test_an_evaluations_company_changes_no_bit(model):
 def test_nan_stays_with_its_client(model, loss_name, o):
     p = Problem(model, [40, 30, 40, 7], loss_name=loss_name)
     others = torch.cat([p.order[i, 0, : p.sizes[i]] for i in (0, 2, 3)])
-    mine, clean = p.order[1, 0, :30], p.x.clone()
-    p.x[mine[~torch.isin(mine, others)][0], 0] = torch.nan
-    torch.set_num_threads(1)  # one after another in the same memory
+    samples = p.order[1, 0, :30]
+    clean = p.x.clone()
+    p.x[samples[~torch.isin(samples, others)][0], 0] = torch.nan
+    # One thread computes the clients one after another in the same memory.
+    torch.set_num_threads(1)
     w, _ = p.train(batch=7, **o)
     assert w[1].isnan().any() and w[[0, 2, 3]].isfinite().all()
     p.x = clean
-    later, _ = p.train(batch=7, **o)  # in the memory that it leaves
+    # This training uses the memory of the last one, with its NaN.
+    later, _ = p.train(batch=7, **o)
     assert later.isfinite().all() and torch.equal(later[[0, 2, 3]], w[[0, 2, 3]])
 
 
@@ -207,12 +216,11 @@ def test_nan_stays_with_its_client(model, loss_name, o):
 def test_nan_and_ties_go_where_torch_sends_them(pool, act):
     last = nn.Linear(48 if pool.stride == 2 else 147, 4)
     net = Net(nn.Sequential(nn.Conv2d(1, 3, 1), act, pool, nn.Flatten(), last).double())
-    # many equal numbers
-    x, y = integers(0, -1, 2, 9, 1, 8, 8).double(), torch.arange(9) % 4
-    head, whole = (
-        compile_chain(net, (1, 8, 8)).fixed_args,
-        (torch.arange(9)[None], torch.tensor([9])),
-    )
+    # The inputs have many equal numbers, so that maxima have ties.
+    x = integers(0, -1, 2, 9, 1, 8, 8).double()
+    y = torch.arange(9) % 4
+    head = compile_chain(net, (1, 8, 8)).fixed_args
+    whole = (torch.arange(9)[None], torch.tensor([9]))
     for bad in (0.0, torch.nan):
         x[4, 0, 3, 5] += bad
         row = net.w0.clone().requires_grad_()
@@ -233,8 +241,8 @@ def test_hits_are_those_of_the_scores_infinite_and_nan(loss_name, outputs, dtype
     odd = torch.tensor([-torch.inf, -1.0, 0.0, 2.0, torch.inf, torch.nan], dtype=dtype)
     scores = torch.cartesian_prod(*[odd] * outputs).view(-1, outputs)
     y = torch.arange(len(scores)) * 7 % max(2, outputs)
-    # a linear layer of one input, which is 1: its weights are the scores, a client's
-    # each
+    # A linear layer of one input, which is 1. Its weights are the scores, and each
+    # client has one sample.
     program = torch.tensor([chain.encode_layer("linear", outputs, 0, -1)], dtype=F64)
     n = torch.arange(len(scores))
     numbers = y if loss_name == "cross_entropy" else y.to(dtype)
@@ -256,11 +264,9 @@ def test_hits_are_those_of_the_scores_infinite_and_nan(loss_name, outputs, dtype
 @isa
 def test_no_samples_and_large_scores():
     p = Problem("lenet", [10, 4])
-    p.sizes, p.begin, p.places = (
-        torch.tensor([0, 4]),
-        torch.tensor([0, 0, 3]),
-        p.order[1, 0, :3],
-    )
+    p.sizes = torch.tensor([0, 4])
+    p.begin = torch.tensor([0, 0, 3])
+    p.places = p.order[1, 0, :3]
     loss, right, _ = p.evaluate(p.w, classes=0)
     assert len(loss) == len(right) == 3
     grad, loss = p.grad()
@@ -274,11 +280,12 @@ def test_no_samples_and_large_scores():
 
 
 def column(at, value):
-    """Programs with another number in each line."""
+    """A function that sets column `at` of a program to `value`."""
     return lambda program: program.index_fill(1, torch.tensor(at), value)
 
 
-# the argument, another value (or, below, what makes one), and what is said
+# The argument, its wrong value, and words of the error. Below, a function makes the
+# wrong value.
 NUMBERS = """\
 [7, 77, "out of range"]
 [7, -1, "out of range"]
@@ -308,14 +315,14 @@ NUMBERS = """\
     ],
 )
 def test_memory_is_guarded(which, change, words):
-    """The kernel refuses what would read or write beside its arrays."""
+    """The kernel refuses arguments that would lead it outside its arrays."""
     p = Problem("lenet", [40, 20], relabel=True)
     _, arguments = p.train(lambda *a: [*a], batch=32, steps=torch.tensor([2, 1]))
     chain.chain_sgd_(*[a.clone() if isinstance(a, Tensor) else a for a in arguments])
     old = arguments[which]
     filled = old.fill_ if isinstance(old, Tensor) else lambda value: value
     arguments[which] = change(old) if callable(change) else filled(change)
-    # ValueError where torch passes on the kind of C++'s
+    # Some versions of torch raise ValueError for the C++ exception of that kind.
     with pytest.raises((RuntimeError, ValueError), match=words):
         chain.chain_sgd_(*arguments)
 
@@ -344,14 +351,16 @@ for _ in range(5):
 
 @pytest.mark.deep("another process")
 def test_a_thread_that_ends_leaves_the_heap_whole():
-    """What it kept for its next chain goes back before the place that it goes back
-    to is gone."""
+    """A thread's memory is freed before its allocator is destroyed.
+
+    A thread keeps memory for its next chain until it ends.
+    """
     done = ran("-c", ENDING, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def enumerators(header, name):
-    """The names of an enumeration of csrc/chain, in their order."""
+    """The names in an enumeration of csrc/chain, in their order."""
     text = (ROOT / "csrc" / "chain" / header).read_text()
     (inside,) = re.findall(rf"enum {name} : int64_t {{([^}}]*)}}", text)
     return [word.strip() for word in inside.split(",")]

@@ -1,4 +1,4 @@
-"""nearest: how many distances it takes, and what it reads in parts."""
+"""Tests of `nearest`: the number of its distances, and reading in parts."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from pflcore.ops import _nearest, _sqdist, nearest, stream
 
 
 def pairs_taken(monkeypatch, *arguments):
-    """How many distances a call takes."""
+    """The number of distances that a call computes."""
     taken = []
     op = _sqdist._op
 
     def count(a, b, index=None):
         out = op(a, b, index)
-        # not those of the pivots' sketches
+        # Distances of the pivots' sketches have fewer columns, and do not count.
         taken.append(out.numel() if a.shape[1] == 521 else 0)
         return out
 
@@ -29,7 +29,8 @@ def pairs_taken(monkeypatch, *arguments):
 def test_groups_take_few_pairs_where_there_are_clusters(
     monkeypatch,
 ):
-    many, one = clustered(20, 20, 521), clustered(1, 400, 521)
+    many = clustered(20, 20, 521)
+    one = clustered(1, 400, 521)
     assert pairs_taken(monkeypatch, *many, 10) == 400 * 400
     assert pairs_taken(monkeypatch, *many, 10, "groups") == 2 * 400 * 20 + 400 * 20
     assert pairs_taken(monkeypatch, *one, 10, "groups") <= 7 * 400 * 20 + 400 * 400
@@ -37,7 +38,7 @@ def test_groups_take_few_pairs_where_there_are_clusters(
 
 @pytest.mark.parametrize("method", ["exact", "groups"])
 def test_tiles_of_few_rows(method, monkeypatch):
-    """Where rows are read in parts, the result is the same."""
+    """The result does not change where rows are read in parts."""
     guide, rows = clustered(4, 9, 67)
     rows[7] = torch.nan
     want = nearest(guide, rows, 5, method)

@@ -1,5 +1,7 @@
-"""rank1_linear as a card computes it, by torch's products; here on the CPU, and on a
-pretended card."""
+"""Tests of the rank-1 layer by torch's products, as on GPUs.
+
+The products run here on the CPU and on a pretended GPU.
+"""
 
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ from pflcore.ops import _rank1
 
 
 class Products(torch.autograd.Function):
-    """The layer and its gradients by products, as autograd sees the op."""
+    """The layer and its gradients by products, as an op with autograd."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -32,8 +34,10 @@ class Products(torch.autograd.Function):
 
 
 CARD = laws.Machine(SimpleNamespace(rank1_linear=Products.apply), laws.CPU.put)
-# a clients' axis of x, w_a, lam, w_b: factors that clients share, factors of their own
-SHARED, OWN = ((3,), (), (3,), ()), ((3,),) * 4
+# The clients' axes of x, w_a, lam, w_b. The clients share the factors, or each client
+# has factors of its own.
+SHARED = ((3,), (), (3,), ())
+OWN = ((3,),) * 4
 LEADS = [
     SHARED,
     OWN,
@@ -52,7 +56,7 @@ def test_definition(dtype, data):
 
 
 def everything(inputs, lam_too=False):
-    """The layer, and its gradients."""
+    """The output of the layer, and its gradients."""
     y = _rank1.rank1_by_products(*inputs)
     grad = randn(9, *y.shape, dtype=y.dtype)
     return [
@@ -65,7 +69,7 @@ def everything(inputs, lam_too=False):
 @pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_inactive_factors_may_hold_anything(leads, dtype, value):
-    """What they hold changes no bit."""
+    """The values of inactive factors change no bit."""
     inputs = factors(4, 9, 40, 7, dtype, leads)
     _, w_a, lam, w_b = inputs
     lam[..., ::3] = 0
@@ -81,8 +85,11 @@ def test_inactive_factors_may_hold_anything(leads, dtype, value):
     "side, at, found", [(1, (1, 2), 0), (3, (2, 1), 1)], ids=["y", "gx"]
 )
 def test_factor_off_for_one_client_counts_for_others(side, at, found, value):
-    """w_a[1, 2] reaches output 1, w_b[2, 1] the gradient of input 1, of clients that
-    have factor 2 on, and nothing else."""
+    """A bad value acts only on clients whose factor is on.
+
+    w_a[1, 2] acts on output 1, and w_b[2, 1] on the gradient of input 1. Client 0 has
+    factor 2 off.
+    """
     inputs = factors(4, 9, 6, 7, F64, SHARED)
     inputs[2][0, 2] = 0
     want = everything(inputs)[found]
@@ -122,8 +129,10 @@ def _backward(inputs):
     "name, value", [("fp32_precision", "tf32"), ("allow_tf32", True)]
 )
 def test_rounded_products_are_not_taken(monkeypatch, name, value):
-    """A user's own setting leaves the op as precise as it is: its kernels are taken.
-    float64 is never rounded."""
+    """A user's setting that rounds products makes the op take its kernels.
+
+    So the op stays as precise as it is. Products in float64 are never rounded.
+    """
     taken = []
     monkeypatch.setattr(_rank1, "_listed_op", lambda *inputs: taken.append("kernels"))
     monkeypatch.setattr(
@@ -141,7 +150,7 @@ def test_rounded_products_are_not_taken(monkeypatch, name, value):
 
 
 def test_autocast_rounds_nothing_inside():
-    """The inputs are cast before the op; its own products are float32's."""
+    """Autocast casts the inputs before the op; its products stay in float32."""
     inputs = factors(5, 7, 6, 4, F32)
     want = _rank1.rank1_on_gpu(*inputs)
 

@@ -1,5 +1,8 @@
-"""What torch knows about every registered op: opcheck, fake and meta tensors; and the
-one warning where the references run."""
+"""Tests of the ops as torch sees them.
+
+They cover torch's opcheck, fake and meta tensors, devices without float64, and the one
+warning of the references.
+"""
 
 import warnings
 
@@ -21,7 +24,7 @@ DIFFERENTIABLE = {"pairwise_sqdist", "aggregate", "rank1_linear"}
 
 
 class Kept(TorchDispatchMode):
-    """Notes with what each op is called."""
+    """Keeps the name and the arguments of each call of an op."""
 
     def __init__(self):
         super().__init__()
@@ -36,11 +39,9 @@ class Kept(TorchDispatchMode):
 
 
 def ugly():
-    """Layouts, lists and dtypes that the laws' calls have not."""
-    rows, near = (
-        randn(1, 9, 4),
-        torch.tensor([[0, 2, -1], [1, 1, 0], [-1, -1, -1], [2, 0, 3]]),
-    )
+    """Calls ops with layouts, lists and dtypes missing in the laws."""
+    rows = randn(1, 9, 4)
+    near = torch.tensor([[0, 2, -1], [1, 1, 0], [-1, -1, -1], [2, 0, 3]])
     ops.pairwise_sqdist(rows.half().T, torch.zeros(0, 9).half())
     ops.pairwise_sqdist(rows.T, None, near)
     ops.pairwise_sqdist(rows.T, rows.T, near.T.contiguous().T[:, :2])
@@ -74,14 +75,18 @@ def chains():
 
 
 def samples():
-    """A call of each op, by name, with gradients where it has some."""
+    """A call of each op: its name and its arguments.
+
+    Arguments of differentiable ops require gradients.
+    """
     with Kept() as kept:
         for call, given in laws.calls(
             ops, torch.ops.pflcore.rank1_linear_backward, 9
         ).values():
             call(*given)
         ugly()
-        if ops.backend().kernels:  # without them a chain is trained by no op
+        # Without the kernels, no op trains a chain.
+        if ops.backend().kernels:
             chains()
     for name, args in kept.calls:
         for t in args if name in DIFFERENTIABLE else ():
@@ -100,20 +105,25 @@ def called(name):
 @every_op
 @pytest.mark.deep("torch's own checks are slow")
 def test_opcheck(name, arguments):
-    """Schema, autograd, and shapes, dtypes and strides without values."""
+    """The check of each op by torch.
+
+    It covers the schema, autograd, and shapes, dtypes and strides without values.
+    """
     few = {}
     if name in ("chain_sgd_", "chain_eval") and library.kernels is None:
         pytest.skip("the kernels are not loaded")
     if name == "chain_grad" and library.kernels is None:
-        # the others run the reference below autograd, by which it differentiates
+        # The other checks run the reference below autograd, but it needs autograd.
         few = {"test_utils": "test_autograd_registration"}
     opcheck(called(name), arguments, **few)
 
 
 @every_op
 def test_a_device_without_float64_goes_by_the_cpu(name, arguments):
-    """What such a device runs gives the op's results, as float32 where they are
-    float64, and writes where the op writes; here the CPU takes that device's part."""
+    """The result is the op's, with float32 in place of float64.
+
+    The op also writes to the same tensors. The CPU plays such a device here.
+    """
     ours, theirs = (
         tree_map_only(Tensor, lambda t: t.detach().clone(), arguments) for _ in "ab"
     )
@@ -130,7 +140,7 @@ def test_a_device_without_float64_goes_by_the_cpu(name, arguments):
 
 @pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
 def test_every_op_has_a_sample():
-    """A new op of the library needs one, or a test of its own."""
+    """A new op of the library needs a sample here."""
     names = {
         name for name in torch._C._dispatch_get_all_op_names() if "pflcore::" in name
     }
@@ -152,7 +162,7 @@ def test_backend_names_its_cards():
 
 @pytest.mark.skipif(library.kernels is None, reason="the kernels are not loaded")
 def test_lack_of_memory_is_called_so():
-    rows = torch.zeros(1 << 24, 0)  # whose pairs no machine holds
+    rows = torch.zeros(1 << 24, 0)  # no machine can hold a number for each pair
     with pytest.raises(
         RuntimeError, match=f"out of memory: there is no room for {1 << 48} more"
     ):
@@ -170,8 +180,11 @@ def test_references_warn_once(monkeypatch):
 
 @pytest.mark.skipif(library.kernels is None, reason="the kernels are not loaded")
 def test_a_chains_steps_are_seen_by_autograd():
-    """A product that has saved the weights, or the sum of gradients, notices that
-    they change."""
+    """Autograd notices that the op changes a tensor in place.
+
+    The tensors are the weights and the sums of gradients. A product has saved them for
+    its backward pass.
+    """
     *_, (_, (w, *others)) = (s for s in samples() if s[0] == "chain_sgd_")
     for t in (w, others[-1]):
         product = (torch.ones_like(t, requires_grad=True) * t).sum()

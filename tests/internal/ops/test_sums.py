@@ -1,5 +1,7 @@
-"""Sums whose bits a card repeats, and backward passes of indices that only a card
-lets through."""
+"""Tests of sums that repeat their bits on a GPU.
+
+Other tests cover backward passes for indices past the end, which only a GPU accepts.
+"""
 
 from types import SimpleNamespace
 
@@ -12,16 +14,19 @@ from ugly import randn
 from pflcore.ops import _aggregate, _sqdist
 from pflcore.ops._sums import index_add, running_sums, scatter_add
 
-SHARED = (100_003, 17)  # values, and the places that they share
+SHARED = (100_003, 17)  # the number of values, and of places that they share
 
 
 def as_lists(count, places):
-    """Values in runs of neighbours of one place, as clients' samples are."""
+    """Indices and values; equal indices are neighbours.
+
+    The lists of the clients' samples are like this.
+    """
     return integers(0, 0, places, count).sort().values, randn(1, count).double()
 
 
 def by_card(call, *given):
-    """What the card's way gives, on the CPU."""
+    """The result on the CPU of the code that a GPU runs."""
     with pretended_gpu() as gpu:
         return call(*(t.to(gpu) for t in given)).cpu()
 
@@ -95,7 +100,7 @@ def distances_gradient(index, symmetric=True):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_distances_to_a_row_that_is_not_there_have_gradient_nan(symmetric):
     index = torch.tensor([[1], [2], [7]])
-    good = torch.tensor([[1], [2], [-1]])  # padding in its place
+    good = torch.tensor([[1], [2], [-1]])  # -1 is padding
 
     (got, got_b, _), (want, want_b, _) = (
         distances_gradient(i, symmetric) for i in (index, good)

@@ -1,5 +1,8 @@
-"""A wrong argument is answered with one sentence of pflcore's own, which names it: by
-its annotation, and where that says nothing or too little, by `TABLE`."""
+"""Tests of the errors for wrong arguments.
+
+Each error is one sentence of pflcore that names the argument. The annotations of a
+callable give the wrong values; `TABLE` has those that annotations do not give.
+"""
 
 import importlib
 import inspect
@@ -47,7 +50,7 @@ SETUP = RunConfig(
 RUN = {"algorithm": "fedavg", "model": tiny_model(), "data": DATA, "rounds": 1}
 VECTOR = ["text", None, WORDS, 3, ROWS]
 EMPTY = State({}, {}, torch.zeros(3, 0), torch.zeros(3, dtype=torch.bool))
-# callable: what it takes, and what (else) is wrong for an argument
+# For each callable: its right arguments, and wrong values by the argument's name.
 TABLE = {
     **dict.fromkeys((metrics.best, metrics.last_mean), ({}, {"curve": VECTOR})),
     **dict.fromkeys((metrics.mean, metrics.std), ({}, {"values": VECTOR})),
@@ -100,7 +103,7 @@ TABLE = {
 }
 JUNK = ["?", None, ["a", "b"], (0, -1), 3, -1, 0, 2.5, math.nan, True, object(), ROWS]
 JUNK += [10**9, [-1], [0.5], [True, False, True]]
-# what a dataclass must be given
+# The required arguments of dataclasses and classes.
 GOOD = {
     "Adversary": {"attack": "noise", "clients": [1]},
     "Federation": {"x": DATA.x, "y": DATA.y, "index": DATA.index},
@@ -110,7 +113,7 @@ GOOD = {
 }
 
 
-# where a sentence says more than the argument's name
+# Patterns of errors that name a part of the argument.
 ALIAS = {
     **dict.fromkeys(("uploads", "states", "data", "clients"), r"client \d"),
     "method": "algorithm",
@@ -134,7 +137,7 @@ def test_a_wrong_argument_is_named_in_one_sentence(f, tmp_path, monkeypatch):
 
 
 def public():
-    """Callables of docs/api.md, and the algorithms."""
+    """The callables in docs/api.md, and the algorithms."""
     for module, name in listed():
         if name and not module.endswith(
             ("flower", "distributed", "check", "reference", "cli")
@@ -157,7 +160,8 @@ def kinds(f):
         }
     else:
         return {}
-    if f is Federation:  # it checks by itself
+    # Federation checks its arguments in its own code.
+    if f is Federation:
         return {}
     given = {name: expectation_of(h) for name, h in hints.items() if name != "return"}
     return {name: kind for name, kind in given.items() if kind is not EXPECT_ANYTHING}
@@ -181,20 +185,20 @@ def test_what_an_annotation_does_not_allow_is_refused(f, given):
                 f(**{**GOOD.get(f.__name__, {}), name: value})
 
 
-# made by pflcore, not by its users
+# These are made by pflcore, and not by its users.
 GIVEN = """Backend Basis Clients ClientGroups Cohort Fit ModelForm History Layout MixingWeights Nearest Objective
 RoundOutcome PackedModels Partition Personalized SharedRows RowUpdate RowSource Run RunConfig Source
 State TopK Traits
 apply"""  # noqa: E501
-# called in hooks, at every step or round, with what pflcore made: checks would cost
+# Hooks call these at each step or round with values of pflcore. Checks would take time.
 IN_HOOKS = "lazy_zeros map_rows normalize_rows squared_norms to_device"
-# written above or before a class
+# A class is derived from the first, and decorated by the second.
 OF_CLASSES = "WithoutDefence algorithm_options"
 UNCHECKED = f"{GIVEN} {IN_HOOKS} {OF_CLASSES}".split()
 
 
 def test_every_public_callable_is_checked():
-    """The ops: see tests/ops/test_laws.py."""
+    """tests/ops/test_laws.py tests the arguments of the ops."""
     unchecked = [f for f, found in FOUND.items() if not found and f not in TABLE]
     for f in [f for f in unchecked if not f.__module__.startswith("pflcore.ops")]:
         simple = inspect.isclass(f) and issubclass(f, (Exception, FedAvg.__base__))
@@ -203,7 +207,7 @@ def test_every_public_callable_is_checked():
         ), f
 
 
-# equal annotations, to Python
+# The two annotations are equal in Python.
 def test_choices_are_named_as_their_annotation_orders_them():
     for choices in (Literal["max", "avg"], Literal["avg", "max"]):
         assert expectation_of(choices).words == " or ".join(

@@ -1,5 +1,8 @@
-"""How the kernels are built: what a failed build says, and for which cards CUDA kernels
-are made where no card is seen."""
+"""Tests of the build of the kernels.
+
+They cover the message of a failed build, and the GPUs for which a build without a GPU
+makes CUDA kernels.
+"""
 
 import importlib.util
 import os
@@ -59,8 +62,10 @@ def built(tmp_path, compiler, **environment):
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler to fail")
 @pytest.mark.parametrize("want", ["auto", "cpu"])
 def test_a_failed_build_names_its_cause(tmp_path, want):
-    """Not "error compiling objects", nor a compiler that is missing: what the compiler
-    itself says, to whoever asks later, too."""
+    """The message is the compiler's own, also at later calls.
+
+    It is neither "error compiling objects" nor a claim that the compiler is missing.
+    """
     broken = script(
         tmp_path / "c++",
         'case "$*" in *--version*|*-dumpfullversion*) exec c++ "$@";; esac',
@@ -80,8 +85,11 @@ def test_a_failed_build_names_its_cause(tmp_path, want):
 @pytest.mark.deep("a compiler")
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
 def test_kernels_without_the_module(tmp_path):
-    """Where Python's headers are missing, say; the compiler here has no other sources
-    than empty ones."""
+    """The kernels load where the Python module could not be built.
+
+    This happens, for example, without Python's headers. The compiler of this test has
+    only empty sources.
+    """
     (tmp_path / "empty.cpp").touch()
     headless = script(
         tmp_path / "c++",
@@ -132,8 +140,11 @@ OTHER = (
 def test_a_library_that_does_not_fit_is_refused_in_one_sentence(
     code, tmp_path, monkeypatch
 ):
-    """No library at all, one that needs what this torch has not, one of something
-    else."""
+    """Three files are refused.
+
+    One is no library, one needs functions that this torch lacks, and one is the library
+    of another program.
+    """
     file = tmp_path / "lib_pflcore.so"
     monkeypatch.setattr(library, "LIBRARY", file)
     monkeypatch.setenv("PFLCORE_KERNELS", "1")

@@ -1,5 +1,8 @@
-"""Which package may import which, that no two files import each other, and what
-importing pflcore pulls in."""
+"""Tests of the imports between packages.
+
+Each package imports only the packages that the table allows. No two files import each
+other. `import pflcore` loads no unnecessary module.
+"""
 
 import ast
 import re
@@ -14,7 +17,7 @@ from places import ROOT, ran
 from pflcore.check import install_command
 
 PACKAGE = ROOT / "pflcore"
-# Each package, and the packages above its line that it imports.
+# Each package, and the packages that it imports. They stand above its line.
 TABLE = """\
 _device:
 check:
@@ -43,7 +46,10 @@ MODULES = {name_of(p): p for p in PACKAGE.rglob("*.py")}
 
 
 def imported(path):
-    """The modules of pflcore that a file imports, but in functions and for types."""
+    """The modules of pflcore that a file imports.
+
+    Imports in functions, and imports for types only, do not count.
+    """
     package, names = name_of(path), set()
     if path.name != "__init__.py":
         package = package.rpartition(".")[0]
@@ -62,7 +68,8 @@ DRAWN = runpy.run_path(str(ROOT / ".ci" / "packages.py"))
 
 def test_a_package_imports_what_it_may_and_nothing_else():
     assert DRAWN["imports"]() == LAYERS
-    order = list(LAYERS)  # no package imports one that stands below it in the table
+    # No package imports a package that stands below it in the table.
+    order = list(LAYERS)
     assert all(
         order.index(b) < order.index(a) for a, below in LAYERS.items() for b in below
     )
@@ -74,7 +81,7 @@ def test_the_picture_of_the_packages_is_current():
 
 def test_no_two_files_need_each_other():
     graph = {m: imported(p) for m, p in MODULES.items()}
-    # raises CycleError, which names the files
+    # A cycle raises CycleError, which names the files.
     list(TopologicalSorter(graph).static_order())
 
 
@@ -119,7 +126,7 @@ def test_flowers_module_says_what_it_needs():
 
 
 def test_no_advice_needs_an_index_that_has_pflcore():
-    """And what is named is what the extras are of; torch stays as it is."""
+    """Advice names packages of the extras, and leaves torch as it is."""
     texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     texts += [
         p

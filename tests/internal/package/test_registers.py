@@ -1,4 +1,7 @@
-"""The table of the CUDA kernels' registers and spilled bytes (.ci/registers.py)."""
+"""Tests of .ci/registers.py.
+
+It keeps a table of the registers and spilled bytes of the CUDA kernels.
+"""
 
 import importlib.util
 
@@ -19,7 +22,7 @@ def registers():
 
 
 def test_log_is_read(registers):
-    """Two kernels of two architectures, as ptxas tells of them."""
+    """The log of ptxas has two kernels of two architectures."""
     name = "_ZN7pflcore4cuda10sgd_kernelIfLb1EEEvNS_3SgdIT_EE"
     log = "".join(
         f"ptxas info    : Compiling entry function '{name}' for '{arch}'\n"
@@ -74,7 +77,7 @@ def test_builds_are_compared(registers, now, errors, told):
 def run(
     registers, monkeypatch, tmp_path, *options, version="13.0.88", registers_used=32
 ):
-    """The script on a build of one kernel; the table is the test's own."""
+    """Runs the script on one kernel, with the test's own table."""
     table, log = tmp_path / "registers.tsv", tmp_path / "log"
     log.write_text("...")
     monkeypatch.setattr(registers, "TABLE", table)

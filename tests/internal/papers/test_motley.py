@@ -1,5 +1,8 @@
-"""Motley's metrics against hand values, and whole small plans: what is chosen, what is
-kept, what is said."""
+"""Tests of Motley's metrics and of small plans.
+
+The metrics have values by hand. A plan is played from its grid to its table and
+figures.
+"""
 
 import json
 import math
@@ -34,13 +37,13 @@ SILO, DEVICE = complete(SILO), complete(DEVICE)
 
 
 def some(plan, *methods, **more):
-    """The plan with these methods, without their grids."""
-    kept = {m: {**plan["methods"][m], "grid": {}} for m in methods}
-    return {**plan, "expected": {}, "checks": {}, "methods": kept, **more}
+    """The plan with these methods only, without their grids."""
+    chosen = {m: {**plan["methods"][m], "grid": {}} for m in methods}
+    return {**plan, "expected": {}, "checks": {}, "methods": chosen, **more}
 
 
 def played(plan, folder, draw=False, **choice):
-    """(what was made, its rows by method, what must hold)."""
+    """The run of the plan, its rows by method, and its checks."""
     made = reproduce(plan, folder, quiet=True, draw=draw, **choice)
     rows = rows_of(plan, made.runs)
     return made, {r["method"]: r for r in rows}, [*verdicts(plan, rows)]
@@ -55,23 +58,26 @@ def test_a_summary_by_hand():
 
 
 def majority_setting():
-    """Clients 0 .. 7 hold constant inputs; all but the even ones' labels are 1. The
-    model has one weight a class, 0 at first."""
+    """Clients 0 to 7 with constant inputs.
+
+    The labels of a client with an odd number are 1, and those of the others 0. The
+    model has one weight for each class, which is 0 at first.
+    """
     parts = [(torch.ones(8, 1), torch.full((8,), i % 2)) for i in range(8)]
     p = cross_device(Federation.from_clients(parts, classes=2), 2, 2, 4)
     training = Training(lr=1.0, batch_size=8)
     net = Net(lambda: layers("Linear 1 2 false"))
-    setting, state = (
-        make_setting(net, p.data, training, engine="vmap"),
-        initial_state(FedAvg(), net, 8),
-    )
+    setting = make_setting(net, p.data, training, engine="vmap")
+    state = initial_state(FedAvg(), net, 8)
     state.server["x"].zero_()
     return p, setting, state
 
 
 def test_in_and_out_of_distribution_by_hand():
-    """Fine-tuned, each client answers with its own label: all right at home, right half
-    of the time on everybody's samples."""
+    """A fine-tuned client gives its own label for each input.
+
+    That is right on its own samples, and right for half of all clients' samples.
+    """
     p, setting, state = majority_setting()
     own = (p.report_clients % 2).double()
     pool = (
@@ -90,7 +96,7 @@ def test_in_and_out_of_distribution_by_hand():
     torch.testing.assert_close(
         others[p.report_clients], torch.where(own == 1, pool, 1 - pool)
     )
-    # without tuning: scores tie at 0, and the first class is taken
+    # Without tuning the scores tie at 0, and the first class is chosen.
     assert torch.equal(before[p.report_clients], 1 - own)
     with sentence("option: "):
         study.vary(RunConfig(FedAvg(), setting), state, p, "server_lr", (1,))
@@ -114,8 +120,11 @@ def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone():
 
 
 def test_smaller_test_sets_show_other_changes():
-    """A client whose first test sample alone is of its own label loses by an answer
-    that is right for that one, and seems to gain where that one alone is looked at."""
+    """The measured change depends on the size of the test set.
+
+    Only the first test sample of a client has its own label. Fine-tuning is right for
+    this sample alone. So it loses on all samples, and seems to gain on the first one.
+    """
     p, setting, state = majority_setting()
     y, test = p.data.y.clone(), p.data.lists("test")
     for i in p.report_clients.tolist():
@@ -125,7 +134,8 @@ def test_smaller_test_sets_show_other_changes():
     found = study.by_evaluation(setup, state, p)
     count = int(test.size[p.report_clients[0]])
     for f, n in (("100%", count), ("25%", -(-count // 4))):
-        # untuned, everybody is given the first class; tuned, its own
+        # Without tuning, each client gets the first class. With it, a client gets its
+        # own class.
         right = [[1 if i % 2 == 0 else n - 1, 1] for i in p.report_clients.tolist()]
         want = [(tuned - before) / n for before, tuned in right]
         assert found[f"{f} of the test samples"][
@@ -141,7 +151,7 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
         assert rows[name]["tuned"] == list(DEVICE["methods"][name]["grid"])
     assert rows["Local"]["models"] == 0
     assert rows["FT"]["models"] == rows["FedAvg"]["models"] == 2 * 6 * 4 / 8
-    # two groups that disagree on the labels' names
+    # The two groups of clients have exchanged labels.
     assert rows["FT"]["final"] > rows["FedAvg"]["final"]
     assert [r["evaluations"] for r in rows.values()] == [3, 1, 3, 3, 3]
     text = (tmp_path / "table.md").read_text()
@@ -181,8 +191,10 @@ def test_studies_take_the_buffers_of_the_run(tmp_path, monkeypatch):
 
 
 def test_a_run_along_the_way_is_what_a_shorter_run_ends_with(tmp_path):
-    """Evaluations between are of the states of then, for those who build upon them
-    too."""
+    """An evaluation between is that of the state in its round.
+
+    This also holds for methods that build upon the run.
+    """
     plan = some(DEVICE, "FedAvg", "FT")
     long = played(plan, tmp_path / "a")[0]
     short = played(
@@ -203,7 +215,7 @@ def told(rows):
 def test_a_plan_goes_on_where_it_stopped(tmp_path, monkeypatch):
     _, whole, _ = played(SILO, tmp_path / "a")
     with monkeypatch.context() as m:
-        # in FedAvg's second run
+        # The interrupt comes in FedAvg's second run.
         m.setattr(
             Progress, "step", fails(Progress.step, 8 * 3 + 5, KeyboardInterrupt())
         )
@@ -212,16 +224,17 @@ def test_a_plan_goes_on_where_it_stopped(tmp_path, monkeypatch):
     cut = tmp_path / "b" / "records" / "silo" / "FedAvg-seed2.jsonl"
     assert read(cut)[0].unfinished and len(read(cut)[0].rounds) == 5
     before = {f: f.stat().st_mtime_ns for f in cut.parent.iterdir() if f != cut}
-    assert len(before) == 4  # two of Local, and FedAvg's first with its states
+    # These are two files of Local, and the record and states of FedAvg's first run.
+    assert len(before) == 4
     _, again, _ = played(SILO, tmp_path / "b")
     assert {f: f.stat().st_mtime_ns for f in before} == before and told(again) == told(
         whole
     )
-    # without its states a run that others build upon is not whole
+    # A run that others build upon is played again where its states are missing.
     (cut.parent / "FedAvg-seed1.pt").unlink()
     _, again, _ = played(SILO, tmp_path / "b")
     assert told(again) == told(whole) and (cut.parent / "FedAvg-seed1.pt").is_file()
-    # nor is one without its last evaluation, in which Ctrl-C came
+    # A run is also played again if Ctrl-C came in its last evaluation.
     cut = cut.with_name("Local-seed2.jsonl")
     *lines, last = cut.read_text().splitlines()
     cut.write_text(
@@ -237,7 +250,8 @@ def test_a_run_that_diverged_is_over_and_one_that_broke_is_not(tmp_path, monkeyp
     assert all(r["stopped"] for r in rows.values())
     assert "rounds: The run diverged" in (tmp_path / "table.md").read_text()
     monkeypatch.setattr(Simulation, "run", lambda self, on_round: 1 / 0)
-    played(plan, tmp_path)  # nothing is run again
+    # No run that diverged is played again.
+    played(plan, tmp_path)
     with pytest.raises(ZeroDivisionError):
         played(some(SILO, "Local"), tmp_path / "broken")
     run = read(tmp_path / "broken")[0]
@@ -253,8 +267,10 @@ settings | {"silo": {"protocol": {"kind": "cross-silo"}}}
 
 @pytest.mark.parametrize("key, change", tabled(CHANGES))
 def test_a_digest_counts_all_that_a_run_depends_on(key, change):
-    """What a method builds upon with it: another server_lr of FedAvg is another
-    fine-tuning."""
+    """The digest of a run includes the method that it builds upon.
+
+    For example, fine-tuning has another digest if FedAvg has another server_lr.
+    """
 
     def digests(plan, **more):
         return {(t.method, t.options.seed): t.digest for t in tasks(plan, **more)}
@@ -280,14 +296,19 @@ def test_what_must_hold_is_checked(tmp_path):
     assert [good for good, _ in checks] == [False, False]
     assert (tmp_path / "table.md").read_text().count("FAILS") == 2
     _, _, checks = played(worse, tmp_path, methods=["Local", "FedAvg"], seeds=1)
-    assert len(checks) == 1  # numbers are means over all of the plan's seeds
+    # Expected numbers are means over all seeds of the plan. One seed is not compared.
+    assert len(checks) == 1
 
 
 def test_hurt_is_against_the_same_run_of_the_baseline(tmp_path):
-    """Every client keeps its loss, small in one run and large in the other: nobody is
-    hurt, but against the other run all would be."""
+    """Each run is compared with the run of the same seed.
+
+    A client's loss is small in one run and large in the other. No client is hurt,
+    although all would be if the runs were exchanged.
+    """
     made, _, _ = played(SILO, tmp_path, methods=["FT"], draw=True)
-    assert [m for _, m, _ in made.runs] == ["FedAvg", "FT"]  # with what it builds upon
+    # FT builds upon FedAvg, which is played, too.
+    assert [m for _, m, _ in made.runs] == ["FedAvg", "FT"]
     for runs in made.runs.values():
         for run, loss in zip(runs, (0.1, 0.9), strict=True):
             run.rounds[-1]["eval"]["loss"] = [loss] * 6
@@ -302,9 +323,12 @@ def test_hurt_is_against_the_same_run_of_the_baseline(tmp_path):
 
 @pytest.mark.deep("a plan with pictures")
 def test_pictures_of_one_model_for_a_target(tmp_path):
-    """WAFFLE's Fig. 3 and 4: its weights by round, and the target's curves with a band
-    over the seeds; FedDWA's Fig. 1, 2 and 4: its weights, the nearest, and results
-    against an option; from the records alone."""
+    """The figures are made from the records only.
+
+    WAFFLE's Fig. 3 and 4 show its weights by round, and the target's curves with a band
+    over the seeds. FedDWA's Fig. 1, 2 and 4 show its weights, the nearest clients, and
+    results against an option.
+    """
     pytest.importorskip("matplotlib")
     reproduce(complete(VARIANTS["one model for a target"]), tmp_path, quiet=True)
     made = {p.stem.removeprefix("a-") for p in tmp_path.glob("a*-*.png")}
@@ -327,7 +351,7 @@ def test_states_of_a_method_with_a_grid_are_those_of_the_chosen_point(tmp_path):
     assert played(plan, tmp_path)[1] == rows
 
 
-# what of a plan is changed, and what is said of it
+# Changes that make the plan wrong, and patterns of the errors.
 BAD = """\
 {"method": {}} | plan: .*method
 {"methods": {}} | plan: expected methods and settings
@@ -371,8 +395,11 @@ def test_school_splits_are_those_of_the_paper(whole_school):
 
 
 def test_data_with_a_test_split_of_its_own_is_divided_by_each_runs_seed():
-    """By the protocol alone: all of a client's samples in cross-silo, those in "train"
-    in cross-device."""
+    """The protocol alone decides which samples are divided.
+
+    In a cross-silo study these are all samples of a client, in a cross-device study
+    those in "train".
+    """
 
     def sizes(data):
         return sum(data.size(s) for s in data.splits).tolist()
@@ -391,10 +418,10 @@ def test_fewer_rounds_keep_the_warm_parts():
     assert methods["MOCHA, omega"]["rounds"] == 120
     assert said == ["HypCluster: 12 warm rounds of 60, as 100 of 501."]
     assert not plan["expected"] and not plan["checks"]
-    # settings with rounds of their own, too
-    own = {"silo": {**SILO["settings"]["silo"], "rounds": 40}}
+    # Settings with rounds of their own are shortened, too.
+    settings = {"silo": {**SILO["settings"]["silo"], "rounds": 40}}
     short, _ = shortened(
-        {**SILO, "options": {**SILO["options"], "rounds": 20}, "settings": own}, 5
+        {**SILO, "options": {**SILO["options"], "rounds": 20}, "settings": settings}, 5
     )
     assert {t.options.rounds for t in tasks(short, methods=["Local"])} == {10}
 
@@ -406,11 +433,14 @@ def test_further_seeds_go_on_as_the_plans_do():
 
 @pytest.mark.deep("a whole table of a paper")
 def test_school_of_the_first_split(whole_school, tmp_path):
-    """Local .0124 and MOCHA .01205 are what an independent program gives for seed 100;
-    the whole table takes `pflcore reproduce`."""
+    """An independent program gives the same errors for seed 100.
+
+    They are .0124 for Local and .01205 for MOCHA. `pflcore reproduce` computes the
+    whole table.
+    """
     methods = ["Local", "FedAvg + FT", "MOCHA, omega"]
     _, rows, checks = played(load("motley-school"), tmp_path, seeds=1, methods=methods)
     assert rows["Local"]["final"] == pytest.approx(0.0124, abs=1e-4)
     assert rows["MOCHA, omega"]["final"] == pytest.approx(0.01205, abs=5e-5)
-    # FT and MOCHA below Local, FedAvg above
+    # The errors of FT and MOCHA are below that of Local, and FedAvg's is above.
     assert [good for good, _ in checks] == [True] * 3

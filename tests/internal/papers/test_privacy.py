@@ -1,5 +1,8 @@
-"""Attacks on uploads: golden numbers, and whether they find what is there and
-nothing else."""
+"""Tests of attacks on uploads.
+
+They have golden numbers. An attack finds the private data that are there, and finds
+nothing where there are none.
+"""
 
 import re
 
@@ -18,8 +21,10 @@ D = torch.float64
 
 
 def noise(n):
-    """Inputs whose labels mean nothing: what a model knows of them it has learned by
-    heart."""
+    """Samples with random labels.
+
+    A model can only learn them by heart.
+    """
     gen = torch.Generator().manual_seed(0)
     return torch.randn(n, 12, generator=gen), torch.randint(0, 3, (n,), generator=gen)
 
@@ -44,7 +49,8 @@ def test_accuracy_and_f1():
 
 def test_auc_and_true_positives_against_counting():
     member = torch.rand(400) < 0.5
-    score = (torch.randn(400) + member).mul(4).round()  # many ties
+    # The rounded scores have many ties.
+    score = (torch.randn(400) + member).mul(4).round()
     inside, out = score[member], score[~member]
     pairs = (inside[:, None] > out).double() + 0.5 * (inside[:, None] == out).double()
     got = privacy.measures(score, member)
@@ -56,7 +62,7 @@ def test_auc_and_true_positives_against_counting():
     assert low < got["auc"] < high < low + 0.15
 
 
-# -- what travels ------------------------------------------------------------
+# -- uploads -----------------------------------------------------------------
 
 
 def caught(algorithm, data, lr=0.3, epochs=20):
@@ -77,11 +83,11 @@ def test_the_upload_is_the_clients_model(name):
     )
     for i, row in enumerate(got.row):
         x, y = data.client(i)
-        # it knows its own noise
+        # The client's model has learned the client's noise by heart.
         assert (got.net(row, x).argmax(1) == y).float().mean() > 0.8
 
 
-# an algorithm, the learning rate, the size of the attack, and what is said
+# An algorithm, the learning rate, the size of the attack, and words of the error.
 REFUSED = """\
 local | 0.3 | {} | algorithm: its upload (nothing) sh
 mrmtl | 0.3 | {} | algorithm: MR-MTL uploads how far
@@ -122,8 +128,10 @@ def test_views_of_a_dictionary():
 
 
 def test_an_update_betrays_the_factors_that_were_used():
-    """A factor with b = 0 gets no gradient: whoever has the download and the upload
-    reads b off their difference."""
+    """The difference of download and upload shows the factors in use.
+
+    A factor with b = 0 gets no gradient.
+    """
     net = Net(lambda: factorize(model(), 10))
     used = torch.tensor([1.0, 0, 1, 1, 0, 1, 1, 1, 0, 1])
     at, x, y = strengths(net), *noise(40)
@@ -184,7 +192,7 @@ def test_lira_is_the_likelihood_ratio():
 
 
 def test_a_class_that_the_shadows_hardly_know():
-    """Its members are judged by the attack model of all classes."""
+    """The attack model of all classes judges the members of this class."""
 
     def records(n, rare):
         y = torch.cat([torch.full((rare,), 2), torch.arange(n - rare) % 2])
@@ -216,7 +224,7 @@ def test_model_inversion_step_by_step():
     got, sure = privacy.invert(
         scores, torch.zeros(2, 3, dtype=D), torch.tensor([0, 1]), lr=2.0
     )
-    # it stops where the model is confident
+    # The inversion stops where the model is confident.
     assert bool((sure >= 0.99).all()) and bool((sure < 0.995).all())
     for low, high in ((-0.01, 0.02), (torch.full((3,), -0.01, dtype=D), 0.02)):
         held, _ = privacy.invert(scores, *begin, low=low, high=high)

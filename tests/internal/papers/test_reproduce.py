@@ -1,5 +1,8 @@
-"""The runner of reproductions: it resumes, refuses what does not fit, selects on
-validation data, and counts costs."""
+"""Tests of the program that reproduces papers.
+
+It resumes plans, refuses wrong plans and folders, selects on validation data, and
+counts costs.
+"""
 
 import json
 import re
@@ -39,14 +42,14 @@ def plan(tmp_path, variant):
 
 
 def played(tmp_path, variant):
-    """By Python: what was made."""
+    """The result of a plan that Python plays."""
     return reproduce.reproduce(
         plans.load(plan(tmp_path, variant)), tmp_path / "out", quiet=True
     )
 
 
 def command(tmp_path, *words, variant="small"):
-    """By the command line: the exit code, and the rows."""
+    """The exit code and the rows of a plan by command line."""
     out = tmp_path / "out"
     code = cli.main(
         ["reproduce", plan(tmp_path, variant), "--out", str(out), "--quiet", *words]
@@ -55,7 +58,7 @@ def command(tmp_path, *words, variant="small"):
 
 
 def watched(where, name):
-    """Notes what a function of a module or class is called with."""
+    """A patch that records the calls of a function and makes them."""
     return mock.patch.object(
         where, name, autospec=True, side_effect=getattr(where, name)
     )
@@ -68,7 +71,7 @@ def without_pictures(monkeypatch):
 
 def test_rows_records_and_table(tmp_path, capsys):
     words = ("--seeds", "2", "--rounds", "2")
-    # what must hold is of the plan as it stands
+    # A plan's checks hold only for the plan without changes.
     code, rows = command(tmp_path, *words, variant="two cuts")
     played = product(("two classes", "iid"), SMALL["methods"])
     assert code == 0 and [(r["setting"], r["method"]) for r in rows] == list(played)
@@ -110,8 +113,11 @@ def test_a_table_says_who_was_dropped_and_who_ran_away(tmp_path, capsys, monkeyp
 
 
 def test_a_target_alone_is_tested_and_each_setting_has_options_of_its_own(tmp_path):
-    """As WAFFLE's Table 1: one client's accuracy, the paper's number with its
-    deviation; Local's target needs nobody else."""
+    """The plan is like that of WAFFLE's Table 1.
+
+    It reports the accuracy of one client, beside the paper's number with its deviation.
+    Local's target needs no other client.
+    """
     code, rows = command(tmp_path, variant="a target")
     found = {
         (r.header["setting"], r.header["method"]): r for r in read(tmp_path / "out")
@@ -150,7 +156,7 @@ def test_equal_compute_stands_beside_it(tmp_path):
     ]
     lines = (tmp_path / "out" / "table.md").read_text().splitlines()
     (line,) = (x.split("|") for x in lines if x.startswith("| FedDWA"))
-    # a method that looks ahead has one number for both
+    # FedDWA trains one more epoch for its guidance. It has one number for both columns.
     assert line[2].strip() == line[4].strip()
 
 
@@ -191,7 +197,7 @@ def test_wrong_names_are_a_sentence(words, said, capsys):
     assert cli.main(words.split()) == 2 and said in capsys.readouterr().err
 
 
-# a file, and what is said of it
+# The text of a file, and a pattern of the error.
 FILES = """\
 {"like": "no-such-plan"} | like: expected one of factorized-alpha, .*, got
 {"like": "self.json"} | like: expected one of factorized-alpha, .*, got
@@ -223,7 +229,7 @@ def test_the_table_of_tables_names_every_plan_and_no_other():
         for word in re.findall(r"`([a-z][^`]*)`", cell)
     }
     aside = {"pflcore", "python", 'guidance="kept"'}
-    # a variant, told of below
+    # This plan is a variant, which the text below the table explains.
     assert named - aside == set(plans.plans()) - {"waffle-relu"}
 
 
@@ -267,7 +273,10 @@ def test_the_list_names_every_plan_and_its_data(capsys):
 
 
 def test_costs_are_those_of_the_papers_table():
-    """2, 3 and 1 + M, 1 + N models; looking ahead doubles the work."""
+    """Methods move 2, 3, 1 + M or 1 + N models.
+
+    FedDWA's guidance by one more epoch doubles the work.
+    """
     net = Net(layers("Conv2d 1 4 3, ReLU, Flatten, Linear 144 300, ReLU, Linear 300 5"))
     algorithms = (FedAvg(), FedDWA(), FedFomo(m=3), L2C(), Mocha(outer=1))
     found = [
@@ -279,7 +288,8 @@ def test_costs_are_those_of_the_papers_table():
     assert models == [(1, 1), (1, 2), (3, 1), (7, 1)]
     inner = 144 * 300 + 300 * 5
     macs = 6 * 6 * 4 * 9 + inner
-    # forward, weights, and inputs beyond the first layer
+    # A step computes the forward pass, the gradients of all weights, and the gradients
+    # of the inputs of all layers but the first.
     assert avg.client == pytest.approx(2 * 100 * (2 * macs + inner), rel=1e-9)
     assert (dwa.client, mocha.client) == pytest.approx((2 * avg.client, avg.client))
     assert (avg.bytes, dwa.bytes) == (2 * 4 * net.size, 3 * 4 * net.size)
@@ -287,7 +297,8 @@ def test_costs_are_those_of_the_papers_table():
         avg.server == 2 * 7 * net.size and dwa.server == (3 * 49 + 2 * 7 * 5) * net.size
     )
     assert fomo.client > 0.96 * avg.client and l2c.client > 0.8 * avg.client
-    assert mocha.server > 2 * 7 * 7 * net.size  # W W^T is the server's
+    # The server computes W W^T.
+    assert mocha.server > 2 * 7 * 7 * net.size
 
 
 def test_a_plan_that_counts_costs(tmp_path, capsys):
@@ -303,7 +314,7 @@ def test_a_plan_that_counts_costs(tmp_path, capsys):
 # figures --------------------------------------------------------------------
 
 
-# weights of others in tenths, and which of them are shown
+# Weights of the other clients in tenths, and the clients that the figure shows.
 NEAREST = """\
 [5, 3, 2, 0] | [0, 1]
 [1, 1, 1, 1] | [0, 1]
@@ -318,7 +329,7 @@ def test_the_nearest_are_shown():
     assert [row.nonzero()[:, 0].tolist() for row in found] == [*want]
 
 
-# what a method's fate leaves to the others -----------------------------------
+# one method of several -------------------------------------------------------
 
 
 def test_one_method_that_diverges_leaves_the_others_their_rows(tmp_path):

@@ -1,4 +1,4 @@
-"""Pictures of records, and values as a record can hold them."""
+"""Tests of figures and of values in records."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def test_plain_turns_everything_into_json(tmp_path):
 
 # pictures -------------------------------------------------------------------
 def test_every_picture(tmp_path):
-    """Weights and who mixes with whom of at most a thousand clients."""
+    """Figures of weights and mixes show at most a thousand clients."""
     pytest.importorskip("matplotlib")
     lines = [
         *a_run(),
@@ -57,7 +57,7 @@ def test_every_picture(tmp_path):
 
 @pytest.mark.parametrize("partition", ["iid", "a long name of a partition"])
 def test_long_names_take_a_place_of_their_own(partition, tmp_path, monkeypatch):
-    """Below the curves, and in lines below the boxes."""
+    """Long names stand below the curves, and in lines below the boxes."""
     pytest.importorskip("matplotlib")
     drawn = []
     monkeypatch.setattr(pictures, "save", lambda figure, _: drawn.append(figure))
@@ -112,8 +112,10 @@ GROWS = 'file = open(path, "ab")', 'self._file = open(self.path, "ab" if goes_on
 
 
 def test_every_file_is_written_by_one_mechanism():
-    """Beside its place, and renamed; but for a record, which grows by lines, and a
-    lock."""
+    """Each file is written beside its place and then renamed.
+
+    The exceptions are a record, which grows by lines, and a lock.
+    """
     folders = "pflcore/cli", "pflcore/results", "pflcore/simulation", "bench"
     texts = [p.read_text() for folder in folders for p in (ROOT / folder).rglob("*.py")]
     found = [

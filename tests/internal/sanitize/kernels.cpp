@@ -1,7 +1,7 @@
-// Solves the problems of a file (problems.py writes it) by every torch-free CPU kernel with
-// std::thread, on buffers of exactly their size between forbidden pages, for a sanitizer to watch:
-// 1 and 3 threads must agree to the last bit on every instruction set this machine has. (Not
-// OpenMP: the thread sanitizer does not see its barriers.)
+// Solves the problems of a file with all CPU kernels that need no torch. problems.py writes the
+// file. The buffers have exactly their size and lie between forbidden pages, so that a sanitizer
+// sees a wrong access. 1 and 3 threads must agree to the last bit on each instruction set of this
+// machine. The threads are std::thread, since the thread sanitizer does not see OpenMP's barriers.
 //
 // Usage: kernels PROBLEMS [front | numbers FILE | short | race | overflow]
 #include <sys/mman.h>
@@ -53,12 +53,12 @@ struct Threads {
 };
 
 int failures = 0;
-bool front = false;  // where in its pages a buffer lies
+bool front = false;  // true: a buffer begins where its pages begin
 int made = 0;
 
-// Pages for `bytes` between two that may not be touched: they end where the second begins or, in
-// `front`, begin where the first ends. What is left of the pages must stay as it is; the address
-// sanitizer takes it for no memory at all, and vector stores in assembly are seen by the pages.
+// Pages for `bytes` between two forbidden pages. The buffer ends where the second forbidden page
+// begins or, with `front`, begins where the first one ends. The rest of the pages must not change.
+// The address sanitizer forbids the rest, and the pages also catch vector stores in assembly.
 struct Pages {
   static size_t size() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
   explicit Pages(size_t bytes)
@@ -90,15 +90,15 @@ struct Pages {
 };
 
 struct Word {
-  int64_t kind;   // 0: a number; else an address, of floats (4), doubles (8) or others; negative:
-                  // of a result
-  int64_t value;  // the number, or how many bytes are there
+  int64_t kind;   // 0: a number; else an address of floats (4), doubles (8) or others (1). The
+                  // address of a result has a negative kind.
+  int64_t value;  // the number, or the number of bytes at the address
   std::vector<char> content;
 };
 
 struct Problem {
   int64_t kernel;
-  std::vector<Word> words;  // of 8 bytes each, as csrc/inputs.h has them, and what else is wanted
+  std::vector<Word> words;  // fields of 8 bytes as in csrc/inputs.h, then further arguments
 };
 
 std::vector<Problem> problems_of(const char* path) {
@@ -118,7 +118,7 @@ std::vector<Problem> problems_of(const char* path) {
   return out;
 }
 
-// A problem's buffers in memory of their own; the first may have bytes too few.
+// A problem's buffers, each in its own memory. The first one may be too short.
 struct Placed {
   std::vector<std::unique_ptr<char, Pages>> buffers;
   std::vector<int64_t> words;
@@ -142,13 +142,13 @@ T from(const int64_t* word) {
   return out;
 }
 
-// The same in float32 or in float64, as the word behind it says.
+// Calls the kernel in float32 or in float64, by the word behind its fields.
 template <template <class> class T, class Run>
 void typed(const int64_t* word, const Run& run) {
   word[sizeof(T<float>) / 8] ? run(from<T<double>>(word)) : run(from<T<float>>(word));
 }
 
-// Layers, their number, the sizes of an input and of a row; then what a chain holds beside them.
+// The layers, their number, the sizes of an input and of a row, and then a chain's other fields.
 template <class Chain>
 Chain chain_of(const int64_t* word) {
   Chain out{};
@@ -204,8 +204,8 @@ void print(FILE* file, const char* what, const char* data, int64_t bytes) {
   std::fprintf(file, "\n");
 }
 
-// The same results for 1 and 3 threads; written to `numbers`, for another machine's to be compared
-// with.
+// Checks that the results of 1 and 3 threads are equal. Writes them to `numbers`, so that they can
+// be compared with those of another machine.
 void check(const Problem& problem, FILE* numbers) {
   const char* const what = kKernels[problem.kernel];
   const Placed one(problem), three(problem);
@@ -217,7 +217,7 @@ void check(const Problem& problem, FILE* numbers) {
     const char *const got = one.buffers[k].get(), *const other = three.buffers[k++].get();
     const auto differs = [&](const char* a) { return std::memcmp(got, a, w.content.size()) != 0; };
     const int64_t bytes = std::abs(w.kind);
-    // of few numbers the largest may be what is left of larger ones
+    // In a result of few numbers, the largest may be a small difference of larger numbers.
     if (numbers && w.value >= 100 * bytes && (w.kind < 0 || differs(w.content.data()))) {
       if (bytes == 4) print<float>(numbers, what, got, w.value);
       if (bytes == 8) print<double>(numbers, what, got, w.value);
@@ -228,8 +228,8 @@ void check(const Problem& problem, FILE* numbers) {
   }
 }
 
-// What a sanitizer must catch: a last row one element short, two threads that write one result, or
-// a sum that overflows.
+// Makes a fault that a sanitizer must catch: a last row that is one element too short, two threads
+// that write one result, or a sum that overflows.
 int fault(const Problem& problem, const std::string& how) {
   if (how == "overflow") {
     int sum = std::numeric_limits<int>::max();

@@ -1,7 +1,8 @@
-"""Writes problems of every CPU kernel for kernels.cpp, as the CUDA kernels are given
-theirs:
+"""Writes problems for all CPU kernels into a file for kernels.cpp.
 
 PYTHONPATH=.:tests python tests/internal/sanitize/problems.py FILE
+
+A problem has the same fields as those that the CUDA kernels receive.
 """
 
 import sys
@@ -22,14 +23,17 @@ from ugly import randn
 
 import pflcore
 
+# The names have the order that kernels.cpp gives them.
 NAMES = ("sqdist", "waffle", "feddwa", "aggregate", "rank1", "sgd")
-NAMES += ("chain", "chain grad", "chain eval")  # as kernels.cpp has them
+NAMES += ("chain", "chain grad", "chain eval")
 LOSSES = ("cross_entropy", "squared", "half_squared", "hinge", "binary_cross_entropy")
 
 
 def packed(word, results):
-    """A number, or a tensor with all that lies between its first and its last element;
-    of a result only how many bytes it has."""
+    """A number, or the bytes of a tensor with the gaps between.
+
+    Of a result, only the number of bytes is written.
+    """
     if not isinstance(word, Tensor):
         return pack("qq", 0, kernels.bits(word))
     span = (
@@ -48,7 +52,7 @@ def packed(word, results):
 
 
 class Both:
-    """The ops as they are, whose problems are written down."""
+    """The ops; each call is also written down as a problem."""
 
     def __getattr__(self, name):
         def call(*given, **how):
@@ -87,8 +91,8 @@ def drawn(law, dtype):
 
 
 def ops():
-    """What the laws draw, and every op in every way that its kernels take."""
-    # the one that faults are made in
+    """Calls with draws of the laws, and calls for all paths."""
+    # kernels.cpp makes its faults in the first problem.
     kernels.aggregate(randn(0, 3, 64, dtype=F32), torch.eye(3))
     every = [(law, dtype) for law, dtypes in laws.LAWS.items() for dtype in dtypes]
     for law, dtype in every:
@@ -101,8 +105,10 @@ def ops():
             if not name.startswith("rank1") or dtype in (F32, F64):
                 call(*of)
     few, index = randn(0, 3, 65, dtype=F32), laws.integers(2, 0, 3, 260, 3)
-    kernels.aggregate(few, randn(1, 260, 3), index)  # few rows that many take
-    for first in (0, 49_721):  # past 49,152 columns: again in float64, all of the row
+    # A few rows are mixed for many results.
+    kernels.aggregate(few, randn(1, 260, 3), index)
+    # Beyond 49,152 columns, the whole row is computed again in float64.
+    for first in (0, 49_721):
         tiny = randn(1, 5, 50_021, dtype=F32) * 1e-22
         tiny[:, :first] = 0
         kernels.pairwise_sqdist(tiny)
@@ -110,7 +116,7 @@ def ops():
 
 
 def chains():
-    """Every model, whole and in batches, with options and without."""
+    """Problems of each model, with whole data and batches, and with options."""
     fresh = kernels.fresh
     for turn, (model, loss_name) in enumerate(KINDS):
         p = Problem(model, [45, 13, 1], passes=2, relabel=turn % 2, loss_name=loss_name)
@@ -138,7 +144,8 @@ def chains():
                 0.1,
             )
             step = kernels.sgd_problem(p.w, None, 0.1, *(rich if options else ()))
-            step[-3:-1] = None, 0  # the buffer is made there
+            # The chain makes the momentum buffer itself.
+            step[-3:-1] = None, 0
             drop = bool(options and turn % 2)
             plan = [p.order, 2, 45, p.sizes, p.most(batch, drop), batch, drop, p.seeds]
             end = [1.0 if options else INF, sums if options else None, fresh(1, s)]

@@ -1,6 +1,8 @@
-"""The CPU kernels under the address and thread sanitizers, driven by a plain C++
-program (tests/internal/sanitize). `.ci/clang` drives the same program under clang's
-sanitizer of undefined behaviour."""
+"""Tests of the CPU kernels under the address and thread sanitizers.
+
+A plain C++ program runs the kernels. `.ci/clang` runs the same program under clang's
+sanitizer of undefined behaviour.
+"""
 
 import os
 import shutil
@@ -12,7 +14,7 @@ import pytest
 from internal.sanitize import problems
 from places import ROOT
 
-# two of them in one program take longer than apart
+# Two sanitizers in one program take longer than in two programs.
 KINDS = "address", "thread"
 COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[0]) or shutil.which("c++")
 FLAGS = "-std=c++20 -O0 -g1 -w -fno-sanitize-recover=all -DPFL_SMALL_PIECES -pthread"
@@ -28,7 +30,7 @@ def ran(*words, **options):
 
 
 def build(kind, to):
-    """The program built with a sanitizer, or why it cannot be."""
+    """The program with a sanitizer, or the reason why there is none."""
     build = [
         COMPILER,
         *FLAGS.split(),
@@ -52,7 +54,10 @@ def build(kind, to):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Runs one of the programs, compiled two at a time, on all problems."""
+    """Runs one of the programs on all problems.
+
+    The programs are compiled two at a time.
+    """
     to = tmp_path_factory.mktemp("kernels")
     with ThreadPoolExecutor(2) as pool:
         built = {kind: pool.submit(build, kind, to / kind) for kind in KINDS}
@@ -79,11 +84,13 @@ def test_kernels_are_clean(run, kind):
     [("address", "short", "AddressSanitizer"), ("thread", "race", "data race")],
 )
 def test_the_sanitizer_sees_a_fault(run, kind, fault, said):
-    """A row one element short, and a result written by two threads: or the test above
-    could not fail.
+    """The sanitizers see a row that is too short, and a race.
 
-    Without AVX: gcc's thread sanitizer does not see stores of 32 bytes. How work is cut
-    into pieces is the same on every instruction set.
+    The race is a result that two threads write. Without this test, the test above might
+    be unable to fail.
+
+    The program has no AVX, because gcc's thread sanitizer does not see stores of 32
+    bytes. The work is cut into the same pieces on each instruction set.
     """
     done = run(kind, fault, env={**os.environ, "PFLCORE_ISA": "plain"})
     assert done.returncode != 0

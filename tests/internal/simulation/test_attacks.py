@@ -1,5 +1,4 @@
-"""Attacks do what their papers say, and defences give what their formulas and Flower
-give."""
+"""Tests of attacks and defences against their formulas and Flower's defences."""
 
 from itertools import product
 
@@ -46,9 +45,11 @@ def sent(attack, up, bad, strength=None, traits=None, server=None):
 
 
 def test_each_attack_is_its_formula():
-    rows, bad = updates(), [2, 5]
+    rows = updates()
+    bad = [2, 5]
     honest = [i for i in range(9) if i not in bad]
-    m, v = rows[honest].mean(0), rows[honest].std(0, correction=0)
+    m = rows[honest].mean(0)
+    v = rows[honest].std(0, correction=0)
     for attack, strength, want in (
         ("sign_flip", None, -rows[bad]),
         ("sign_flip", 3.0, -3 * rows[bad]),
@@ -66,20 +67,15 @@ def test_each_attack_is_its_formula():
 
 
 def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_itself():
-    rows, control = updates(), updates() + 1
+    rows = updates()
+    control = updates() + 1
     got = sent("sign_flip", {"delta": rows, "control": control}, (4,))["control"]
     equals((got[4], got[:4]), (-control[4], control[:4]))
-    held = updates() * 2
-    got = sent(
-        "sign_flip",
-        {"w": rows},
-        [4],
-        None,
-        Traits(model_uploads={"w": "server.w"}),
-        {"w": held},
-    )
-    torch.testing.assert_close(got["w"][4], held[4] - (rows[4] - held[4]))
-    # nobody is honest: they take their own
+    models = updates() * 2
+    traits = Traits(model_uploads={"w": "server.w"})
+    got = sent("sign_flip", {"w": rows}, [4], None, traits, {"w": models})
+    torch.testing.assert_close(got["w"][4], models[4] - (rows[4] - models[4]))
+    # No client is honest. The attack then takes the mean of all updates.
     every = sent("inner_product", {"delta": rows}, tuple(range(9)))["delta"]
     torch.testing.assert_close(every, (-10 * rows.mean(0)).expand(9, -1))
 
@@ -93,12 +89,9 @@ def test_an_attacked_run_repeats_itself_and_says_what_it_is(attack):
     x = one.state.server["x"]
     equals(x, two.state.server["x"])
     assert not torch.equal(x, clean.state.server["x"])
-    said = {
-        "attack": attack,
-        "clients": [*BAD],
-        "strength": DEFAULT_STRENGTH.get(attack),
-    }
-    assert one.header["adversary"] == said and "adversary" not in clean.header
+    strength = DEFAULT_STRENGTH.get(attack)
+    want = {"attack": attack, "clients": [*BAD], "strength": strength}
+    assert one.header["adversary"] == want and "adversary" not in clean.header
     equals(one.series("size")[1][0] > 0, torch.tensor([i not in BAD for i in range(N)]))
     assert f"{attack} by clients 8, 9" in table(group_runs(one.lines()))
     assert " by client" not in table(group_runs(clean.lines()))
@@ -107,8 +100,9 @@ def test_an_attacked_run_repeats_itself_and_says_what_it_is(attack):
 # defences -------------------------------------------------------------------
 @pytest.mark.parametrize("s", [8, 9])
 def test_each_defence_is_its_formula(s):
-    """Which gives the figures of Flower."""
-    rows, n = updates(s), updates(s).numpy()
+    """Flower's functions have the same results."""
+    rows = updates(s)
+    n = updates(s).numpy()
     square = ((n[:, None] - n) ** 2).sum(2)
     order = np.argsort(np.sort(square)[:, 1 : s - 3].sum(1))
     norm = np.linalg.norm(n, axis=1)
@@ -156,7 +150,10 @@ def test_a_defence_is_a_mean_of_equals_and_bounded_whatever_one_sends(name):
 
 
 def test_krum_finds_the_outlier_among_models_that_differ_little():
-    """Where expanding |a - b|^2 in float32 sees noise only."""
+    """The outlier is found although the models hardly differ.
+
+    |a - b|^2, expanded in float32, would be only noise here.
+    """
     rows = 1 + 1e-4 * updates(9, 5000, torch.float32)
     rows[4] += 2e-4
     exact = mean_of("krum", rows.double())
@@ -167,23 +164,28 @@ def test_krum_finds_the_outlier_among_models_that_differ_little():
 @pytest.mark.deep("whole runs under attack")
 def test_defences_hold_where_the_mean_does_not(attack):
     adversary = Adversary(attack, BAD, 30.0)
-    clean, broken = accuracy(run()), accuracy(run(adversary=adversary))
+    clean = accuracy(run())
+    broken = accuracy(run(adversary=adversary))
     assert broken < clean - 0.2
     others = (ALGORITHMS[name] for name in ("fedavgm", "fedadam", "fedprox", "ditto"))
     pairs = product(set(DEFENCES) - {"clip"}, (FedAvg, Scaffold))
     for name, method in (*pairs, *product(["median"], others)):
-        held = accuracy(run(method(**defence(name)), adversary=adversary))
-        assert held > clean - 0.1, (name, method)
+        defended = accuracy(run(method(**defence(name)), adversary=adversary))
+        assert defended > clean - 0.1, (name, method)
 
 
 @pytest.mark.parametrize("name", ["median", "multi_krum"])
 def test_scaffold_defends_both_of_its_means(name):
-    """A client is good in what it says of its update, and bad in its control variate,
-    or the other way round."""
-    alg, rows = Scaffold(server_lr=0.5, **defence(name)), updates()
+    """The means of updates and of control variates are both defended.
+
+    Client 0 sends a bad update and a good control variate. Client 5 does the opposite.
+    """
+    alg = Scaffold(server_lr=0.5, **defence(name))
+    rows = updates()
     ids = torch.arange(len(rows))
     up = {"delta": rows, "control": rows.flip(0) + 1}
-    up["delta"][0], up["control"][5] = 1e6, -1e6
+    up["delta"][0] = 1e6
+    up["control"][5] = -1e6
     g = {k: t([0.1 * i] * rows.shape[1]) for i, k in enumerate(("x", "c"), 1)}
     new = served(alg, g, up, Cohort(ids, torch.ones_like(ids), 12, 1, 1))
     torch.testing.assert_close(new["x"], g["x"] + 0.5 * mean_of(name, up["delta"]))
@@ -212,17 +214,18 @@ def test_columns_are_sorted_whatever_their_number(s):
 
 # what is accepted -----------------------------------------------------------
 def test_an_uploaded_model_is_measured_from_its_own_clients_last_one():
-    held = torch.tensor([[0.0, 0.0], [9.0, 9.0], [3.0, 4.0], [50.0, 0.0]])
+    models = torch.tensor([[0.0, 0.0], [9.0, 9.0], [3.0, 4.0], [50.0, 0.0]])
     up = {"w": torch.tensor([[0.0, 2.0], [3.0, 5.0], [50.0, 7.0]])}
-    norms = update_norms(
-        trained(up, [0, 2, 3]), Traits(model_uploads={"w": "server.w"}), {"w": held}
-    )
+    traits = Traits(model_uploads={"w": "server.w"})
+    norms = update_norms(trained(up, [0, 2, 3]), traits, {"w": models})
     assert norms.tolist() == [2, 1, 7]
 
 
 def test_a_clipped_update_takes_its_control_variate_along():
-    """An update of length 5 is cut to 1, one of .5 stays; so do their control variates,
-    by the same factor."""
+    """A control variate is cut by the same factor as its update.
+
+    An update of length 5 is cut to length 1, and one of length 0.5 stays.
+    """
     up = {"delta": t([[3.0, 4], [0.3, 0.4]]), "control": t([[2.0, 2], [1, 1]])}
     cut = accept(trained(up), Traits(clipped_with_update=("control",)), {}, 1.0)[0].up
     torch.testing.assert_close(cut["delta"], t([[0.6, 0.8], [0.3, 0.4]]))

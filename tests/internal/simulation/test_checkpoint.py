@@ -1,5 +1,8 @@
-"""Checkpoints: a run that went on is the run that was never broken; whatever happens to
-a file is one sentence and costs nothing whole."""
+"""Tests of checkpoints.
+
+A run that continues from a checkpoint equals a run without a break. A damaged file ends
+in an error of one sentence, and no other file is lost.
+"""
 
 import inspect
 import json
@@ -45,8 +48,10 @@ def count(record):
 
 @pytest.fixture
 def forks():
-    """Processes that start in milliseconds, because theirs is a parent that has
-    imported everything and computed nothing."""
+    """Processes that start in milliseconds.
+
+    Their parent has imported all modules and computed nothing.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("no fork here")
     context = multiprocessing.get_context("forkserver")
@@ -119,7 +124,7 @@ def test_a_damaged_folder_is_left_as_it_is(tmp_path, no_pictures, capsys, monkey
     argv = (
         f"run fedavg {SMALL} --rounds 9 --out {tmp_path} --resume --checkpoint-every 2"
     ).split()
-    # Ctrl-C when the record gets the line of round 5
+    # Ctrl-C comes when the line of round 5 is written to the record.
     monkeypatch.setattr(
         RecordWriter, "write", fails(RecordWriter.write, 6, KeyboardInterrupt())
     )

@@ -1,5 +1,7 @@
-"""A round and an evaluation in parts: the bits are those of the whole, for every
-algorithm."""
+"""Tests of rounds and evaluations in parts.
+
+For each algorithm, the bits of a part are those of the whole.
+"""
 
 from functools import lru_cache
 
@@ -26,7 +28,7 @@ EVERY = CASES + [pytest.param(c, marks=pytest.mark.deep("all engines")) for c in
 QUICK = ("l2c", "factorized_waffle", "qfedavg", "apfl", "fedfomo", "knnper", "finetune")
 
 
-@lru_cache(maxsize=1)  # what follows changes nothing of it
+@lru_cache(maxsize=1)  # the tests do not change the run
 def played(name, case):
     """A run after two rounds."""
     run = simulation(*case, name)
@@ -37,8 +39,10 @@ def played(name, case):
 
 
 def of_round(setup, state, ids, at, block):
-    """What the clients at the places `at` of the cohort `ids` make of a round, as a
-    part of it."""
+    """The tensors of a round for the clients at places `at`.
+
+    They are computed as a part of the cohort `ids`.
+    """
     cohort = setup.cohort(ids, state.round + 1)
     down = {
         k: rows_at(v, at) for k, v in setup.algorithm.send(state.server, cohort).items()
@@ -55,7 +59,10 @@ def of_round(setup, state, ids, at, block):
 
 
 def rows_at(value, at):
-    """Some clients' rows of a download; a row that all share stays one."""
+    """The rows of a download for some clients.
+
+    A row that all clients share stays one row.
+    """
     if isinstance(value, SharedRows):
         return value._replace(index=value.index[at])
     if value.stride(0) == 0:
@@ -64,7 +71,7 @@ def rows_at(value, at):
 
 
 def cut_anywhere(engine):
-    """Places of parts, for engines on which no client's bits depend on another's."""
+    """Places of parts, for engines that compute each client by itself."""
     assert engine != "vmap"
     return [
         torch.tensor([0]),
@@ -80,7 +87,8 @@ def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
     ids = sample_cohort(run.config, 3)
     block = assign_blocks(run.context, ids)
     whole = of_round(run.config, run._state, ids, EVERYBODY, block)
-    inside = run.context.engine.name == "vmap"  # what a chain does not train, vmap does
+    # An algorithm that no chain trains is trained by vmap.
+    inside = run.context.engine.name == "vmap"
     for at in (
         split_by_block(EVERYBODY, block)
         if inside
@@ -95,8 +103,10 @@ def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
     "name", swept(quick=("l2c", "fedfomo", "factorized_waffle", "qfedavg"))
 )
 def test_another_cohort_changes_no_bit_of_a_clients_work(name, case):
-    """Where no engine is vmap; some were there in the last round, the others in the
-    one before."""
+    """A client's bits depend on its cohort only under vmap.
+
+    Some clients took part in the last round, the others in the round before.
+    """
     run = simulation(*case, name)
     state = run.state
     for ids in (EVERYBODY, EVERYBODY[:4]):
@@ -110,7 +120,7 @@ def test_another_cohort_changes_no_bit_of_a_clients_work(name, case):
 @pytest.mark.parametrize("case", EVERY)
 @pytest.mark.parametrize("name", swept(quick=QUICK))
 def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatch):
-    # so that few samples make several blocks where one model is evaluated for all
+    # A small limit gives several blocks where one model is evaluated for all clients.
     monkeypatch.setattr(_schedule, "SHARED_BATCH_SAMPLES", 20)
     run = played(name, case)
     whole = evaluation.evaluate(run.config, run._state)

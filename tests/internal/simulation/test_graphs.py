@@ -1,5 +1,7 @@
-"""CUDA graphs of local steps, on the pretended GPU: the same bits as without;
-refusals."""
+"""Tests of CUDA graphs of local steps, on the pretended GPU.
+
+Graphs change no bit of a run. What a graph cannot hold is refused.
+"""
 
 import contextlib
 
@@ -17,7 +19,7 @@ from pflcore.nn import Dropout
 from pflcore.train import _graphs, _probe
 from pflcore.train._engines import Chunk
 
-# one of each kind of step
+# There is one case for each kind of step.
 DIFFERENT = ("fedavg", "scaffold", "apfl", "fedrod", "perfedavg")
 
 
@@ -32,7 +34,7 @@ def dropped():
 
 
 def scaled(scale):
-    """A model whose forward pass multiplies by what `scale(x)` gives."""
+    """A model whose forward pass multiplies by the value of `scale(x)`."""
 
     class Scaled(nn.Module):
         def __init__(self):
@@ -51,7 +53,7 @@ def copied_from_host(x):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The pretended GPU, on which the second step of a shape is captured."""
+    """The pretended GPU, which captures the second step of a shape."""
     monkeypatch.setattr(_graphs, "CAPTURE_AFTER_STEPS", 1)
     with pretended_gpu() as device:
         yield str(device)
@@ -135,7 +137,10 @@ def test_graphs_of_an_engine_change_no_bit(gpu, engine):
 
 
 def test_dropout_draws_anew_in_every_replay(gpu):
-    """Random seeds are inputs: two replays at the same weights and samples differ."""
+    """Random seeds are inputs of a graph.
+
+    Two replays with the same weights and samples draw other numbers.
+    """
     run = play("fedavg", dropped, gpu)
     graph = next(iter(run.context.graphs._graphs.values()))
 
@@ -148,8 +153,10 @@ def test_dropout_draws_anew_in_every_replay(gpu):
 
 
 def test_a_frozen_random_number_is_found_before_round_1(gpu, monkeypatch):
-    """A step whose seed is no input of its graph gives other numbers than the
-    module."""
+    """The probe fails if a seed is no input of the graph.
+
+    The step then gives other numbers than the module.
+    """
     recordable = Chunk._recordable_step
 
     def frozen(self, step, w, which):
@@ -165,7 +172,10 @@ def test_a_frozen_random_number_is_found_before_round_1(gpu, monkeypatch):
 
 
 def test_frozen_weights_of_one_probe_client_are_found(gpu, monkeypatch):
-    """A large model's probe has one client: its first replay has other weights, too."""
+    """The first replay of a probe with one client has other weights.
+
+    The probe of a large model has one client.
+    """
     recordable = Chunk._recordable_step
 
     def frozen(self, step, w, which):
@@ -238,7 +248,7 @@ def test_larger_inputs_move_the_arena(graphs):
         4.0,
     ]
 
-    # What was captured before the move is captured again.
+    # A graph that was captured before the move is captured again.
     assert graphs.run("double", double, on_gpu(3.0))["twice"].tolist() == [6.0]
     assert graphs.replays == 0
     assert graphs.run("double", double, on_gpu(4.0))["twice"].tolist() == [8.0]
@@ -286,7 +296,10 @@ def test_pretended_graphs_freeze_what_python_decides(gpu):
 
 
 def test_pretended_graphs_share_memory(gpu):
-    """A replay makes the results of the others invalid, as one pool of memory may."""
+    """A replay makes the results of other graphs invalid.
+
+    On a GPU this can happen, because graphs share one pool of memory.
+    """
     one, two = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     x = torch.ones(3).to(gpu)
     with torch.cuda.graph(one):

@@ -1,5 +1,7 @@
-"""Ctrl-C at any time: what was played has its record everywhere, and the run goes on
-from there."""
+"""Tests of Ctrl-C at any time.
+
+Each finished round is in the record, and the run continues from there.
+"""
 
 import signal
 

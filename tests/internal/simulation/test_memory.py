@@ -1,5 +1,8 @@
-"""Memory that runs out, on a GPU or beside it: one sentence, the record whole, the
-state that of the last round."""
+"""Tests of runs that find too little memory.
+
+The memory is that of a GPU or of the host. The run ends with an error of one sentence.
+The record is whole, and the state is that of the last round.
+"""
 
 import pytest
 import torch
@@ -73,8 +76,8 @@ def kept_by(model, count, place=None):
     return memory.activation_bytes(net, *given)
 
 
-# of a sample the hidden layer's 5 numbers and the 4 scores; of a batch the sum of
-# weights
+# For a sample these are the hidden layer's 5 numbers and the 4 scores. For a batch it
+# is the sum of weights.
 @pytest.mark.parametrize("count", [1, 2, 50])
 def test_a_step_keeps_what_lies_between_its_layers(count):
     assert kept_by(tiny_model(), count) == 4 * (9 * count + 1)
@@ -86,7 +89,8 @@ def test_frozen_weights_are_not_what_a_step_keeps():
         made[1].weight.requires_grad_(False)
         return made
 
-    assert kept_by(model, 2) == 4 * (9 * 2 + 1)  # its input is not needed
+    # The input of the model is not needed.
+    assert kept_by(model, 2) == 4 * (9 * 2 + 1)
 
 
 def test_what_is_saved_twice_is_kept_once():
@@ -156,8 +160,10 @@ def test_a_run_whose_batches_do_not_fit_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("engine, block", [("vmap", 64), ("loop", None)])
 def test_what_is_computed_at_once_can_be_less(monkeypatch, engine, block):
-    """Before a run and in it: where clients are computed in blocks, their size is a
-    remedy."""
+    """The error names the size of the blocks as a remedy.
+
+    This holds before a run and during it, where clients are computed in blocks.
+    """
     words = (
         f"compute fewer clients at once (clients_per_block, here {block}), let fewer"
     )
@@ -173,7 +179,10 @@ def test_what_is_computed_at_once_can_be_less(monkeypatch, engine, block):
 
 
 def test_captured_steps_count_twice():
-    """A graph has memory of its own, beside that of the steps that are not captured."""
+    """A graph has memory of its own.
+
+    Steps that are not captured need their memory, too.
+    """
     with pretended_gpu() as gpu:
         runs = [needed("vmap", device=str(gpu), graphs=g) for g in (True, False)]
     captured, eager = (run.peak_bytes() for run in runs)

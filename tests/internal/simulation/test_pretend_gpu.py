@@ -1,5 +1,7 @@
-"""The pretended card refuses what a card refuses, and counts what makes the host
-wait."""
+"""Tests of the pretended GPU.
+
+It refuses what a GPU refuses, and it counts the calls that make the host wait.
+"""
 
 import pretend_gpu
 import pytest
@@ -81,7 +83,7 @@ def test_a_generator_of_another_device_is_refused(device, generator):
         lambda t: t[0].long().bincount(),
         lambda t: t.repeat_interleave(t[:, 0].long(), 0),
         lambda t: torch.equal(t, t),
-        lambda t: t[torch.tensor([0])],  # indices of the CPU go there
+        lambda t: t[torch.tensor([0])],  # the indices are copied to the GPU
         lambda t: t.new_tensor([1.0]),
         lambda t: torch.tensor([1.0], device=t.device),
         lambda t: torch.zeros(3).to(t.device),
@@ -148,9 +150,9 @@ def test_sums_in_one_order_are_not_noted(call):
 
 
 def test_every_op_has_a_kernel_or_a_body_or_neither():
-    """A kernel that is added to csrc/cuda, or an op that has none, is known here."""
+    """A new op or kernel must be entered here."""
     ops = {name for name, value in vars(reference).items() if callable(value)}
-    # where products would be rounded
+    # A GPU calls these kernels where products would be rounded.
     listed = {"rank1_listed", "rank1_listed_backward"}
     assert (
         ops - {"chain_grad"} - {*pretend_gpu.COMPOSED} | listed == pretend_gpu.KERNELS
@@ -158,7 +160,7 @@ def test_every_op_has_a_kernel_or_a_body_or_neither():
 
 
 def on_card(op, gpu):
-    """An op of a chain that is called with the card's tensors, its program aside."""
+    """Calls a chain's op with tensors of the GPU, except the program."""
 
     def call(w, program, *rest):
         return op(w.to(gpu), program, *tree_map_only(Tensor, lambda t: t.to(gpu), rest))

@@ -1,5 +1,8 @@
-"""Very many clients: a round costs its cohort, rows may be on disk, and neither changes
-a result."""
+"""Tests of federations with very many clients.
+
+The cost of a round depends on its cohort only. Rows may be on disk. Neither changes a
+result.
+"""
 
 import json
 import os
@@ -26,7 +29,7 @@ from pflcore.train._random import draw_without_replacement
 
 
 def simulation(name, n=40, **options):
-    """Of n clients with two samples each."""
+    """A simulation of n clients with two samples each."""
     training = Training(lr=0.1, batch_size=2)
     data = options.pop("data", None) or images((2,) * n)
     return small(name, data, **{"training": training, "rounds": 4, **options})
@@ -64,7 +67,8 @@ def test_draws_are_distinct_and_their_own(n, count):
     assert n == count or not torch.equal(a, b)
 
 
-@pytest.mark.parametrize("n, count", [(5, 2), (9, 2)])  # the permutation, and the draws
+# Draws from 5 clients come from a permutation, those from 9 clients from single draws.
+@pytest.mark.parametrize("n, count", [(5, 2), (9, 2)])
 def test_every_client_is_drawn_as_often(n, count):
     times = Counter(
         i
@@ -72,7 +76,7 @@ def test_every_client_is_drawn_as_often(n, count):
         for i in draw_without_replacement(n, count, key).tolist()
     )
     expected = 4000 * count / n
-    # chi squared, 8 degrees: p < 3e-4
+    # The limit of chi squared with 8 degrees of freedom has p < 3e-4.
     assert (
         sum((times[i] - expected) ** 2 / (expected * (1 - count / n)) for i in range(n))
         < 30
@@ -98,7 +102,10 @@ def test_a_number_of_clients_is_evaluated_as_a_list_of_them_is():
 
 
 def test_weights_of_those_who_took_part_alone_are_read_as_everybodys():
-    """WAFFLE's report is a list of N, or of the cohort."""
+    """Weights of the cohort are read as weights of all clients.
+
+    WAFFLE reports N weights where all clients take part, and else those of the cohort.
+    """
     some = {"participation": 0.5, "rounds": 2, "every": 0}
     history = simulation("waffle", 6, **some).run()
     record = history.rounds[-1]
@@ -151,13 +158,13 @@ def test_rows_on_disk_change_nothing(name, tmp_path):
     x, new = a.data.x[:5], (torch.ones(4, 6), torch.tensor([0, 1, 0, 1]))
     for i in (0, 7, 39):
         equals(first.model(i)(x), second.model(i)(x))
-    # a newcomer meets fresh rows of those who never took part
+    # A client that joins later meets the rows of clients that never took part.
     equals(first.adapt(new, 2)(x), second.adapt(new, 2)(x))
 
 
 @pytest.mark.parametrize("every", [0, 1])
 def test_only_clients_that_took_part_take_room(tmp_path, every):
-    """An evaluation of everybody writes nothing."""
+    """An evaluation of all clients writes no rows."""
     run = simulation(
         "ditto", storage=tmp_path, participation=0.1, rounds=2, every=every
     )
@@ -180,8 +187,10 @@ def test_many_clients_are_evaluated_in_parts(tmp_path, monkeypatch):
 def test_parts_are_cut_between_those_who_are_computed_at_once(
     engine, tmp_path, monkeypatch
 ):
-    """Under vmap, where an evaluation trains, a client's last digits depend on its
-    block."""
+    """The parts of an evaluation do not divide a block.
+
+    Some evaluations train. Under vmap, a client's last digits then depend on its block.
+    """
     alg = FedRep(finetune_epochs=2)
     how = {
         "storage": tmp_path,
@@ -211,11 +220,15 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("held", [False, True])
 def test_full_disk_ends_the_run_with_its_last_state(held, tmp_path, monkeypatch):
-    """And no killed process: a mapped file that cannot grow ends it (SIGBUS)."""
+    """The process is not killed where the disk is full.
+
+    A mapped file that cannot grow would end the process by SIGBUS.
+    """
     run = simulation("ditto", storage=tmp_path, participation=0.2)
 
     def becomes_full(round, record):
-        assert not held or run.state.round == round  # then the run goes on with a copy
+        # Where the state is held outside, the run continues with a copy.
+        assert not held or run.state.round == round
         full_disk(monkeypatch)
 
     rows = "a copy of the state needs" if held else "this round's rows need"
@@ -242,8 +255,10 @@ def test_what_does_not_fit_goes_to_disk_by_itself(monkeypatch):
 
 
 def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
-    """Only the rows of clients that were seen are in it; the others' are a fresh
-    client's wherever the run goes on."""
+    """A checkpoint has only the rows of clients that took part.
+
+    The other clients have the rows of new clients, on disk as in memory.
+    """
     data, options = images((2,) * 12), {"rounds": 6, "participation": 0.2, "every": 0}
     whole = simulation("ditto", data=data, **options).run()
     half = simulation("ditto", data=data, storage=tmp_path, **options)

@@ -1,4 +1,4 @@
-"""The steps of a round: only the last one, `commit`, writes to the state."""
+"""Tests that of a round's steps only `commit` writes to the state."""
 
 import copy
 

@@ -1,5 +1,8 @@
-"""A cohort is computed in blocks that are made of all of it: cut at their borders in
-any way, its bits are the same."""
+"""Tests of the blocks in which a cohort is computed.
+
+The blocks depend on the whole cohort. A cohort that is cut at their borders has the
+same bits as the whole.
+"""
 
 import pytest
 import torch
@@ -47,7 +50,7 @@ def cases():
 
 
 def of_parts(setting, block):
-    """What hooks make of each block by itself, the last first."""
+    """The results of all hooks for each block, the last block first."""
     return [
         (at, of_hooks(setting, EVERYBODY[at], block[at]))
         for at in split_by_block(EVERYBODY, block)

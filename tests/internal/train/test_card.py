@@ -1,5 +1,8 @@
-"""The trial before round 1 on a card, whose float32 convolutions round to TF32, and the
-flags of torch's that a run sets there: all on a pretended card."""
+"""Tests of the probe and of torch's flags on a pretended GPU.
+
+The probe runs before round 1. A GPU's float32 convolutions round to TF32. A run sets
+flags of torch and puts them back.
+"""
 
 import threading
 
@@ -19,7 +22,7 @@ CARD = torch.device("cuda")
 
 
 class Block(nn.Module):
-    """Two convolutions around which the input goes, too."""
+    """Two convolutions, with a convolution of the input added to their result."""
 
     def __init__(self, inputs, outputs, stride):
         super().__init__()
@@ -34,13 +37,13 @@ class Block(nn.Module):
 
 
 class Fixed(nn.Module):
-    """A layer that knows float32 alone."""
+    """A layer that computes in float32 only."""
 
     def forward(self, x):
         return x.float()
 
 
-# so many that rounding is magnified
+# Inputs, outputs and stride of each block. So many blocks magnify the rounding.
 DEEP = ((4, 4, 1), (4, 8, 2), (8, 8, 1), (8, 16, 2))
 FLAT = ((4, 4, 2),)
 
@@ -63,8 +66,10 @@ def on(gpu, blocks, *more):
 
 
 def rounded(net, data):
-    """In what vmap is not the module in the model's own dtype, as a card rounds by
-    default."""
+    """The mismatch between vmap and the module in the model's dtype.
+
+    The products are rounded, as is a GPU's default.
+    """
     return make_probe(net, data).difference(Engine("vmap"))
 
 
@@ -99,7 +104,7 @@ def test_a_model_of_fixed_dtype_is_judged_without_tf32():
 
 
 class Fails(nn.Module):
-    """A layer that vmap does not carry in float32."""
+    """A layer that fails under vmap in float32."""
 
     def forward(self, x):
         if (
@@ -118,7 +123,7 @@ def test_an_engine_that_fails_in_the_models_dtype_is_not_taken():
 
 
 def test_a_wrong_gradient_is_refused_on_a_card_too(monkeypatch):
-    """A share of the largest that float32 would not see."""
+    """The gradient is wrong by a part that float32 would not show."""
     old = engines.gradients
 
     def wrong(*inputs, vmap, **options):
@@ -146,7 +151,7 @@ def flags():
 
 @pytest.fixture(params=[False, True])
 def other(request):
-    """torch's flags as they come, and as a user may set them."""
+    """Flags of torch: the defaults, or values that a user may set."""
     before = flags()
     torch.backends.cudnn.benchmark = request.param
     if request.param:

@@ -1,5 +1,8 @@
-"""One score a target is handed to losses and metrics in the form that they take, at
-any scale."""
+"""Tests of the form in which losses and metrics receive single scores.
+
+A model has one score for each target. The form does not depend on the scale of the
+scores.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Modules as functions of flat rows."""
+"""Tests of modules as functions of flat rows."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,7 +30,7 @@ class Buffered(nn.Module):
 def test_buffers_are_a_row_of_their_own():
     net = Net(Buffered)
     assert net.buffer_names == ["seen", "norm.running_mean", "norm.running_var"]
-    # the integer ones, table and num_batches_tracked, are no model
+    # The integer buffers, table and num_batches_tracked, are not in the row.
     assert net.b0.tolist() == [0] + [0] * 4 + [1] * 4
     x = torch.randn(8, 4) + 2
     with forward_context(True, net.b0):
@@ -45,9 +45,11 @@ def test_buffers_are_a_row_of_their_own():
     assert net.b0.tolist() == [0] * 5 + [1] * 4 and forward_state.buffers is None
     with forward_context(False, after):
         scores = net(net.w0, x)
-        assert forward_state.buffers is after  # evaluation reads them only
+        # Evaluation only reads the buffers.
+        assert forward_state.buffers is after
     torch.testing.assert_close(scores, module.eval()(x))
-    assert not torch.equal(net(net.w0, x), scores)  # outside: the model's own
+    # Outside of a context, the model uses its own buffers.
+    assert not torch.equal(net(net.w0, x), scores)
 
 
 def test_modes_nest_and_are_the_threads_own():

@@ -1,5 +1,8 @@
-"""The path that trains a model is the model: the trial that proves it, and what takes
-the fast path."""
+"""Tests of the engine that trains a model.
+
+The probe proves that the engine computes the model itself. Other tests name the models
+that a fast engine trains.
+"""
 
 from dataclasses import replace
 

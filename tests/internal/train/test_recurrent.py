@@ -1,5 +1,4 @@
-"""Recurrent layers written out: torch's own, value and gradient, in everything they
-take."""
+"""Tests of recurrent layers, values and gradients, against torch's own layers."""
 
 import copy
 import itertools
