@@ -6,7 +6,7 @@ BIN := .venv/bin
 WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-deep lint hooks build portability wheels sharded flower lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
+.PHONY: demo test test-deep lint hooks build portability wheels ranks sharded flower lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
 
 # torch comes first: the kernels are built against the torch that is there; ninja, on the path, compiles files side by side
 .venv/tools: pyproject.toml
@@ -53,6 +53,10 @@ portability:
 # wheels of the CPU kernels for x86-64 and aarch64, each for every Python and every torch >= 2.10, and tries of them: gigabytes of downloads
 wheels: build
 	.ci/wheels
+
+# one run on one, two and three processes, which give the same models
+ranks: build
+	$(BIN)/python examples/ranks.py
 
 # a personalized server step over two processes, held to one process
 sharded: build

@@ -59,7 +59,7 @@ class Options:
         plot: with "scale": write its picture to this file
     """
 
-    op: tuple[Literal["all", "scale"] | Op, ...] = ("all",)
+    op: tuple[Literal["all", "scale", "ranks"] | Op, ...] = ("all",)
     workload: tuple[Work, ...] = ()
     rounds: int | None = None
     quick: bool = False
@@ -90,8 +90,10 @@ def run(options: Options) -> int:
 
 def _measure(options: Options) -> tuple[Any, str]:
     """The measurements and the printed table."""
-    from bench import published, scale
+    from bench import published, ranks, scale
 
+    if "ranks" in options.op:
+        return ranks.run(options.quick)
     if "scale" in options.op:
         return scale.run(options.quick, options.seconds, options.plot)
     megabytes = 128 if options.quick else 512

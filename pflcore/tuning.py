@@ -35,6 +35,7 @@ from pflcore.results.table import markdown_table
 from pflcore.simulation import Simulation
 from pflcore.simulation._describe import content_digest
 from pflcore.simulation._evaluate import evaluate
+from pflcore.simulation._ranks import ONE_RANK, Ranks
 from pflcore.simulation._settings import Evaluation, Hardware
 from pflcore.simulation._state import RunConfig, State, flatten_state
 from pflcore.simulation.checkpoint import Checkpoint, load, lock, save
@@ -316,10 +317,15 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     search.use_initial = search.states is None and rounds == 0
     base = Candidate({}, algorithm, training)
     # A net with a single score needs data to know whether that is the score of a class.
-    scores_classes = search.simulation(base, 0).context.net.scores_classes
+    config = search.simulation(base, 0).config
+    scores_classes = config.context.net.scores_classes
+    search.ranks = config.ranks
     classes = scores_classes and not protocols[0].data.y.is_floating_point()
     search.selection = selection_metric(metric, classes, higher_is_better)
-    with lock(path) if path else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        with search.ranks.together("the folder of the grid search"):
+            if path and search.ranks.is_first:
+                stack.enter_context(lock(path))
         search.play(trials, base, log)
     if all(trial.score == -math.inf for trial in trials):
         reason = trials[0].stopped or "values that are not finite"
@@ -375,6 +381,7 @@ class _Search:
         use_initial: True takes the initial states as trained.
         memory: The last trained state, by its name.
         key: The header as text, from which the names of states on disk are made.
+        ranks: The processes that search together; the first one alone writes.
     """
 
     protocols: list[StudyProtocol]
@@ -387,6 +394,7 @@ class _Search:
     use_initial: bool = False
     memory: dict[str, TrainedState] = field(default_factory=dict)
     key: str = ""
+    ranks: Ranks = ONE_RANK
 
     def simulation(self, candidate: Candidate, run: int) -> Simulation:
         """The simulation that trains a candidate with protocol number `run`."""
@@ -430,28 +438,47 @@ class _Search:
         self.key = _key(header)
         lines: dict[str, Any] = {}  # the results, by candidate and protocol
         record = {"header": header, "lines": lines}
-        if self.folder and Checkpoint(self.folder).exists:
-            earlier = load(self.folder)[1]
-            if earlier.get("header") != to_json(header):
-                raise ValueError(
-                    f"folder: {self.folder} holds the results of another grid or other "
-                    "data; name another folder."
-                )
-            lines |= earlier["lines"]
+        if self.folder:
+            # Only the first rank may see the folder.
+            lines |= self.ranks.from_first(
+                "the results of the grid search", lambda: self._recorded_lines(header)
+            )
         for run in range(len(self.protocols)):
             for number, trial in enumerate(trials, 1):
                 candidate = trial.candidate
                 key = _key([candidate.options, run])
                 if key not in lines:
                     lines[key] = self.score(candidate, run)
-                    if self.folder:
-                        save(self.folder, {}, record)
+                    self._save(record)
                 stopped = lines[key]["stopped"]
                 values = torch.tensor(lines[key]["values"], dtype=torch.float64)
                 trial.stopped = trial.stopped or stopped
                 trial.values.append(values)
                 result = stopped or f"{trial.score:.5f}"
-                say(f"{number}/{len(trials)} {candidate}: {result}")
+                if self.ranks.is_first:
+                    say(f"{number}/{len(trials)} {candidate}: {result}")
+
+    def _recorded_lines(self, header: dict[str, Any]) -> dict[str, Any]:
+        """The results in the folder.
+
+        Raises ValueError where they are those of another search.
+        """
+        if not self.folder or not Checkpoint(self.folder).exists:
+            return {}
+        earlier = load(self.folder)[1]
+        if earlier.get("header") != to_json(header):
+            raise ValueError(
+                f"folder: {self.folder} holds the results of another grid or other "
+                "data; name another folder."
+            )
+        lines: dict[str, Any] = earlier["lines"]
+        return lines
+
+    def _save(self, record: dict[str, Any]) -> None:
+        """Writes the results so far, where there is a folder for them."""
+        with self.ranks.together("the record of the grid search"):
+            if self.folder and self.ranks.is_first:
+                save(self.folder, {}, record)
 
     def trained(
         self, candidate: Candidate, run: int
@@ -482,12 +509,10 @@ class _Search:
         if self.folder is not None:
             digest = content_digest([name, self.key])
             keeper = Checkpoint(self.folder / f"state-{digest}")
-            if keeper.exists:
-                simulation.restore(keeper.folder)
         # The trial has the text of this warning.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
-            history = simulation.run(checkpoint=keeper)
+            history = simulation.run(checkpoint=keeper, resume=keeper is not None)
         if history.failed:  # a fault of the machine and not of the candidate
             raise MemoryError(history.stopped)
         return simulation.state, history.stopped

@@ -51,7 +51,9 @@ from pflcore.simulation import (
     run_each_target,
 )
 from pflcore.simulation._attacks import Adversary, Attack
+from pflcore.simulation._ranks import ONE_RANK, Ranks, find_ranks
 from pflcore.simulation.checkpoint import Checkpoint
+from pflcore.simulation.executor import OneByOne
 from pflcore.train import Training
 from pflcore.train._net import Net
 
@@ -91,6 +93,11 @@ class Options:
         clients_per_block: clients that train at once under vmap, at most; another
             number changes last digits; 64 on a CPU, 128 on a GPU if not said
         graphs: on a GPU: capture local steps as CUDA graphs
+        ranks: auto: the processes that torchrun started share the clients; 1: each of
+            them plays the whole command alone
+        rank_timeout: minutes that these processes wait for each other
+        debug: compute one client after another in plain torch, and log each of them on
+            stderr
         clip: longest update of a client (Euclidean norm); a longer one is shortened
             to it
         attack: attack of the bad clients; only the others are evaluated
@@ -124,6 +131,9 @@ class Options:
     device: str = "cpu"
     clients_per_block: PositiveInt | None = None
     graphs: bool = True
+    ranks: Literal["auto", 1] = "auto"
+    rank_timeout: PositiveFloat = 30.0
+    debug: bool = False
     clip: PositiveFloat | None = None
     attack: Attack | None = None
     attack_clients: tuple[int, ...] | None = None
@@ -143,7 +153,15 @@ class Options:
             device_of(self.device),
             clients_per_block=self.clients_per_block,
             graphs=self.graphs,
+            ranks=self.ranks,
+            rank_timeout=self.rank_timeout,
+            executor=OneByOne() if self.debug else None,
         )
+
+    @property
+    def started_ranks(self) -> Ranks:
+        """The processes that play the command together."""
+        return find_ranks(self.rank_timeout) if self.ranks == "auto" else ONE_RANK
 
     @property
     def robustness(self) -> Robustness:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import re
 import shutil
 import sys
@@ -31,6 +32,7 @@ from pflcore.check import (
 )
 from pflcore.cli import _experiment as experiment
 from pflcore.cli._experiment import Job, NamedFunction, Options
+from pflcore.cli._follow import NoProgress, NoRecord
 from pflcore.cli._options import dataclass_of_arguments, option_fields, parse
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation
 from pflcore.metrics import human_bytes
@@ -56,6 +58,7 @@ from pflcore.results.record import (
 )
 from pflcore.simulation import History, checkpoint
 from pflcore.simulation import _describe as describe
+from pflcore.simulation._ranks import Ranks
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training
 
@@ -262,6 +265,38 @@ def _run_jobs(
         output: The options of the folder.
     """
     options = jobs[0].options
+    if options.debug:
+        logging.basicConfig(level=logging.DEBUG, format="%(message)s")
+    ranks = options.started_ranks
+    with ranks.together("the check of the command's options"):
+        if ranks.is_first:
+            _check_output(jobs, output)
+        data = experiment.load_federation(options, cut)
+        model = experiment.make_model(options, data, shape)
+        begun = output.resume and Checkpoint(output.out or "").exists
+        if ranks.is_first and not begun:
+            plans = _try_jobs(jobs, data, model)
+            if output.dry_run:
+                print("\n".join([data.summary(), *plans]))
+    if output.dry_run:
+        return 0
+    command = experiment.describe_jobs(jobs, cut, shape)
+    command["federation"] = describe.describe_data(data)
+    own_fields = {"partition_options": cut, "model_options": shape}
+    with contextlib.ExitStack() as stack:
+        with ranks.together("the folder of the command"):
+            done: set[str] = set()
+            runner = _JobRunner(
+                data, model, own_fields, output, Path(), NoRecord(), NoProgress(), ranks
+            )
+            if ranks.is_first:
+                done = _open_folder(stack, runner, jobs, to_json(command), begun)
+        done = ranks.from_first("the jobs that are done", lambda: done)
+        return _play_and_report(runner, jobs, done)
+
+
+def _check_output(jobs: Sequence[Job], output: OutputOptions) -> None:
+    """Raises ValueError where the command cannot write what its options say."""
     names = [name_of(job.algorithm) for job in jobs]
     known = output.baseline in (None, *names)
     require(known, "baseline", "one of the algorithms that run", output.baseline)
@@ -269,32 +304,43 @@ def _run_jobs(
         _check_folder(output.out, output)
     has_folder = not output.resume or output.out is not None
     require(has_folder, "resume", "the folder of the run with --out", None)
-    data = experiment.load_federation(options, cut)
-    model = experiment.make_model(options, data, shape)
-    begun = output.resume and Checkpoint(output.out or "").exists
-    plans = [] if begun else _try_jobs(jobs, data, model)
-    if output.dry_run:
-        print("\n".join([data.summary(), *plans]))
-        return 0
-    command = experiment.describe_jobs(jobs, cut, shape)
-    command["federation"] = describe.describe_data(data)
-    own_fields = {"partition_options": cut, "model_options": shape}
-    num_rounds = sum(job.num_rounds(data.n) for job in jobs)
-    with Progress(num_rounds, output.quiet) as progress:
-        folder = output.out
-        if folder is None:
-            folder = _new_folder(names, options.data, options.partition or "")
-        with checkpoint.lock(folder):
-            done = _prepare_folder(folder, output, to_json(command), begun, progress)
-            path = folder / RECORD_FILE
-            with RecordWriter(path, goes_on=begun) as record:
-                if not begun:
-                    checkpoint.save(folder, {}, {"command": to_json(command)})
-                progress.say(f"{data.summary()}\nRecord: {path}")
-                runner = _JobRunner(
-                    data, model, own_fields, output, folder, record, progress
-                )
-                return _play_and_report(runner, jobs, done)
+
+
+def _open_folder(
+    stack: contextlib.ExitStack,
+    runner: _JobRunner,
+    jobs: Sequence[Job],
+    command: Facts,
+    begun: bool,
+) -> set[str]:
+    """Gives the runner its folder, record and bar; returns the jobs that are done.
+
+    Args:
+        stack: closes them at its end
+        runner: what plays the jobs
+        jobs: the runs of the command
+        command: the facts of the command
+        begun: True where the command goes on with the record that is in the folder
+    """
+    options = jobs[0].options
+    output = runner.output
+    num_rounds = sum(job.num_rounds(runner.data.n) for job in jobs)
+    progress = stack.enter_context(Progress(num_rounds, output.quiet))
+    folder = output.out
+    if folder is None:
+        names = [name_of(job.algorithm) for job in jobs]
+        folder = _new_folder(names, options.data, options.partition or "")
+    stack.enter_context(checkpoint.lock(folder))
+    done = _prepare_folder(folder, output, command, begun, progress)
+    path = folder / RECORD_FILE
+    record = stack.enter_context(RecordWriter(path, goes_on=begun))
+    if not begun:
+        checkpoint.save(folder, {}, {"command": command})
+    progress.say(f"{runner.data.summary()}\nRecord: {path}")
+    runner.folder = folder
+    runner.record = record
+    runner.progress = progress
+    return done
 
 
 def _prepare_folder(
@@ -337,6 +383,8 @@ def _play_and_report(
     runner: _JobRunner, jobs: Sequence[Job], done: Collection[str]
 ) -> int:
     """Plays the jobs and makes table and pictures; returns the exit code."""
+    if not runner.ranks.is_first:
+        return runner.play(jobs, done)
     path = runner.record.path
     try:
         status = runner.play(jobs, done)
@@ -397,6 +445,7 @@ class _JobRunner:
         folder: the folder of the record
         record: the record, open for writing
         progress: the progress bar, which prints messages
+        ranks: the processes that play the jobs together; the first one alone writes
     """
 
     data: Federation
@@ -404,8 +453,9 @@ class _JobRunner:
     header_fields: Line
     output: OutputOptions
     folder: Path
-    record: RecordWriter
-    progress: Progress
+    record: RecordWriter | NoRecord
+    progress: Progress | NoProgress
+    ranks: Ranks
 
     def play(self, jobs: Sequence[Job], done: Collection[str]) -> int:
         """Plays the jobs whose names are not in `done`.
@@ -432,7 +482,7 @@ class _JobRunner:
                 "from the last checkpoint."
             )
             return 130
-        if not has_failed:
+        if self.ranks.is_first and not has_failed:
             shutil.rmtree(checkpoints, ignore_errors=True)
         return 1 if has_stopped else 0
 
@@ -446,7 +496,9 @@ class _JobRunner:
         simulation = job.simulation(self.data, self.model)
         every = self.output.checkpoint_every
         place = Checkpoint(folder, every, self.output.checkpoint_minutes)
-        if place.exists and not job.for_each:
+        # Only the first rank may see the folder.
+        exists = self.ranks.from_first("the job's checkpoint", lambda: place.exists)
+        if exists and not job.for_each:
             simulation.restore(folder)
         header = job.header(simulation) | self.header_fields
         self.progress.say(_plan_line(header))
@@ -477,7 +529,7 @@ class _JobRunner:
         if history.stopped:
             self.progress.say(f"{job.name}: {history.stopped}")
         self.progress.skip(job.num_rounds(self.data.n) - played)
-        if not (history.interrupted or history.failed):
+        if self.ranks.is_first and not (history.interrupted or history.failed):
             shutil.rmtree(folder, ignore_errors=True)
         return history
 

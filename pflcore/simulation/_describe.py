@@ -465,20 +465,24 @@ def _digest_bytes(tensor: Tensor) -> memoryview:
     return numbers.view(torch.uint8).numpy().data
 
 
-def first_difference(there: Any, here: Any, name: str = "") -> str | None:
+def first_difference(
+    there: Any, here: Any, name: str = "", places: tuple[str, str] = ("there", "here")
+) -> str | None:
     """The first difference of two descriptions in words, if there is one.
 
     Args:
         there: The description of another run.
         here: The description of this run.
         name: The key under which both stand.
+        places: The words for where each description comes from.
     """
     if not (isinstance(there, dict) and isinstance(here, dict)):
         if there == here:
             return None
-        return f"{name} is {summarize(there)} there and {summarize(here)} here"
+        first, second = places
+        return f"{name} is {summarize(there)} {first} and {summarize(here)} {second}"
     for key in {**there, **here}:
-        difference = first_difference(there.get(key), here.get(key), str(key))
+        difference = first_difference(there.get(key), here.get(key), str(key), places)
         if difference is not None:
             return difference
     return None

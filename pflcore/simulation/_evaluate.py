@@ -18,6 +18,7 @@ from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import checked, require
 from pflcore.metrics import Metric, measured_by
 from pflcore.simulation._state import RunConfig, State, client_rows
+from pflcore.simulation.executor import CohortWork
 from pflcore.train import Clients
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
 from pflcore.train._losses import without_masked
@@ -82,21 +83,39 @@ def evaluate_clients(
     ids = ids[size[ids] > 0]
     require(len(ids), "split", "a split of which a client has samples", split)
     block_numbers = assign_blocks(config.context, ids, size[ids])
-    chunks = evaluation_parts(config, state, block_numbers)
+
+    def compute(positions: Tensor) -> Tensors:
+        return _evaluate_part(
+            config, state, split, ids[positions], metrics, block_numbers[positions]
+        )
+
+    place = f"the evaluation on {split} after round {state.round}"
+    work = CohortWork(place, ids, size[ids], block_numbers, compute)
     repeating = REPEATABLE_FLAGS.set_for(config.context.net.w0.device)
     with single_threaded(config.fits_one_thread(len(ids))), repeating:
-        parts = [
-            _evaluate_chunk(
-                config, state, split, ids[chunk], metrics, block_numbers[chunk]
-            )
-            for chunk in chunks
-        ]
+        values = config.executor.run(work)
+    return {"clients": ids, **values, "size": size[ids]}
+
+
+def _evaluate_part(
+    config: RunConfig,
+    state: State,
+    split: str,
+    ids: Tensor,
+    metrics: Metrics,
+    block_numbers: Tensor,
+) -> Tensors:
+    """The values [S] of the clients `ids`, float64 on the CPU."""
+    chunks = evaluation_parts(config, state, block_numbers)
+    parts = [
+        _evaluate_chunk(config, state, split, ids[chunk], metrics, block_numbers[chunk])
+        for chunk in chunks
+    ]
     order = torch.cat(chunks).argsort()
-    values = {"clients": ids}
+    values = {}
     for name in parts[0]:
         column = torch.cat([part[name] for part in parts])
         values[name] = column.double().cpu()[order]
-    values["size"] = size[ids]
     return values
 
 

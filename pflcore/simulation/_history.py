@@ -40,6 +40,7 @@ class History:
         failed: True where an error ended the run, or a lack of memory.
         state: The state after the last round of `rounds`.
         models: The personalized models of the last state, see `model`.
+        rank: The number of this process among those that played the run together.
     """
 
     header: Record
@@ -49,6 +50,7 @@ class History:
     failed: bool = False
     state: State | None = None
     models: LazyModels | Sequence[Personalized] | None = None
+    rank: int = 0
 
     def __repr__(self) -> str:
         words = [
@@ -148,7 +150,11 @@ class History:
         federation the manifest has each client's mean and deviation, and says how they
         scale raw features. Raises ValueError where the run kept no model, OSError where
         the folder cannot be written.
+
+        Of several ranks that played the run only the first one writes.
         """
+        if self.rank:
+            return
         export_models(map(self.model, range(self.header["n"])), self.header, folder)
 
     def model(self, client: int) -> Personalized:

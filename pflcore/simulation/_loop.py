@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from pflcore.algorithms import algorithm_of
@@ -30,6 +32,7 @@ from pflcore.check import (
 )
 from pflcore.data._federation import Federation
 from pflcore.metrics import metrics_of
+from pflcore.ops import backend
 from pflcore.simulation import _describe as describe
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation._describe import Record, RunDescription
@@ -37,6 +40,7 @@ from pflcore.simulation._evaluate import evaluate, evaluate_clients
 from pflcore.simulation._history import History
 from pflcore.simulation._log import log_engine, log_round
 from pflcore.simulation._models import LazyModels
+from pflcore.simulation._ranks import local_device
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._setup import (
     ModelSource,
@@ -47,7 +51,13 @@ from pflcore.simulation._setup import (
     training_data,
 )
 from pflcore.simulation._signals import defer_signals
-from pflcore.simulation._state import RunConfig, State, check_state, copy_state
+from pflcore.simulation._state import (
+    RunConfig,
+    State,
+    check_state,
+    copy_state,
+    flatten_state,
+)
 from pflcore.simulation.callbacks import Callback, check_record
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.round import sample_cohort, step
@@ -147,7 +157,10 @@ class Simulation:
         self.history: History | None = None
         # The records of all rounds up to the state, by `run` or a checkpoint.
         self._records: list[Record] = []
-        config, self._state = prepare_run(options, device_of(self.hardware.device))
+        device = device_of(self.hardware.device)
+        if self.hardware.ranks == "auto":
+            device = local_device(device)
+        config, self._state = prepare_run(options, device)
         # True where the caller may hold the state, so that the run needs a copy.
         self._state_shared = False
         scores_classes = config.context.net.scores_classes
@@ -227,7 +240,9 @@ class Simulation:
         the key "stopped". A lack of memory also sets "failed" in it. The state is then
         that of the last round that was yielded, and the run can continue from it.
         """
-        log_engine(self.config.algorithm, self.context)
+        ranks = self.config.ranks
+        if ranks.is_first:
+            log_engine(self.config.algorithm, self.context)
         while self._state.round < self.rounds:
             round = self._state.round + 1
             phase = "round"
@@ -235,22 +250,26 @@ class Simulation:
             record: Record = {}
             error: BaseException | str | None = None
             try:
-                ids = self._start_round(round)
-                self._state, outcome = step(self.config, self._state, ids)
-                record = describe.round_record(self._run, self._state, outcome)
-                phase = "the evaluation after round"
-                record["report"] = describe.round_report(
-                    self._run, self._state, outcome
-                )
-                record["eval"] = self._evaluate_round(round)
+                # A rank that is interrupted completes the round as the others do.
+                with defer_signals(ranks.count > 1):
+                    ids = self._start_round(round)
+                    self._state, outcome = step(self.config, self._state, ids)
+                    record = describe.round_record(self._run, self._state, outcome)
+                    phase = "the evaluation after round"
+                    record["report"] = describe.round_report(
+                        self._run, self._state, outcome
+                    )
+                    record["eval"] = self._evaluate_round(round)
             except BaseException as e:
+                ranks.tell(f"round {round}", e)
                 # An error of memory holds the round's frames with their tensors, so
                 # only its request is kept.
                 error = memory.failed_request(e) if memory.is_out_of_memory(e) else e
             if record:
                 # A round that was played counts, also without its evaluation.
                 record["seconds"] = float(f"{time.perf_counter() - start:.4g}")
-                log_round(record, self.rounds, outcome)
+                if ranks.is_first:
+                    log_round(record, self.rounds, outcome)
                 yield record
             if isinstance(error, BaseException):
                 raise error
@@ -320,6 +339,7 @@ class Simulation:
         self,
         on_round: Callback | Sequence[Callback] | None = None,
         checkpoint: Checkpoint | str | Path | None = None,
+        resume: bool = False,
     ) -> History:
         """Plays all rounds.
 
@@ -333,19 +353,62 @@ class Simulation:
                 each record as it is made. In a run that continues from a checkpoint
                 they are called first with the records of the rounds before.
             checkpoint: A folder, or a `Checkpoint`, which has the times, too. After a
-                crash `restore(folder).run()` of the same simulation returns what this
-                call would have returned. A checkpoint that cannot be written is a
-                warning.
+                crash `run(checkpoint=folder, resume=True)` of the same simulation
+                returns what this call would have returned. A checkpoint that cannot be
+                written is a warning.
+            resume: Goes on from the checkpoint where there is one, as `restore` does.
+                Where there is none, the run begins. It needs `checkpoint`.
         """
         check_torch_modes()
         callbacks = [on_round] if callable(on_round) else on_round or []
         if isinstance(checkpoint, str | Path):
             checkpoint = Checkpoint(checkpoint)
-        with store.lock(checkpoint.folder) if checkpoint else nullcontext():
-            if checkpoint:
-                # The folder may hold the checkpoint of another run.
-                self._save_checkpoint(checkpoint)
+        require(
+            checkpoint or not resume, "resume", "False without a checkpoint", resume
+        )
+        if checkpoint and resume:
+            self._restore_if_there(checkpoint)
+        ranks = self.config.ranks
+        if not ranks.is_first:  # the first rank alone writes and calls back
+            callbacks = []
+            checkpoint = None
+        with ExitStack() as stack:
+            stack.enter_context(_warnings_on(ranks.is_first))
+            with ranks.together("the beginning of the run"):
+                self._check_ranks_agree()
+                if checkpoint:
+                    stack.enter_context(store.lock(checkpoint.folder))
+                    # The folder may hold the checkpoint of another run.
+                    self._save_checkpoint(checkpoint)
             return self._run_rounds(callbacks, checkpoint)
+
+    def _check_ranks_agree(self) -> None:
+        """Raises ValueError on all ranks where one would play another run."""
+        ranks = self.config.ranks
+        if ranks.count == 1:
+            return
+        description = {
+            **self.identity(),
+            "digest of the initial weights": describe.content_digest(
+                self.context.net.w0
+            ),
+            "number of rounds played": self._state.round,
+            "digest of the state": describe.content_digest(flatten_state(self._state)),
+            # The number of threads changes no bit.
+            "kernels": str(backend()._replace(threads=1)),
+            "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        }
+        descriptions = ranks.exchange("the comparison of the ranks", description)
+        for rank, other in enumerate(descriptions):
+            difference = describe.first_difference(
+                descriptions[0], other, places=("on rank 0", f"on rank {rank}")
+            )
+            if difference is not None:
+                raise ValueError(
+                    f"ranks: rank {rank} would play another run than rank 0: "
+                    f"{difference}; give all ranks the same data and code, and seed "
+                    "what the script draws."
+                )
 
     def _run_rounds(
         self, callbacks: Sequence[Callback], checkpoint: Checkpoint | None
@@ -353,12 +416,13 @@ class Simulation:
         """Plays all rounds, in a folder that is locked."""
         # Without a history the records are those of a checkpoint.
         before = [] if self.history else list(self._records)
-        history = History(self.header(), before)
+        history = History(self.header(), before, rank=self.config.ranks.rank)
         self.history = history
         try:
-            for record, callback in itertools.product(before, callbacks):
-                callback(record["round"], record)
-            self._play_rounds(history, callbacks, checkpoint)
+            with self.config.ranks.together("the end of the run"):
+                for record, callback in itertools.product(before, callbacks):
+                    callback(record["round"], record)
+                self._play_rounds(history, callbacks, checkpoint)
         except Stop as stop:
             history.stopped = str(stop)
         except KeyboardInterrupt:
@@ -377,7 +441,7 @@ class Simulation:
             raise
         finally:
             history.state = self.state
-            history.models = LazyModels(self.config, history.state)
+            history.models = LazyModels(self.config.in_process, history.state)
         if not history.interrupted:
             self._warn_of_problems(history)
         return history
@@ -441,8 +505,11 @@ class Simulation:
         of the run. Raises OSError where it cannot be written, ValueError where another
         run writes into the folder.
         """
-        with store.lock(folder):
-            store.save_run(folder, self._run, self._state, self._records)
+        ranks = self.config.ranks
+        with ranks.together("the saving of a checkpoint"):
+            if ranks.is_first:
+                with store.lock(folder):
+                    store.save_run(folder, self._run, self._state, self._records)
 
     def restore(self, folder: str | Path) -> Simulation:
         """Takes up the checkpoint in `folder`, and returns the simulation itself.
@@ -457,6 +524,14 @@ class Simulation:
         self._state_shared = False
         self.history = None
         return self
+
+    def _restore_if_there(self, checkpoint: Checkpoint) -> None:
+        """Takes up a checkpoint where there is one."""
+        ranks = self.config.ranks
+        # The folder may be one that only the first rank sees.
+        exists = ranks.from_first("the checkpoint", lambda: checkpoint.exists)
+        if exists:
+            self.restore(checkpoint.folder)
 
     def _save_checkpoint_if_due(
         self, checkpoint: Checkpoint | None, record: Record
@@ -478,3 +553,14 @@ class Simulation:
             store.save_run(checkpoint.folder, self._run, self._state, self._records)
         except OSError as e:
             warn_caller(f"{e} The run goes on.", RuntimeWarning)
+
+
+@contextmanager
+def _warnings_on(wanted: bool) -> Iterator[None]:
+    """Keeps warnings inside of the block silent, unless they are wanted."""
+    if wanted:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

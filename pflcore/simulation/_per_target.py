@@ -78,10 +78,9 @@ def run_each_target(
             target_algorithm, model, data, training or Training(), **options
         )
         target_checkpoint = _target_checkpoint(checkpoint, target)
-        if target_checkpoint is not None and target_checkpoint.exists:
-            simulation.restore(target_checkpoint.folder)
         on_target_round = on_round and functools.partial(on_round, target)
-        run = simulation.run(on_target_round, target_checkpoint)
+        has_checkpoint = target_checkpoint is not None
+        run = simulation.run(on_target_round, target_checkpoint, resume=has_checkpoint)
         runs.append(run)
         if run.failed or (run.interrupted and run.stopped):
             break
@@ -135,6 +134,7 @@ def _merge_runs(
         interrupted=runs[-1].interrupted,
         failed=runs[-1].failed,
         models=models,
+        rank=runs[0].rank,
     )
 
 

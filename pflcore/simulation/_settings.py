@@ -13,6 +13,7 @@ from torch import Tensor
 from pflcore.check import Ids, NonNegativeInt, PositiveFloat, PositiveInt, checked
 from pflcore.metrics import Metric
 from pflcore.simulation._attacks import Adversary
+from pflcore.simulation.executor import Executor
 
 # A larger number of threads is a mistake.
 ThreadCount = Annotated[
@@ -101,6 +102,12 @@ class Hardware:
         clients_per_block: The most clients of a block under vmap. It changes last
             digits; None for 64 on a CPU and 128 on a GPU.
         graphs: On a GPU, capture local steps as CUDA graphs.
+        ranks: "auto" shares the clients among the processes that torchrun started; 1
+            lets each process play alone.
+        rank_timeout: Minutes for which processes wait for each other. The first run of
+            a process decides.
+        executor: What computes the clients of a cohort, see
+            `pflcore.simulation.executor`; None for this process, or for all ranks.
     """
 
     engine: Literal["auto", "chain", "loop", "vmap"] = "auto"
@@ -109,3 +116,6 @@ class Hardware:
     storage: str | Path = "auto"
     clients_per_block: PositiveInt | None = None
     graphs: bool = True
+    ranks: Literal["auto", 1] = "auto"
+    rank_timeout: PositiveFloat = 30.0
+    executor: Executor | None = None

@@ -23,6 +23,7 @@ from pflcore.data._protocols import mask_ignored_label, with_validation
 from pflcore.data._samples import SPLITS
 from pflcore.metrics import human_bytes
 from pflcore.ops._chain import has_kernels
+from pflcore.simulation._ranks import ONE_RANK, Ranks, find_ranks
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._state import (
     RunConfig,
@@ -32,6 +33,7 @@ from pflcore.simulation._state import (
     new_client_state,
 )
 from pflcore.simulation._storage import check_disk_space
+from pflcore.simulation.executor import AcrossRanks, Executor, InProcess, OneByOne
 from pflcore.train import Net, Training
 from pflcore.train import _memory as memory
 from pflcore.train._context import TrainContext
@@ -186,6 +188,15 @@ def _prepare_run(options: RunOptions, net: Net, device: str) -> tuple[RunConfig,
     hardware = options.hardware
     alg = options.algorithm
     data = options.data
+    ranks = ONE_RANK
+    if hardware.ranks == "auto":
+        ranks = find_ranks(hardware.rank_timeout)
+    executor = _select_executor(hardware, ranks)
+    engine = hardware.engine
+    workers = hardware.workers
+    if isinstance(executor, OneByOne):
+        engine = "loop"
+        workers = 1
     if device != "cpu":
         net = net.to(device)
         data = data.to(device)
@@ -193,19 +204,33 @@ def _prepare_run(options: RunOptions, net: Net, device: str) -> tuple[RunConfig,
         net,
         data,
         options.training,
-        hardware.engine,
-        hardware.workers,
+        engine,
+        workers,
         options.seed,
         options.rounds,
         hardware.clients_per_block,
         hardware.graphs,
     )
-    config = RunConfig(alg, context, options.robustness, options.batch_norm)
+    config = RunConfig(
+        alg,
+        context,
+        options.robustness,
+        options.batch_norm,
+        executor=executor,
+        ranks=ranks,
+    )
     folder = storage_folder(config, hardware.storage, options.participation)
     config = config._replace(folder=folder)
     peak = peak_bytes(config, options.participation)
     memory.check_fits_memory(peak, device, adjustable_clients_per_block(context))
     return config, initial_state(alg, context.net, data.n, folder)
+
+
+def _select_executor(hardware: Hardware, ranks: Ranks) -> Executor:
+    """The executor that the options name, or the one that uses all ranks."""
+    if hardware.executor is not None:
+        return hardware.executor
+    return InProcess() if ranks.count == 1 else AcrossRanks(ranks)
 
 
 # the memory -------------------------------------------------------------------
@@ -235,6 +260,9 @@ def peak_bytes(config: RunConfig, participation: float) -> int:
         # rows, trains in the evaluation.
         evaluation = training
     trained = cohort * (training + STATE_COPIES * client_bytes // n)
+    if config.ranks.count > 1:
+        # The rows of the whole cohort, as they come from the ranks and in their order.
+        trained += 2 * cohort * (row + client_bytes // n)
     in_threads = min(context.workers.count, cohort) if engine.name == "loop" else 0
     copies = (ROW_COPIES + 3 * in_threads) * row
     batches = batch_bytes(context, cohort)

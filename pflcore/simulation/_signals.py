@@ -13,34 +13,84 @@ ENDING_SIGNALS = [
 ]
 
 
-@contextlib.contextmanager
-def defer_signals() -> Iterator[None]:
-    """Holds back a signal that would end the program during the block.
+class Deferral:
+    """Signals that wait until a block is done.
 
-    The signal comes at the end of the block; a second one comes at once.
+    Attributes:
+        handlers: The handler that each signal had before the block.
+        received: The arguments of a handler, for each signal that came in the block.
     """
-    handlers: dict[int, Any] = {}
-    received: list[Any] = []  # the arguments of a handler for each signal
 
-    def receive(*arguments: Any) -> None:
-        """Keeps the first signal, and passes on the second."""
-        received.append(arguments)
-        if len(received) > 1:
-            handlers[arguments[0]](*arguments)
+    def __init__(self) -> None:
+        self.handlers: dict[int, Any] = {}
+        self.received: list[Any] = []
 
-    # Python calls handlers of signals in the main thread only.
-    if threading.current_thread() is threading.main_thread():
+    def receive(self, *arguments: Any) -> None:
+        """Keeps a signal for later. A second one comes at once."""
+        self.received.append(arguments)
+        if len(self.received) > 1:
+            self.handlers[arguments[0]](*arguments)
+
+    def install(self) -> None:
+        """Takes the place of the handlers that are there."""
         for number in ENDING_SIGNALS:
             handler = signal.getsignal(number)
             if callable(handler):
-                handlers[number] = handler
+                self.handlers[number] = handler
+        for number in self.handlers:
+            signal.signal(number, self.receive)
+
+    def uninstall(self) -> None:
+        """Puts the handlers back."""
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def deliver(self) -> None:
+        """Calls the handler of a signal that waits."""
+        if len(self.received) == 1:
+            arguments = self.received.pop()
+            self.handlers[arguments[0]](*arguments)
+
+
+_active: list[Deferral] = []  # of the main thread, the innermost last
+
+
+@contextlib.contextmanager
+def defer_signals(wanted: bool = True) -> Iterator[None]:
+    """Holds back a signal that would end the program during the block.
+
+    The signal comes at the end of the block; a second one comes at once.
+
+    Args:
+        wanted: False changes nothing.
+    """
+    if not wanted or threading.current_thread() is not threading.main_thread():
+        yield  # Python calls handlers of signals in the main thread only
+        return
+    deferral = Deferral()
+    _active.append(deferral)
     try:
-        for number in handlers:
-            signal.signal(number, receive)
+        deferral.install()
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if len(received) == 1:
-            arguments = received[0]
-            handlers[arguments[0]](*arguments)
+        deferral.uninstall()
+        _active.remove(deferral)
+        deferral.deliver()
+
+
+@contextlib.contextmanager
+def allow_signals() -> Iterator[None]:
+    """Lets signals come at once in a part of a block that holds them back."""
+    if not _active or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    deferrals = list(reversed(_active))
+    for deferral in deferrals:
+        deferral.uninstall()
+    try:
+        for deferral in deferrals:
+            deferral.deliver()
+        yield
+    finally:
+        for deferral in reversed(deferrals):
+            deferral.install()

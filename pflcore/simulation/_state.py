@@ -10,6 +10,8 @@ Symbols: N clients of the federation; S of them in the cohort; b numbers of batc
 running statistics.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +30,10 @@ from pflcore.algorithms._protocol import (
     apply,
 )
 from pflcore.check import PositiveInt, checked, require, summarize_kind
+from pflcore.simulation._ranks import ONE_RANK, Ranks
 from pflcore.simulation._settings import Robustness
 from pflcore.simulation._storage import check_disk_space, disk_bytes, stored_zeros
+from pflcore.simulation.executor import Executor, InProcess
 from pflcore.train import Net
 from pflcore.train._context import TrainContext
 
@@ -77,6 +81,8 @@ class RunConfig(NamedTuple):
         batch_norm: The policy for running statistics, see `batch_norm_policy`.
         folder: The folder with the files of client rows; None where the rows are in
             memory.
+        executor: What computes the clients of a cohort.
+        ranks: The processes that play the run together.
     """
 
     algorithm: Algorithm
@@ -84,12 +90,19 @@ class RunConfig(NamedTuple):
     robustness: Robustness = Robustness()
     batch_norm: str = "auto"
     folder: Path | None = None
+    executor: Executor = InProcess()
+    ranks: Ranks = ONE_RANK
 
     @property
     def averages(self) -> bool:
         """True where batch norm's statistics are averaged over clients."""
         net = self.context.net
         return batch_norm_policy(self.algorithm, net, self.batch_norm) == "average"
+
+    @property
+    def in_process(self) -> RunConfig:
+        """The same run for this process alone, which waits for no other rank."""
+        return self._replace(executor=InProcess(), ranks=ONE_RANK)
 
     def cohort(self, ids: Tensor, round: int, purpose: str = "send") -> Cohort:
         """The cohort of the clients `ids` [S].
@@ -145,7 +158,7 @@ def batch_norm_policy(alg: Algorithm, net: Net, batch_norm: str = "auto") -> str
 def initial_state(
     alg: Algorithm,
     net: Net,
-    n: "PositiveInt",
+    n: PositiveInt,
     folder: Path | None = None,
     clients: bool = True,
 ) -> State:

@@ -303,7 +303,9 @@ def restore_run(
     made on another machine or by another version.
     """
     alg = run.config.algorithm
-    tensors, facts = load(folder)
+    # The folder may be one that only the first rank sees.
+    ranks = run.config.ranks
+    tensors, facts = ranks.from_first("the checkpoint", lambda: load(folder))
     _check_identity(folder, facts.get("run"), run)
     try:
         reports = {

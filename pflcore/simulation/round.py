@@ -53,9 +53,12 @@ from pflcore.simulation._uploads import (
     drop_clients,
     non_finite_names,
 )
+from pflcore.simulation.executor import CohortWork, take_positions
 from pflcore.train import Clients
+from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
 from pflcore.train._random import draw_without_replacement
+from pflcore.train._schedule import assign_blocks
 from pflcore.train._workers import single_threaded
 
 __all__ = ["RunConfig", "initial_state", "step"]
@@ -81,7 +84,9 @@ def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutc
         result = train_cohort(config, state, ids)
         if adversary is not None:
             result = adversary.attack_uploads(result, alg.traits, state.server)
-        work = observe_clients(result, alg, state.server)
+        work = None
+        if config.ranks.is_first:
+            work = observe_clients(result, alg, state.server)
         # Statistics travel from every client that answers, accepted or not.
         buffer_bytes = result.buffers.nbytes if config.averages else 0
         result, outcome = accept(
@@ -90,6 +95,8 @@ def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutc
         outcome.bytes_down += buffer_bytes
         outcome.bytes_up += buffer_bytes
         changes = serve(alg, state, result, outcome, config.averages)
+        # No rank commits a round in which another has failed.
+        config.ranks.exchange(f"the commit of round {result.cohort.round}")
         log_clients(work, alg, result.cohort.round, outcome)
         return commit(state, changes, config.folder), outcome
 
@@ -109,17 +116,81 @@ def _check_cohort(alg: Algorithm, ids: Tensor) -> Tensor:
 
 
 def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
-    """Trains the clients `ids` [S] on their own data."""
-    with REPEATABLE_FLAGS.set_for(config.context.net.w0.device):
+    """Trains the clients `ids` [S] on their own data, by the run's executor."""
+    context = config.context
+    count = len(ids)
+    with REPEATABLE_FLAGS.set_for(context.net.w0.device):
         cohort = config.cohort(ids, state.round + 1)
+        # An algorithm may draw here for the whole cohort. So this is no work to share.
         down = config.algorithm.send(state.server, cohort)
         states_before = client_rows(config, state, ids, down)
         buffers = state.buffers[to_device(ids, state.buffers.device)]
-        clients = Clients(config.context, ids, cohort.round, buffers)
-        client_states, up, fit = config.algorithm.train(down, states_before, clients)
-        return CohortResult(
-            cohort, down, up, states_before, client_states, fit.buffers, fit.loss
+        block_numbers = assign_blocks(context, ids)
+
+        def compute(positions: Tensor) -> Tensors:
+            clients = Clients(
+                context,
+                ids[positions],
+                cohort.round,
+                take_positions(buffers, positions, count),
+                block_numbers[positions],
+            )
+            part_down = {
+                name: take_positions(value, positions, count)
+                for name, value in down.items()
+            }
+            part_states = {
+                name: take_positions(value, positions, count)
+                for name, value in states_before.items()
+            }
+            client_states, up, fit = config.algorithm.train(
+                part_down, part_states, clients
+            )
+            rows = {"buffers": fit.buffers, "loss": fit.loss}
+            rows |= {f"up.{name}": tensor for name, tensor in up.items()}
+            rows |= {f"client.{name}": tensor for name, tensor in client_states.items()}
+            return rows
+
+        work = CohortWork(
+            f"the training of round {cohort.round}",
+            ids,
+            _training_work(context, cohort.num_samples, block_numbers),
+            block_numbers,
+            compute,
         )
+        rows = config.executor.run(work)
+        return CohortResult(
+            cohort,
+            down,
+            _without_prefix(rows, "up."),
+            states_before,
+            _without_prefix(rows, "client."),
+            rows["buffers"],
+            rows["loss"],
+        )
+
+
+def _training_work(
+    context: TrainContext, num_samples: Tensor, block_numbers: Tensor
+) -> Tensor:
+    """The work [S] of each client's training, for the balance between processes.
+
+    Under vmap a block takes as many steps as its largest client.
+    """
+    if context.engine.name != "vmap":
+        return num_samples
+    blocks = block_numbers.unique(return_inverse=True)[1]
+    largest = num_samples.new_zeros(len(num_samples))
+    return largest.scatter_reduce(0, blocks, num_samples, "amax")[blocks]
+
+
+def _without_prefix(rows: Tensors, prefix: str) -> Tensors:
+    """The rows whose names begin with a prefix, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in rows.items()
+        if name.startswith(prefix)
+    }
 
 
 def warn_bad_upload(bad: BadUpload) -> None:

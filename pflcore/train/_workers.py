@@ -77,10 +77,14 @@ class Workers:
 
 
 def _available_cores() -> int:
-    """Number of cores that this process may use."""
+    """Number of cores that this process may use.
+
+    Processes that torchrun started on one machine share its cores.
+    """
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @contextmanager

@@ -1,0 +1,145 @@
+"""Runs on several ranks have the bits of a run in one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from parts.ranks import play_all
+from places import ROOT
+
+from pflcore import ALGORITHMS
+
+dist = pytest.importorskip("torch.distributed")
+has_gloo = dist.is_available() and dist.is_gloo_available()
+pytestmark = pytest.mark.skipif(not has_gloo, reason="this torch has no Gloo")
+
+PROGRAM = ROOT / "tests" / "parts" / "ranks.py"
+ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def run_torchrun(count, *words, **options):
+    """The completed process of torchrun with `count` ranks."""
+    command = [*TORCHRUN, f"--nproc-per-node={count}", *map(str, words)]
+    options = {"capture_output": True, "text": True, "timeout": 500} | options
+    return subprocess.run(command, env=ENVIRONMENT, **options)
+
+
+def digests_of_ranks(count, cases, folder):
+    """The digests of the cases on each of `count` ranks."""
+    run = run_torchrun(count, PROGRAM, json.dumps(cases), folder)
+    assert run.returncode == 0, run.stderr[-5000:]
+    files = [Path(folder, f"digests-{rank}.json") for rank in range(count)]
+    return [json.loads(file.read_text()) for file in files]
+
+
+def assert_equal_digests(count, cases, folder):
+    """Asserts that every rank has the digests of this process."""
+    want = play_all(cases)
+    by_rank = digests_of_ranks(count, cases, folder)
+    for rank, got in enumerate(by_rank):
+        for name, digests in want.items():
+            if rank:  # rank 0 alone writes checkpoints
+                digests = {
+                    k: v for k, v in digests.items() if not k.startswith("checkpoint")
+                }
+            assert got[name] == digests, f"rank {rank}, {name}"
+
+
+QUICK_CASES = [
+    {"algorithm": "fedavg", "model": "batch_norm", "engine": "vmap"},
+    {"algorithm": "scaffold", "model": "plain", "engine": "loop"},
+    {"algorithm": "ditto", "model": "plain", "engine": "vmap"},
+    {"algorithm": "feddwa", "participation": 0.15},  # one client: a rank has none
+    {"algorithm": "l2c", "participation": 1.0},
+    {"algorithm": "waffle", "bad_clients": [2], "clip": 0.5},
+    {"algorithm": "fedavg", "bad_clients": list(range(7))},  # void rounds
+]
+
+
+def test_two_ranks_have_the_bits_of_one_process(tmp_path):
+    assert_equal_digests(2, QUICK_CASES, tmp_path)
+
+
+# Every algorithm once, and six of them in other shapes.
+DEEP_CASES = [
+    *(
+        {"algorithm": name, "participation": 0.6, "clip": 0.4, "rounds": 2}
+        for name in ALGORITHMS
+    ),
+    *(
+        {"algorithm": name, "rounds": 2, **shape}
+        for name in ("scaffold", "apfl", "feddwa", "fedfomo", "qfedavg", "hypcluster")
+        for shape in (
+            {"model": "plain", "engine": "vmap"},
+            {"model": "batch_norm", "engine": "loop"},
+        )
+    ),
+]
+
+
+@pytest.mark.deep("three processes")
+def test_three_ranks_have_the_bits_of_one_process(tmp_path):
+    assert_equal_digests(3, DEEP_CASES, tmp_path)
+
+
+FAULTS = PROGRAM.with_name("rank_faults.py")
+# The ranks hear of each of these, and go on to the next.
+TOLD_FAULTS = {
+    "data": "ValueError: ranks: rank 1 would play another run than rank 0: digest of",
+    "weights": "rank 1 would play another run than rank 0: digest of the initial wei",
+    "options": "participation is 1.0 on rank 0 and 0.5 on rank 1; give all ranks the",
+    "callback": "rank 0 of 3 failed: OSError: no room for the record",
+    "stop": None,
+    "interrupt": None,
+    "model": "rank 1 of 3 failed: ValueError: the layer is too hot",
+    "memory": None,
+    "server": None,
+}
+
+
+def faults_of_ranks(ranks, faults, folder, **options):
+    """What each of `ranks` of three saw of the faults, and the run of torchrun."""
+    run = run_torchrun(3, FAULTS, folder, *faults, **options)
+    files = [Path(folder, f"faults-{rank}.json") for rank in ranks]
+    return [json.loads(file.read_text()) for file in files], run
+
+
+@pytest.mark.deep("three processes")
+def test_an_error_of_one_rank_ends_all_alike(tmp_path):
+    seen, run = faults_of_ranks(range(3), TOLD_FAULTS, tmp_path)
+
+    assert run.returncode == 0, run.stderr[-5000:]
+    for fault, words in TOLD_FAULTS.items():
+        first, second, third = (faults[fault] for faults in seen)
+        assert first["digest"] == second["digest"] == third["digest"], fault
+        assert first["rounds"] == second["rounds"] == third["rounds"], fault
+        if words is None:
+            assert first["error"] is second["error"] is third["error"] is None
+            assert first["stopped"] == second["stopped"] == third["stopped"], fault
+        else:
+            assert words in third["error"], fault
+            assert third["error"].count("\n") == 0, fault
+
+
+@pytest.mark.deep("three processes")
+def test_a_killed_rank_ends_the_others_in_one_sentence(tmp_path):
+    seen, run = faults_of_ranks((0, 2), ["killed"], tmp_path)
+
+    assert run.returncode != 0 and "SIGKILL" in run.stderr
+    for faults in seen:
+        assert faults["killed"]["rounds"] == 2
+        assert "another rank has ended" in faults["killed"]["error"]
+
+
+@pytest.mark.deep("three processes")
+def test_a_silent_rank_ends_the_others_after_the_timeout(tmp_path):
+    seen, _ = faults_of_ranks((0, 2), ["silent"], tmp_path)
+
+    for faults in seen:
+        assert faults["silent"]["rounds"] == 2
+        assert "silent for longer than the timeout" in faults["silent"]["error"]
