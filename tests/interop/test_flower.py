@@ -908,14 +908,14 @@ def test_the_strategy_is_flowers_own_but_for_the_distances():
 
 
 def test_too_few_replies_skip_a_round_and_a_model_that_is_not_finite_is_not_chosen():
-    given = contents(1e-3, p=100)
+    replies = contents(1e-3, p=100)
     strategy = ExactMultiKrum(num_malicious_nodes=4, num_nodes_to_select=2)
-    for replies in (messages(given), []):
-        assert strategy.aggregate_train(1, replies) == (None, None)
+    for received in (messages(replies), []):
+        assert strategy.aggregate_train(1, received) == (None, None)
     bad = Array(np.full(100, np.nan, np.float32))
     steps = Array(np.asarray(0))
-    given[5] = RecordDict({"arrays": ArrayRecord({"w": bad, "steps": steps})})
-    assert 5 not in chosen(select_multikrum, given)
+    replies[5] = RecordDict({"arrays": ArrayRecord({"w": bad, "steps": steps})})
+    assert 5 not in chosen(select_multikrum, replies)
 
 
 def test_krum_goes_on_without_who_does_not_fit():
@@ -924,10 +924,10 @@ def test_krum_goes_on_without_who_does_not_fit():
     Of ten models, two may be hostile. Of seven, two may be hostile too, and the model
     that does not fit counts as one of them.
     """
-    given = contents(0.5, p=100)
+    fitting = contents(0.5, p=100)
     odd = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(3, np.float32))})})
     for count in (10, 7):
-        replies = given[:count]
+        replies = fitting[:count]
         options = {"num_malicious_nodes": 2, "num_nodes_to_select": count - 2}
         for node in (0, 1, count - 1):
             mixed = [odd if i == node else c for i, c in enumerate(replies)]
@@ -942,29 +942,29 @@ def test_krum_goes_on_without_who_does_not_fit():
 
 
 def test_samples_that_nobody_has_skip_a_round():
-    given = contents(0.5, p=100)
-    for content in given:
+    replies = contents(0.5, p=100)
+    for content in replies:
         content["metrics"]["num-examples"] = 0
     strategy = ExactMultiKrum(num_malicious_nodes=2, num_nodes_to_select=8)
-    assert strategy.aggregate_train(1, messages(given)) == (None, None)
+    assert strategy.aggregate_train(1, messages(replies)) == (None, None)
 
 
 def test_fewer_replies_are_chosen_where_fewer_came():
-    given = contents(0.5, p=100)
+    replies = contents(0.5, p=100)[:9]
     strategy = ExactMultiKrum(num_malicious_nodes=2, num_nodes_to_select=8)
-    got, _ = strategy.aggregate_train(1, messages(given[:9]))
+    got, _ = strategy.aggregate_train(1, messages(replies))
     mean = np.mean(
-        [c["arrays"]["w"].numpy() for c in select_multikrum(given[:9], 2, 7)], 0
+        [c["arrays"]["w"].numpy() for c in select_multikrum(replies, 2, 7)], 0
     )
     np.testing.assert_allclose(got["w"].numpy(), mean, rtol=1e-5)
 
 
 def test_a_model_whose_statistics_are_not_finite_is_never_chosen():
-    given = contents(0.5, p=100)
-    for i, content in enumerate(given):
+    replies = contents(0.5, p=100)
+    for i, content in enumerate(replies):
         value = np.full(3, np.nan if i == 5 else 1.0, np.float32)
         content["arrays"]["bn.running_mean"] = Array(value)
-    assert 5 not in chosen(select_multikrum, given)
+    assert 5 not in chosen(select_multikrum, replies)
     strategy = ExactMultiKrum(num_malicious_nodes=2, num_nodes_to_select=8)
-    got, _ = strategy.aggregate_train(1, messages(given))
+    got, _ = strategy.aggregate_train(1, messages(replies))
     assert np.isfinite(got["bn.running_mean"].numpy()).all()

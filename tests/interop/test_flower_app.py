@@ -54,10 +54,10 @@ def switch(message, context, call_next):  # each algorithm has its own run, as `
     name = message.content.config_records.get("config", {}).get("algorithm")
     if name is None:
         return call_next(message, context)
-    kept = context.state.config_records.get(name)
-    state = RecordDict({STATE_RECORD: kept} if kept else {})
-    own = replace(context, run_id=list(played).index(name), run_config=settings[name], state=state)
-    reply = call_next(message, own)
+    record = context.state.config_records.get(name)
+    state = RecordDict({STATE_RECORD: record} if record else {})
+    run = replace(context, run_id=list(played).index(name), run_config=settings[name], state=state)
+    reply = call_next(message, run)
     if STATE_RECORD in state:
         context.state[name] = state[STATE_RECORD]
     return reply

@@ -145,14 +145,18 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes():
     started = view(server, clients, 0)
     narrow = lambda: model().float()  # noqa: E731
     others = [apart("scaffold"), apart("ditto", tiny_model()), apart("ditto", narrow)]
-    for one, kind, odd in ((server, "Server", {}), (clients[0], "Client", {"own": {}})):
-        theirs = [(s if one is server else c[0]).state_dict() for s, c in others]
-        for state in (odd, None, *theirs):
+    server_states = [other.state_dict() for other, _ in others]
+    client_states = [other[0].state_dict() for _, other in others]
+    for part, kind, states in (
+        (server, "Server", [{}, None, *server_states]),
+        (clients[0], "Client", [{"own": {}}, None, *client_states]),
+    ):
+        for state in states:
             with sentence(
                 rf"state: expected what state_dict\(\) of a {kind} of this algorithm "
                 rf"and"
             ):
-                one.load_state_dict(state)
+                part.load_state_dict(state)
     assert unchanged(server, before) and torch.equal(view(server, clients, 0), started)
     looking_back = Server(ALGORITHMS["feddwa"](guidance="previous"), model, 4)
     with sentence("state: expected a state of FedDWA with the server.last"):
@@ -170,13 +174,15 @@ GAMES = [
 
 @pytest.mark.parametrize("theirs, mine", GAMES)
 def test_two_games_are_one_sentence_on_either_side(theirs, mine):
-    (server, others), (one, clients) = apart(**theirs), apart(**mine)
+    """A server and a client of different runs refuse each other's messages."""
+    their_server, their_clients = apart(**theirs)
+    my_server, my_clients = apart(**mine)
     words = "it is of another algorithm, model or `batch_norm`"
     with sentence(f"download: {words}"):
-        clients[0].train(server.download(0))
-    one.join(0)
+        my_clients[0].train(their_server.download(0))
+    my_server.join(0)
     with sentence(f"client 0: {words}"):
-        one.aggregate(uploads(server, others, [0]))
+        my_server.aggregate(uploads(their_server, their_clients, [0]))
 
 
 def test_a_client_whose_upload_was_lost_or_refused_keeps_its_old_state():
@@ -408,21 +414,21 @@ def test_a_step_size_that_others_do_not_have_is_left_out_by_name():
 
     server.aggregate(ups())
     before = server.state_dict()
-    given = ups()
+    odd = ups()
     words = (
         "client 'd': its step size is 1000, the others' is 0.025, and MOCHA is "
         "unstable with it"
     )
     with sentence(words):
-        server.aggregate(given)
+        server.aggregate(odd)
     assert unchanged(server, before)
     with pytest.warns(RuntimeWarning, match=words):
-        done = server.aggregate(given, strict=False)
+        done = server.aggregate(odd, strict=False)
     assert done.dropped == ["d"] and done.ids == names and not done.void
-    del given["d"]
+    del odd["d"]
     twin = Server("mocha", model, 4, rounds=ROUNDS, seed=SEED)
     twin.load_state_dict(before)
-    twin.aggregate(given)
+    twin.aggregate(odd)
     assert unchanged(server, twin.state_dict())
 
 

@@ -84,9 +84,9 @@ def programs():
     for path in EXAMPLES:
         yield str(path.relative_to(ROOT / "examples")), path.read_text()
     for document in DOCUMENTS:
-        own = OWN_NAMES.get(document.name)
-        if own is not None:
-            yield f"docs_{document.stem}.py", "".join([own, *blocks(document)])
+        assumed = OWN_NAMES.get(document.name)
+        if assumed is not None:
+            yield f"docs_{document.stem}.py", "".join([assumed, *blocks(document)])
             continue
         for number, code in enumerate(blocks(document)):
             yield f"docs_{document.stem}_{number}.py", code

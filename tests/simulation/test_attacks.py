@@ -140,12 +140,12 @@ def test_the_command_line_poisons_and_defends(tmp_path, capsys):
     pytest.importorskip("tyro")
     from pflcore.cli import main
 
-    how = (
+    options = (
         "--attack inner_product --attack-clients 1 2 --attack-strength 5 --defence "
         "trimmed_mean --num-byzantine 2"
     )
     words = (
-        f"run fedavg --data synthetic_clusters --rounds 2 --quiet {how} --out "
+        f"run fedavg --data synthetic_clusters --rounds 2 --quiet {options} --out "
         f"{tmp_path}"
     )
     assert main(words.split()) == 0

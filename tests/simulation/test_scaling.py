@@ -51,18 +51,18 @@ def without_scaling(model):
 @pytest.mark.parametrize("algorithm", swept(quick=OFTEN))
 def test_a_model_of_raw_features_is_what_was_evaluated(algorithm):
     raw = raw_images()
-    few = raw.subset([0, 1, 2]).standardize()
-    run = simulation(algorithm, few, rounds=2)
+    data = raw.subset([0, 1, 2]).standardize()
+    run = simulation(algorithm, data, rounds=2)
     history = run.run()
     for split in raw.splits:
         accuracy = run.evaluate(split)["accuracy"]
         for i in range(3):
-            model, (x, y) = history.model(i), raw.client(i, split)
-            equals(model(x), without_scaling(model)(few.client(i, split)[0]))
+            model = history.model(i)
+            x, y = raw.client(i, split)
+            equals(model(x), without_scaling(model)(data.client(i, split)[0]))
             for predicted in (model.predict(x), history.predict(i, x.numpy())):
-                assert (predicted == y).double().mean().item() == pytest.approx(
-                    accuracy[i].item()
-                )
+                got = (predicted == y).double().mean().item()
+                assert got == pytest.approx(accuracy[i].item())
 
 
 @pytest.mark.parametrize("algorithm", swept(quick=OFTEN))
@@ -72,9 +72,8 @@ def test_a_newcomer_is_scaled_by_its_own_training_samples(algorithm):
     newcomer = raw.subset([3])
     x, y = newcomer.client(0, "train")
     model = history.adapt((x, y), rounds=1)
-    known = x.double()
-    equals(model.scaling.mean, known.mean(0))
-    deviation = known.std(0, correction=0)
+    equals(model.scaling.mean, x.double().mean(0))
+    deviation = x.double().std(0, correction=0)
     deviation[2] = 1.0
     equals(model.scaling.deviation, deviation)
     scaled = newcomer.standardize()
