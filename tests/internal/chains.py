@@ -39,11 +39,14 @@ KINDS += [("mlp, one output", c) for c in sorted(set(LOSSES) - {"cross_entropy"}
 
 def by_steps(w, *args):
     """The result of `chain_sgd_`, computed step by step from gradients."""
-    (*head, names), (order, size, steps, batch, drop_last, seeds) = args[:8], args[8:14]
+    *head, names = args[:8]
+    order, size, steps, batch, drop_last, seeds = args[8:14]
     lr, shift, mask, _, mu, anchor, momentum, decay, clip, sums = args[14:]
-    velocity, loss = torch.zeros_like(w), torch.zeros(len(w), dtype=torch.float64)
+    velocity = torch.zeros_like(w)
+    loss = torch.zeros(len(w), dtype=torch.float64)
     for i, n in enumerate(size.tolist()):
-        some, whole = slice(i, i + 1), min(n, batch)
+        some = slice(i, i + 1)
+        whole = min(n, batch)
         shift_i, anchor_i, mu_i, names_i = (
             t if t is None else t[some] for t in (shift, anchor, mu, names)
         )
@@ -84,7 +87,9 @@ class Problem:
             torch.manual_seed(seed)
             made = nn.Sequential(*(layer(*words) for words in layers))
             self.net = Net(made.to(dtype), loss=loss_name)
-        n, pool, longest = len(sizes), sum(sizes) + 3, max(sizes)
+        n = len(sizes)
+        pool = sum(sizes) + 3
+        longest = max(sizes)
         self.w = self.net.w0 + randn(seed, n, self.net.size, dtype=dtype, scale=0.05)
         self.chain = compile_chain(self.net, tuple(shape))
         self.sizes, self.passes, self.dtype = torch.tensor(sizes), passes, dtype

@@ -88,7 +88,8 @@ def kept(rounds):
 
 
 def digest(model):
-    out, tensors = hashlib.sha256(), model.tensors()
+    out = hashlib.sha256()
+    tensors = model.tensors()
     for key in sorted(tensors):
         out.update(key.encode() + tensors[key].detach().contiguous().numpy().tobytes())
     return out.hexdigest()[:16]

@@ -28,7 +28,8 @@ def close(a, b, atol=5e-10, rtol=1e-7):
 
 def test_task_relations_by_hand():
     for case in golden("mocha"):
-        w, delta = torch.tensor(case["w"], dtype=F64), case["delta"]
+        w = torch.tensor(case["w"], dtype=F64)
+        delta = case["delta"]
         close(task_relation(w, delta, "sigma"), case["sigma"])
         close(task_relation(w, delta), case["omega"], rtol=case["rtol"])
 
@@ -57,7 +58,8 @@ def test_far_points_few_points_and_equal_points():
     close(weight, [[0.7053845127, 0.2594964603, 0.0351190270]])
     for kernel in KERNELS:
         for scale in (1e-20, 1.0, 1e12):
-            query, store = QUERY.float() * scale, Z.float() * scale
+            query = QUERY.float() * scale
+            store = Z.float() * scale
             weight, near = nearest_neighbours(query, store, torch.tensor(2), 10, kernel)
             assert weight.isfinite().all() and weight[near >= 2].abs().sum() == 0
             close(weight.sum(1), [1.0])

@@ -43,7 +43,8 @@ def library():
         source = [f"-I{HERE}", f"-I{KERNELS}", HERE / "driver.cpp", "-o", target]
         subprocess.run([compiler(), *FLAGS.split(), *source], check=True)
         lib = ctypes.CDLL(target)
-    lib.fenced.restype, lib.last_error.restype = c_void_p, ctypes.c_char_p
+    lib.fenced.restype = c_void_p
+    lib.last_error.restype = ctypes.c_char_p
     lib.launched.restype = lib.architecture_names.restype = ctypes.c_char_p
     return lib
 
@@ -172,7 +173,8 @@ PATHS = ("windows", "few", "gram")
 
 
 def plan(m, n, p, symmetric, dtype, listed=-1):
-    here, out = torch.zeros(1), torch.zeros(len(Plan._fields), dtype=torch.int64)
+    here = torch.zeros(1)
+    out = torch.zeros(len(Plan._fields), dtype=torch.int64)
     fields = [
         DTYPES[dtype],
         here,
@@ -216,15 +218,18 @@ def waffle_weights(dist, target, omega, psi=None, tie="closed"):
 def feddwa_weights(sqdist, k):
     if sqdist.dtype != torch.float32:
         sqdist = guarded(sqdist.double())
-    (m, n), kept = sqdist.shape, min(k, sqdist.shape[1])
-    weight, index = fresh(m, kept), fresh(m, kept, dtype=torch.int64)
+    m, n = sqdist.shape
+    kept = min(k, sqdist.shape[1])
+    weight = fresh(m, kept)
+    index = fresh(m, kept, dtype=torch.int64)
     call("feddwa", [*rows(sqdist), m, n, kept, weight, index], sqdist.dtype == F64)
     return TopK(*done(weight, index))
 
 
 def aggregate(updates, weight, index=None, base=None, lr=1.0, out=None, precise=False):
     dtype = (updates if base is None else base).dtype
-    (n, p), (m, k) = updates.shape, weight.shape
+    n, p = updates.shape
+    m, k = weight.shape
     to = fresh(m, p, dtype=dtype) if out is None else out
     weight, index = (t if t is None else guarded(t) for t in (weight.double(), index))
     wide = precise or F64 in (updates.dtype, dtype)
@@ -297,7 +302,8 @@ WAYS = ("held", "streamed", "tiled", "direct")
 
 def aggregate_plan(n, m, p, card=H200, k=None, dtype=torch.float32, precise=False):
     """The plan for m results of n rows, or k listed rows."""
-    here, out = torch.zeros(1), torch.zeros(10, dtype=torch.int64)
+    here = torch.zeros(1)
+    out = torch.zeros(10, dtype=torch.int64)
     kind = DTYPES[dtype] | DTYPES[dtype] << 32
     width = n if k is None else k
     problem = [kind, precise, n, p, m, width, here, p, here, k is not None, here]
@@ -344,7 +350,8 @@ rank1_linear = Rank1.apply
 
 
 def rank1_linear_backward(grad, *inputs_and_needs):
-    inputs, needs = inputs_and_needs[:4], inputs_and_needs[4:]
+    inputs = inputs_and_needs[:4]
+    needs = inputs_and_needs[4:]
     fields, wide, _ = layer(inputs)
     grads = [fresh(1, t.numel(), dtype=t.dtype) if need else None
              for t, need in zip(inputs, needs, strict=True)]  # fmt: skip

@@ -128,7 +128,8 @@ def test_distances_by_tensor_cores(generation, data):
 
 
 def test_harness_catches_what_a_gpu_would_not_forgive():
-    out, results = torch.zeros(64, dtype=F64), []
+    out = torch.zeros(64, dtype=F64)
+    results = []
     for seed in (0, 1):
         order(seed)
         call("broken", 0, out)
@@ -208,7 +209,8 @@ def test_the_order_of_the_threads_changes_no_bit():
         identical(everything(), first)
     order(0)
     a = normal(70, 1500)
-    moved, want = randn(3, 70).argsort(), kernels.pairwise_sqdist(a)
+    moved = randn(3, 70).argsort()
+    want = kernels.pairwise_sqdist(a)
     assert torch.equal(kernels.pairwise_sqdist(guarded(a, 1, 3)), want)
     assert torch.equal(kernels.pairwise_sqdist(a[moved]), want[moved][:, moved])
 
@@ -235,7 +237,8 @@ def test_sqdist_windows(m, n, p, dtype, most):
     Listed pairs have the bits of all pairs. The memory beyond the rows is NaN.
     """
     a = guarded(normal(m, p, dtype=dtype), 1, 3)
-    b, rows = normal(n, p, seed=1, dtype=dtype) if n else None, n or m
+    b = normal(n, p, seed=1, dtype=dtype) if n else None
+    rows = n or m
     want = kernels.pairwise_sqdist(a, b, most=most)
     assert_close(want, reference.pairwise_sqdist(a, b), "sqdist", dtype)
     index = integers(2, -1, rows + 1, m, 5)
@@ -250,12 +253,17 @@ def cases(rows, p):
     The rows are far apart or near, equal, one far from the others, not finite, or of
     extreme scales.
     """
-    x, base = normal(rows, p), normal(2, p, seed=1)
+    x = normal(rows, p)
+    base = normal(2, p, seed=1)
     clusters = base[torch.arange(rows) % 2]
-    copies, outlier, broken = x.clone(), x.clone(), x.clone()
+    copies = x.clone()
+    outlier = x.clone()
+    broken = x.clone()
     copies[2::3] = copies[: len(copies[2::3])]
     outlier[-1] *= 1e6
-    broken[1, p // 2], broken[2, 0], broken[-1, -1] = torch.inf, torch.nan, -torch.inf
+    broken[1, p // 2] = torch.inf
+    broken[2, 0] = torch.nan
+    broken[-1, -1] = -torch.inf
     broken[3] = broken[1]
     return {
         "random": x,
@@ -319,7 +327,8 @@ def test_sqdist_of_every_path(m, n, p, generation):
         expected if generation != NO_TENSOR_CORES or expected == "few" else "windows"
     )
     for name, rows in cases(m + n, p).items():
-        a, b = guarded(rows[:m], 1, 3), guarded(rows[m:], None, 1) if n else None
+        a = guarded(rows[:m], 1, 3)
+        b = guarded(rows[m:], None, 1) if n else None
         got = kernels.pairwise_sqdist(a, b)
         want = reference.pairwise_sqdist(a, b)
         assert_close(got, want, "sqdist", F32)
@@ -364,7 +373,8 @@ def test_sqdist_bits_depend_on_neither_order_nor_place(m, n, generation):
     """
     card(generation)
     rows = cases(m + n, 333)["clusters 1e-3"]
-    a, b = rows[:m], rows[m:] if n else None
+    a = rows[:m]
+    b = rows[m:] if n else None
     want = kernels.pairwise_sqdist(a, b)
 
     for seed in (1, 2, 7):
@@ -374,7 +384,8 @@ def test_sqdist_bits_depend_on_neither_order_nor_place(m, n, generation):
     for shift, gap in ((0, 3), (2, 1), (1, 3), (0, 1)):
         moved = guarded(a, shift, gap), guarded(b, gap % 3, shift) if n else None
         identical(kernels.pairwise_sqdist(*moved), want)
-    pa, pb = randn(3, m).argsort(), randn(4, n or m).argsort()
+    pa = randn(3, m).argsort()
+    pb = randn(4, n or m).argsort()
     identical(
         kernels.pairwise_sqdist(a[pa], b[pb] if n else None),
         want[pa][:, pb if n else pa],
@@ -483,7 +494,8 @@ def test_feddwa_weights_of_few_and_of_many(n, k, seed):
     Ties, NaN and -0 give the result of the reference, for each order of the threads.
     """
     sqdist = distances(2, n, n + k)
-    sqdist[1, 7], sqdist[1, 3] = -0.0, 0.0
+    sqdist[1, 7] = -0.0
+    sqdist[1, 3] = 0.0
     order(seed)
 
     got = kernels.feddwa_weights(sqdist, k)
@@ -507,7 +519,8 @@ def test_aggregate_more_rows_than_shared_memory_holds(m, most, dtype):
     """
     shared(most)
     n = 1500 if m < 100 else 300
-    updates, weight = normal(n, 45, dtype=dtype), randn(1, m, n)
+    updates = normal(n, 45, dtype=dtype)
+    weight = randn(1, m, n)
     rtol = max(1e-5, torch.finfo(dtype).eps)
     torch.testing.assert_close(
         kernels.aggregate(updates, weight).double(),
@@ -525,7 +538,8 @@ def test_aggregate_of_many_rows_whatever_their_alignment(m, dtype):
     Updates are copied 16, 8, 4 or 2 bytes at a time. The result is written in packs or
     one by one.
     """
-    updates, weight = normal(37, 1290, dtype=dtype), randn(1, m, 37)
+    updates = normal(37, 1290, dtype=dtype)
+    weight = randn(1, m, 37)
     want = kernels.aggregate(updates, weight)
     for shift, gap in ((0, 6), (2, 4), (4, 0), (1, 1), (0, 14), (2, 6), (None, 0)):
         out = guarded(torch.zeros(m, 1290, dtype=dtype), shift, gap)
@@ -604,8 +618,10 @@ def test_aggregate_has_the_same_bits_in_every_kernel(n, p, dtype):
     They are the same for a dense mix, for a mix by index, and on a GPU without copies
     beside the arithmetic.
     """
-    updates, weight = guarded(normal(n, p, dtype=dtype), 1, 3), randn(1, 101, n)
-    every, want = torch.arange(n).expand(101, n), kernels.aggregate(updates, weight)
+    updates = guarded(normal(n, p, dtype=dtype), 1, 3)
+    weight = randn(1, 101, n)
+    every = torch.arange(n).expand(101, n)
+    want = kernels.aggregate(updates, weight)
 
     for beside in (True, False):
         copies(beside)
@@ -636,7 +652,8 @@ def test_aggregate_tiles_of_every_width(n, most, way, tile_cols, dtype):
     Rows that no result uses are NaN. Tiles follow each other in a buffer. The order of
     the threads changes no bit.
     """
-    index, weight = integers(1, 0, n // 4, 40, 5) * 4 + 1, randn(2, 40, 5)
+    index = integers(1, 0, n // 4, 40, 5) * 4 + 1
+    weight = randn(2, 40, 5)
     plan = aggregate_plan(
         n, 40, 1, Card(2, most << 10, (most + 1) << 10, copies=True), 5
     )
@@ -662,7 +679,8 @@ def test_aggregate_unread_rows():
     The product is rounded to the dtype of the sum, so that a NaN in the row does not
     depend on a later rounding. An index out of range gives NaN.
     """
-    updates, wrong = normal(7, 33), torch.tensor([[1, 9], [7, 1], [-1, 1], [1, -1]])
+    updates = normal(7, 33)
+    wrong = torch.tensor([[1, 9], [7, 1], [-1, 1], [1, -1]])
     weight = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 2.0], [0.25, 0.75]], dtype=F64)
     got = kernels.aggregate(updates, weight, wrong)
     assert got.isnan().all(1).tolist() == [False, True, False, True]
@@ -687,7 +705,8 @@ def test_rank1_linear_skips_inactive_factors():
     """
     x, w_a, lam, w_b = laws.factors(4, 9, 40, 7, F32, ((2,), (), (2,), ()))
     lam[:, ::3] = 0
-    need, grad = (True, True, False, True), normal(2, 4, 7, seed=4)
+    need = (True, True, False, True)
+    grad = normal(2, 4, 7, seed=4)
 
     def output_and_gradients():
         grads = kernels.rank1_linear_backward(grad, x, w_a, lam, w_b, *need)

@@ -73,7 +73,8 @@ def test_every_combination_of_options_is_autograd(
         # Some clients take no step.
         "steps": most.clamp(max=3 if seed % 3 else 2 * (torch.arange(len(sizes)) % 2)),
     }
-    sums, want_sums = torch.zeros_like(p.w), torch.zeros_like(p.w).double()
+    sums = torch.zeros_like(p.w)
+    want_sums = torch.zeros_like(p.w).double()
     w, loss = p.train(**o, sums=sums if summed else None)
     want, want_loss = p.train(by_steps, F64, **o, sums=want_sums if summed else None)
     close(w, want, dtype, 1 + want.abs())
@@ -90,7 +91,8 @@ def test_every_combination_of_options_is_autograd(
 def test_gradients_and_evaluation_are_the_modules(model, loss_name, dtype):
     p = Problem(model, [5, 1, 150], dtype, relabel=True, loss_name=loss_name)
     wide = Problem(model, [5, 1, 150], F64, relabel=True, loss_name=loss_name)
-    module, (grads, losses) = wide.net.module.eval(), p.grad()
+    module = wide.net.module.eval()
+    grads, losses = p.grad()
     for i, n in enumerate(p.sizes):
         wide.net.load(module, p.w[i].double())
         at = p.order[i, 0, :n]
@@ -145,7 +147,8 @@ def test_a_hinge_is_flat_on_its_very_edge(dtype):
     2.
     """
     p = Problem("mlp, one output", [20], dtype, loss_name="hinge")
-    p.w[:, -1], p.w[:, -7:-1] = 1, 0
+    p.w[:, -1] = 1
+    p.w[:, -7:-1] = 0
     at = p.order[0, 0]
     p.y[at] = torch.arange(20) % 2
     g, loss = p.grad()
@@ -179,7 +182,8 @@ def test_threads_and_company_change_no_bit(model):
 def test_an_evaluations_company_changes_no_bit(model):
     p = Problem(model, [150, 47, 21, 1, 33])
     row = p.w[:1].expand(5, -1)
-    shared, apart = p.evaluate(row), p.evaluate(row.contiguous())
+    shared = p.evaluate(row)
+    apart = p.evaluate(row.contiguous())
     p.places, p.begin = p.places[100:103], torch.tensor([0, 3])
     for a, b, c in zip(shared, apart, p.evaluate(p.w[:1]), strict=True):
         assert torch.equal(a, b) and torch.equal(a[100:103], c)

@@ -75,7 +75,8 @@ def test_inactive_factors_may_hold_anything(leads, dtype, value):
     lam[..., ::3] = 0
     want = everything(inputs)
 
-    w_a[..., ::3], w_b[..., ::3, :] = value, value
+    w_a[..., ::3] = value
+    w_b[..., ::3, :] = value
 
     identical(everything(inputs), want)
 
@@ -138,7 +139,8 @@ def test_rounded_products_are_not_taken(monkeypatch, name, value):
     monkeypatch.setattr(
         _rank1, "rank1_by_products", lambda *inputs: taken.append("products")
     )
-    single, double = factors(2, 3, 4, 5, F32), factors(2, 3, 4, 5, F64)
+    single = factors(2, 3, 4, 5, F32)
+    double = factors(2, 3, 4, 5, F64)
 
     _rank1.rank1_on_gpu(*single)
     with monkeypatch.context() as changed:

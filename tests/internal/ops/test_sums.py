@@ -35,23 +35,20 @@ def test_both_ways_of_index_add_have_the_same_bits():
     index, values = as_lists(*SHARED)
     zeros = torch.zeros(SHARED[1], dtype=torch.float64)
 
-    got, want = (
-        by_card(index_add, zeros, index, values),
-        index_add(zeros, index, values),
-    )
+    got = by_card(index_add, zeros, index, values)
+    want = index_add(zeros, index, values)
 
     assert torch.equal(got, want)
     assert torch.equal(want, zeros.clone().index_add_(0, index, values))
 
 
 def test_both_ways_of_scatter_add_have_the_same_bits():
-    index, values = integers(0, 0, 9, 30, 5000), randn(1, 30, 5000).double()
+    index = integers(0, 0, 9, 30, 5000)
+    values = randn(1, 30, 5000).double()
     zeros = torch.zeros(30, 9, dtype=torch.float64)
 
-    got, want = (
-        by_card(scatter_add, zeros, index, values),
-        scatter_add(zeros, index, values),
-    )
+    got = by_card(scatter_add, zeros, index, values)
+    want = scatter_add(zeros, index, values)
 
     assert torch.equal(got, want)
     assert torch.equal(want, zeros.scatter_add(1, index, values))
@@ -62,7 +59,8 @@ def test_running_sums_of_a_card_are_those_of_a_cpu(columns):
     values = randn(0, 4, columns).double()
     values[1, columns // 2] = -torch.inf
 
-    got, want = by_card(running_sums, values), running_sums(values)
+    got = by_card(running_sums, values)
+    want = running_sums(values)
 
     torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
     assert torch.equal(want, values.cumsum(1))
@@ -79,7 +77,8 @@ def test_no_sum_that_differs_from_run_to_run_is_called_on_a_card(call, monkeypat
             torch.Tensor, name, lambda *given, name=name: called.append(name)
         )
     shape = (4,) if call is index_add else (4, 4)
-    index, values = torch.zeros(shape, dtype=torch.int64), torch.ones(shape)
+    index = torch.zeros(shape, dtype=torch.int64)
+    values = torch.ones(shape)
     by_card(call, *((values,) if call is running_sums else (values, index, values)))
     assert not called
 

@@ -35,15 +35,14 @@ from pflcore.check import EXPECT_ANYTHING, expectation_of
 from pflcore.simulation._state import State
 from pflcore.simulation.round import RunConfig, initial_state
 
-WORDS, ROWS, LABELS = (
-    ["a", "b"],
-    torch.arange(12.0).reshape(4, 3),
-    torch.tensor([0, 1, 1, 0]),
-)
+WORDS = ["a", "b"]
+ROWS = torch.arange(12.0).reshape(4, 3)
+LABELS = torch.tensor([0, 1, 1, 0])
 TENSOR = ["text", WORDS, 3]
 NAME = ["unknown", WORDS, 3]
 IDS = [[99], [0, 0], [[0]], []]
-DATA, DICTS = images(), [tiny_model()().state_dict() for _ in range(4)]
+DATA = images()
+DICTS = [tiny_model()().state_dict() for _ in range(4)]
 SETUP = RunConfig(
     FedAvg(), make_setting(Net(tiny_model()), DATA, Training(), workers=1)
 )

@@ -50,7 +50,8 @@ def imported(path):
 
     Imports in functions, and imports for types only, do not count.
     """
-    package, names = name_of(path), set()
+    package = name_of(path)
+    names = set()
     if path.name != "__init__.py":
         package = package.rpartition(".")[0]
     for node in ast.parse(path.read_text()).body:

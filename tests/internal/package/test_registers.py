@@ -10,7 +10,8 @@ from places import ROOT
 
 SCRIPT = ROOT / ".ci" / "registers.py"
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="no checkout")
-A, B = ("a_kernel", "sm_75"), ("b_kernel", "sm_75")
+A = ("a_kernel", "sm_75")
+B = ("b_kernel", "sm_75")
 
 
 @pytest.fixture
@@ -78,7 +79,8 @@ def run(
     registers, monkeypatch, tmp_path, *options, version="13.0.88", registers_used=32
 ):
     """Runs the script on one kernel, with the test's own table."""
-    table, log = tmp_path / "registers.tsv", tmp_path / "log"
+    table = tmp_path / "registers.tsv"
+    log = tmp_path / "log"
     log.write_text("...")
     monkeypatch.setattr(registers, "TABLE", table)
     monkeypatch.setattr(registers, "compiler_version", lambda text: version)

@@ -90,7 +90,8 @@ def test_in_and_out_of_distribution_by_hand():
     found = study.vary(
         RunConfig(FineTune(), setting), state, p, "finetune_epochs", (0, 2)
     )
-    (before, _), (tuned, others) = found[0], found[2]
+    before, _ = found[0]
+    tuned, others = found[2]
     assert tuned.isnan().sum() == 4
     torch.testing.assert_close(tuned[p.report_clients], torch.ones_like(own))
     torch.testing.assert_close(
@@ -105,7 +106,9 @@ def test_in_and_out_of_distribution_by_hand():
 def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone():
     p = cross_device(federation(relabel=True), 6, 3, 3)
     some, whole = (study.out_of_distribution(p, size).data for size in (10, 10**6))
-    report, own, label = p.report_clients.tolist(), p.data.index["test"], {}
+    report = p.report_clients.tolist()
+    own = p.data.index["test"]
+    label = {}
     for i in report:
         label |= dict(
             zip(own[i].tolist(), p.data.labels(i, "test").tolist(), strict=True)
@@ -126,7 +129,8 @@ def test_smaller_test_sets_show_other_changes():
     this sample alone. So it loses on all samples, and seems to gain on the first one.
     """
     p, setting, state = majority_setting()
-    y, test = p.data.y.clone(), p.data.lists("test")
+    y = p.data.y.clone()
+    test = p.data.lists("test")
     for i in p.report_clients.tolist():
         y[test[i]] = torch.where(torch.arange(len(test[i])) == 0, i % 2, 1 - i % 2)
     p = replace(p, data=replace(p.data, y=y))
@@ -181,7 +185,8 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
 
 @pytest.mark.deep("a plan and its studies")
 def test_studies_take_the_buffers_of_the_run(tmp_path, monkeypatch):
-    asked, real = set(), study.evaluate
+    asked = set()
+    real = study.evaluate
     monkeypatch.setattr(
         study, "evaluate", lambda s, *a: asked.add(s.batch_norm) or real(s, *a)
     )
@@ -275,7 +280,8 @@ def test_a_digest_counts_all_that_a_run_depends_on(key, change):
     def digests(plan, **more):
         return {(t.method, t.options.seed): t.digest for t in tasks(plan, **more)}
 
-    a, b = digests(SILO), digests({**SILO, key: SILO[key] | change})
+    a = digests(SILO)
+    b = digests({**SILO, key: SILO[key] | change})
     assert len(set(a.values())) == len(a)
     assert {m for (m, s) in a if a[m, s] != b[m, s]} >= {"FedAvg", "FT"}
     assert digests(SILO, workers=1) == a
@@ -285,7 +291,8 @@ def test_what_must_hold_is_checked(tmp_path):
     made, rows, checks = played(SILO, tmp_path)
     assert [good for good, _ in checks] == [True] * 6
     after = [r.last_values() for r in made.runs["silo", "FT", ""]]
-    means, ft = [v.mean().item() for v in after], rows["FT"]
+    means = [v.mean().item() for v in after]
+    ft = rows["FT"]
     assert ft["measure"] == "loss" and ft["by_seed"] == pytest.approx(means)
     assert ft["final_std"] == pytest.approx(abs(means[0] - means[1]) / 2)
     assert ft["std"] == pytest.approx(
@@ -389,7 +396,8 @@ def whole_school():
 
 def test_school_splits_are_those_of_the_paper(whole_school):
     for task in tasks(load("motley-school"), seeds=2, methods=["Local"]):
-        data, seed = task.protocol().data, task.options.seed
+        data = task.protocol().data
+        seed = task.options.seed
         equals(data.index, cross_silo(whole_school, seed=seed).data.index)
         assert seed in (100, 1100) and (int(data.size().min()), data.n) == (14, 139)
 

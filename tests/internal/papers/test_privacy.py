@@ -51,7 +51,8 @@ def test_auc_and_true_positives_against_counting():
     member = torch.rand(400) < 0.5
     # The rounded scores have many ties.
     score = (torch.randn(400) + member).mul(4).round()
-    inside, out = score[member], score[~member]
+    inside = score[member]
+    out = score[~member]
     pairs = (inside[:, None] > out).double() + 0.5 * (inside[:, None] == out).double()
     got = privacy.measures(score, member)
     assert got["auc"] == pytest.approx(pairs.mean().item())
@@ -74,7 +75,8 @@ def caught(algorithm, data, lr=0.3, epochs=20):
     "name", ["fedavg", "feddwa", "scaffold", "fedfomo", "factorized_waffle"]
 )
 def test_the_upload_is_the_clients_model(name):
-    alg, data = ALGORITHMS[name](), federation()
+    alg = ALGORITHMS[name]()
+    data = federation()
     if alg.traits.needs_val:
         data = data.split(val=0.2, seed=100, of=("train",))
     got = caught(alg, data)
@@ -110,7 +112,8 @@ def test_views_of_a_dictionary():
     alg = FactorizedWaffle(ranks=(10,), lr_var=1.0)
     data = federation()
     got = caught(alg, data, lr=0.1, epochs=10)
-    at, known = strengths(got.net), noise(60)
+    at = strengths(got.net)
+    known = noise(60)
     seen = privacy.views(alg, got, known)
     b = {k: rows[:, at] / got.row[:, at] for k, rows in seen.items()}
     elsewhere = torch.ones(got.net.size, dtype=torch.bool).index_fill(0, at, False)
@@ -186,7 +189,8 @@ def test_lira_is_the_likelihood_ratio():
     )
     got = privacy.lira(shadow, inside, target)
     assert (got - want).abs().mean() < 0.15
-    z, y = torch.randn(5, 4, dtype=D), torch.tensor([0, 1, 2, 3, 0])
+    z = torch.randn(5, 4, dtype=D)
+    y = torch.tensor([0, 1, 2, 3, 0])
     p = z.softmax(1).gather(1, y[:, None])[:, 0]
     torch.testing.assert_close(privacy.confidence(z, y), (p / (1 - p)).log())
 

@@ -167,7 +167,8 @@ def test_a_grid_is_chosen_on_validation_data(tmp_path):
     splits = [
         (p.evaluation.split, p.training.lr, int(p.data.size().sum())) for p in played
     ]
-    part, whole = splits[0][2], splits[-1][2]
+    part = splits[0][2]
+    whole = splits[-1][2]
     tried = [("val", lr, part) for lr in (1e-6, 0.2)] * 2
     assert (
         code == 0 and splits == [*tried, *[("test", 0.2, whole)] * 2] and part < whole
@@ -248,7 +249,8 @@ def test_every_plan_is_well_formed(name):
     todo = plans.tasks(made, seeds=1, equal_compute=True)
     assert len({t.path for t in todo}) == len({t.digest for t in todo}) == len(todo)
     for t in todo:
-        o, named = t.options, model_of(t.options.model)
+        o = t.options
+        named = model_of(t.options.model)
         cut = partition_of(o.data, o.partition)
         assert cut is None or {*t.cut} <= {*cut.defaults}, t.path
         assert {*t.shape} <= {*(named.defaults if named else ())}, t.path

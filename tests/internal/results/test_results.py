@@ -90,7 +90,8 @@ def test_pictures_of_little(tmp_path):
 
 def test_a_full_disk_leaves_the_pictures_that_were_there(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure")
-    runs, path = group_runs(a_run()), tmp_path / "curves.png"
+    runs = group_runs(a_run())
+    path = tmp_path / "curves.png"
     pictures.curves(runs, path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     assert {*before} == {"curves.png", "curves.svg"}

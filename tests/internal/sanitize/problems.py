@@ -104,7 +104,8 @@ def ops():
         ).items():
             if not name.startswith("rank1") or dtype in (F32, F64):
                 call(*of)
-    few, index = randn(0, 3, 65, dtype=F32), laws.integers(2, 0, 3, 260, 3)
+    few = randn(0, 3, 65, dtype=F32)
+    index = laws.integers(2, 0, 3, 260, 3)
     # A few rows are mixed for many results.
     kernels.aggregate(few, randn(1, 260, 3), index)
     # Beyond 49,152 columns, the whole row is computed again in float64.
@@ -121,7 +122,8 @@ def chains():
     for turn, (model, loss_name) in enumerate(KINDS):
         p = Problem(model, [45, 13, 1], passes=2, relabel=turn % 2, loss_name=loss_name)
         program, _, *shape, x, y, names = p.head()
-        (s, q), classes = p.w.shape, p.chain.classes
+        s, q = p.w.shape
+        classes = p.chain.classes
         labels = (None, y) if y.is_floating_point() else (y, None)
         data = [
             x,
@@ -166,7 +168,8 @@ def chains():
 
 def write(path):
     with open(path, "wb") as file, ExitStack() as stack:
-        results, fresh = [], kernels.fresh
+        results = []
+        fresh = kernels.fresh
 
         def call(name, *values):
             words = [w for v in values for w in (v if isinstance(v, list) else [v])]

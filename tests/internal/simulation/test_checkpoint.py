@@ -66,7 +66,10 @@ def forks():
 def test_a_killed_run_ends_as_the_unbroken_one(tmp_path, no_pictures, forks, capfd):
     assert cli.main([*COMPARE, "--out", str(tmp_path / "whole")]) == 0
     want = lines_of(tmp_path / "whole")
-    rng, kills, folders, seen = random.Random(0), 0, 0, set()
+    rng = random.Random(0)
+    kills = 0
+    folders = 0
+    seen = set()
     while kills < 8:
         folders += 1
         folder = tmp_path / f"broken-{folders}"
@@ -182,10 +185,8 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
     for entry in manifest["clients"]:
         tensors = load_file(tmp_path / entry["file"])
         assert {k: list(v.shape) for k, v in tensors.items()} == entry["tensors"]
-        x, kept = (
-            DATA.client(entry["client"], "test")[0],
-            history.model(entry["client"]),
-        )
+        x = DATA.client(entry["client"], "test")[0]
+        kept = history.model(entry["client"])
         want = kept(x).detach()
         if not has_custom_predict(kept.algorithm):
             one.load_state_dict(tensors)

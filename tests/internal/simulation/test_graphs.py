@@ -284,7 +284,8 @@ def test_a_rare_shape_is_not_captured(gpu):
 
 
 def test_pretended_graphs_freeze_what_python_decides(gpu):
-    graph, factor = torch.cuda.CUDAGraph(), 2.0
+    graph = torch.cuda.CUDAGraph()
+    factor = 2.0
     x = torch.ones(3).to(gpu)
     with torch.cuda.graph(graph):
         y = x * factor
@@ -300,7 +301,8 @@ def test_pretended_graphs_share_memory(gpu):
 
     On a GPU this can happen, because graphs share one pool of memory.
     """
-    one, two = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    one = torch.cuda.CUDAGraph()
+    two = torch.cuda.CUDAGraph()
     x = torch.ones(3).to(gpu)
     with torch.cuda.graph(one):
         y = x * 2

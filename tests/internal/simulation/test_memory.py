@@ -70,7 +70,8 @@ def batch_of(count, features=6):
 
 
 def kept_by(model, count, place=None):
-    net, given = Net(model), batch_of(count)
+    net = Net(model)
+    given = batch_of(count)
     if place is not None:
         net, given = net.to(place), [t.to(place) for t in given]
     return memory.activation_bytes(net, *given)
@@ -116,10 +117,8 @@ CONVOLUTIONS = "Conv2d 1 3 3 1 1, BatchNorm2d 3, ReLU, Flatten, Linear 300 4"
 
 
 def needed(engine, **options):
-    data, training = (
-        images((60,) * 8, (1, 10, 10)),
-        Training(batch_size=options.pop("batch", 50)),
-    )
+    data = images((60,) * 8, (1, 10, 10))
+    training = Training(batch_size=options.pop("batch", 50))
     hardware = {"engine": engine, "workers": 2, **options}
     return simulation(
         data=data, model=layers(CONVOLUTIONS), training=training, **hardware

@@ -57,7 +57,8 @@ def test_a_card_that_is_not_there_is_refused(call):
 def test_a_generator_of_another_device_is_refused(device, generator):
     with pretended_gpu(cards=2):
         draws = torch.Generator(generator)
-        like, own = torch.zeros(3, device=device), torch.Generator(device)
+        like = torch.zeros(3, device=device)
+        own = torch.Generator(device)
         for call in (
             lambda g: torch.randn(3, device=device, generator=g),
             lambda g: like.normal_(generator=g),
@@ -129,7 +130,8 @@ TWICE = [[0, 0, 1]]
 )
 def test_sums_in_any_order_are_noted(call, name):
     with pretended_gpu() as gpu:
-        t, twice = numbers(device=gpu), torch.tensor(TWICE).to(gpu)
+        t = numbers(device=gpu)
+        twice = torch.tensor(TWICE).to(gpu)
         call(t, twice)
         assert unrepeated == [name]
 

@@ -58,10 +58,8 @@ def test_nothing_in_a_round_or_its_record_is_as_long_as_the_federation(name):
     "n, count", [(10, 10), (10, 9), (12, 3), (13, 3), (1000, 7), (10**12, 50)]
 )
 def test_draws_are_distinct_and_their_own(n, count):
-    a, b = (
-        draw_without_replacement(n, count, 1, "x"),
-        draw_without_replacement(n, count, 2, "x"),
-    )
+    a = draw_without_replacement(n, count, 1, "x")
+    b = draw_without_replacement(n, count, 2, "x")
     assert len(a.unique()) == len(a) == count and int(a.min()) >= 0 and int(a.max()) < n
     equals(a, draw_without_replacement(n, count, 1, "x"))
     assert n == count or not torch.equal(a, b)
@@ -147,7 +145,8 @@ def test_rows_on_disk_change_nothing(name, tmp_path):
     a, b = (
         simulation(name, storage=where, **options) for where in ("memory", tmp_path)
     )
-    first, second = a.run(), b.run()
+    first = a.run()
+    second = b.run()
     for one, two in zip(first.rounds, second.rounds, strict=True):
         assert one | {"seconds": 0} == two | {"seconds": 0}
     seen = [(h.header["storage"], h.header["stream"]) for h in (first, second)]
@@ -155,7 +154,8 @@ def test_rows_on_disk_change_nothing(name, tmp_path):
     assert os.listdir(tmp_path) == [] and same(
         first.state, second.state, first.state.participated
     )
-    x, new = a.data.x[:5], (torch.ones(4, 6), torch.tensor([0, 1, 0, 1]))
+    x = a.data.x[:5]
+    new = (torch.ones(4, 6), torch.tensor([0, 1, 0, 1]))
     for i in (0, 7, 39):
         equals(first.model(i)(x), second.model(i)(x))
     # A client that joins later meets the rows of clients that never took part.
@@ -169,7 +169,8 @@ def test_only_clients_that_took_part_take_room(tmp_path, every):
         "ditto", storage=tmp_path, participation=0.1, rounds=2, every=every
     )
     cohort = next(run.iterate())["cohort"]
-    own, seen = run._state.clients, run._state.participated
+    own = run._state.clients
+    seen = run._state.participated
     assert seen.nonzero()[:, 0].tolist() == cohort and not own["v"][~seen].any()
 
 
@@ -238,7 +239,8 @@ def test_full_disk_ends_the_run_with_its_last_state(held, tmp_path, monkeypatch)
         run.run(becomes_full)
     assert len(told.value.history.rounds) == 1 and run._state.round == 1
     monkeypatch.undo()
-    rest, whole = run.run(), simulation("ditto", participation=0.2).run()
+    rest = run.run()
+    whole = simulation("ditto", participation=0.2).run()
     assert [r["round"] for r in rest.rounds] == [2, 3, 4]
     assert rest.rounds[-1]["eval"] == whole.rounds[-1]["eval"]
 
@@ -259,7 +261,8 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
 
     The other clients have the rows of new clients, on disk as in memory.
     """
-    data, options = images((2,) * 12), {"rounds": 6, "participation": 0.2, "every": 0}
+    data = images((2,) * 12)
+    options = {"rounds": 6, "participation": 0.2, "every": 0}
     whole = simulation("ditto", data=data, **options).run()
     half = simulation("ditto", data=data, storage=tmp_path, **options)
     half.run(lambda r, _: half.save(tmp_path / "kept") if r == 2 else None)

@@ -96,7 +96,8 @@ def test_odd_widths_in_parts_have_the_bits_of_the_whole(
 
 def test_blocks_are_made_of_the_cohort_and_its_sizes_alone():
     setting = simulation("vmap", "mlp", "SiLU").context
-    size, block = setting.data.size(), assign_blocks(setting, EVERYBODY)
+    size = setting.data.size()
+    block = assign_blocks(setting, EVERYBODY)
     assert block.bincount().tolist() == [3, 4, 4]
     for larger, smaller in ((0, 1), (1, 2)):
         assert size[block == larger].min() >= size[block == smaller].max()
@@ -121,7 +122,8 @@ def test_two_threads_share_one_blocks_clients_where_that_is_much_work():
 def test_who_leaves_a_cohort_leaves_the_others_in_their_blocks():
     setting = simulation("vmap", "mlp", "SiLU").context
     buffers = setting.net.b0.repeat(len(EVERYBODY), 1)
-    clients, kept = Clients(setting, EVERYBODY, 1, buffers), EVERYBODY % 3 != 0
+    clients = Clients(setting, EVERYBODY, 1, buffers)
+    kept = EVERYBODY % 3 != 0
     block = assign_blocks(setting, EVERYBODY)
     assert torch.equal(clients.take(kept).block_numbers, block[kept])
     again = clients.take(kept).take(EVERYBODY[kept] > 3)

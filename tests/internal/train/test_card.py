@@ -179,7 +179,8 @@ def test_flags_stay_as_they_are_on_a_cpu(other):
 
 
 def test_flags_of_two_threads_are_put_back_by_the_last(other):
-    inside, leave = threading.Event(), threading.Event()
+    inside = threading.Event()
+    leave = threading.Event()
 
     def work():
         with card.REPEATABLE_FLAGS.set_for(CARD):

@@ -74,13 +74,15 @@ def test_no_metric_spreads_a_column_of_scores(metric, kind):
     scores = torch.rand(60, 1)
     own = metrics_of({"own": LOSSES[metric]}, False)["own"]
 
-    got, want = own(scores, y), LOSSES[metric](scores[:, 0], y)
+    got = own(scores, y)
+    want = LOSSES[metric](scores[:, 0], y)
 
     torch.testing.assert_close(got, want, equal_nan=True)
 
 
 def test_what_takes_the_scores_as_they_are_gets_them():
-    y, scores = torch.rand(8), torch.rand(8, 1)
+    y = torch.rand(8)
+    scores = torch.rand(8, 1)
     for f in (
         lambda s, y: (s[:, 0] - y).abs().mean(),
         lambda s, y: (s.view(-1) - y).abs().mean(),
@@ -94,7 +96,8 @@ def test_what_takes_the_scores_as_they_are_gets_them():
 
 
 def test_probabilities_are_drawn_between_0_and_1():
-    y, scores = (torch.rand(8) > 0.5).float(), torch.rand(8, 1)
+    y = (torch.rand(8) > 0.5).float()
+    scores = torch.rand(8, 1)
     assert find_argument_form(
         lambda s, y: F.binary_cross_entropy(s, y), scores, y, True
     ).scores_like_targets

@@ -63,6 +63,7 @@ def test_modes_nest_and_are_the_threads_own():
 
 
 def test_hinge():
-    scores, y = torch.tensor([[0.5], [-2.0], [0.25]]), torch.tensor([1, 0, 0])
+    scores = torch.tensor([[0.5], [-2.0], [0.25]])
+    y = torch.tensor([1, 0, 0])
     for labels in (y, 2 * y - 1):
         assert LOSSES["hinge"](scores, labels).item() == pytest.approx((0.5 + 1.25) / 3)

@@ -70,7 +70,8 @@ def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model):
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3])
 def test_the_trial_sees_small_differences(size):
-    net, data = Net(mlp), federation()
+    net = Net(mlp)
+    data = federation()
     chain = find_chain(net, data)
     engines = Engine("loop"), Engine("vmap"), Engine("loop", chain)
     exact, own = make_probes(net, data)
@@ -136,7 +137,8 @@ def test_an_even_kernel_with_same_padding_is_no_part_of_a_chain():
 
 
 def test_the_global_generators_are_left_alone():
-    net, before = Net(mlp), torch.get_rng_state()
+    net = Net(mlp)
+    before = torch.get_rng_state()
     make_context(net, federation(), Training())
     equals(before, torch.get_rng_state())
 

@@ -37,7 +37,8 @@ def called(module, *given, alone=False):
 @pytest.mark.parametrize("kind, more", KINDS)
 def test_it_is_torchs_own(kind, more, options):
     own, other = pair(kind, **more, **options)
-    want, got = own(X), called(other, X)
+    want = own(X)
+    got = called(other, X)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
     weight = torch.randn_like(want[0])
     grads = [
@@ -58,7 +59,8 @@ def test_it_is_torchs_own(kind, more, options):
 )
 def test_what_is_not_written_out_is_torchs_own(kind, options, given):
     own, other = pair(kind, **options)
-    got, want = called(other, *given)[0], own(*given)[0]
+    got = called(other, *given)[0]
+    want = own(*given)[0]
     equals(torch.as_tensor(got[0]), torch.as_tensor(want[0]))
     one, its = pair(nn.GRU)
     equals(called(its, X, alone=True)[0], one(X)[0])
