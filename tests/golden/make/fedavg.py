@@ -146,7 +146,7 @@ def ditto(clients, cohorts, start, lam) -> Iterator[dict]:
 def pfedme(
     clients, cohorts, start, lam, personal_lr, inner_steps, server_lr=1.0
 ) -> Iterator[dict]:
-    """pFedMe (Dinh et al. 2020, Algorithm 1): theta nears a proximal point of w.
+    """Method pFedMe (Dinh et al. 2020, Algorithm 1): theta nears a proximal point of w.
 
     Each minibatch takes `inner_steps` steps `theta <- theta - personal_lr (grad
     f(theta) + lam (theta - w))`, which approach the minimum of `f(theta) + lam / 2
