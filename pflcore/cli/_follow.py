@@ -1,4 +1,4 @@
-"""What a rank other than the first has in place of a record and a progress bar.
+"""Stand-ins for the record and the progress bar on ranks other than the first.
 
 The first of several ranks alone reads and writes the folder of a command, and prints.
 The others play the same runs with it.

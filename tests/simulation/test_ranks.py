@@ -103,7 +103,7 @@ TOLD_FAULTS = {
 
 
 def faults_of_ranks(ranks, faults, folder, **options):
-    """What each of `ranks` of three saw of the faults, and the run of torchrun."""
+    """The faults as each of `ranks` of three saw them, and the run of torchrun."""
     run = run_torchrun(3, FAULTS, folder, *faults, **options)
     files = [Path(folder, f"faults-{rank}.json") for rank in ranks]
     return [json.loads(file.read_text()) for file in files], run
