@@ -56,12 +56,13 @@ def play() -> None:
     for client in range(data.n):
         for name, tensor in sorted(history.model(client).tensors().items()):
             digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    megabytes = simulation.config.ranks.traffic.bytes_received / 1e6
     if history.rank == 0:
         ranks = os.environ.get("WORLD_SIZE", "1")
         accuracy = float(history.series("accuracy")[1][-1].mean())
         print(
             f"{ranks} rank(s): models {digest.hexdigest()[:16]}, mean accuracy "
-            f"{accuracy:.3f}, {seconds:.1f} s"
+            f"{accuracy:.3f}, {seconds:.1f} s, {megabytes:.1f} MB from other ranks"
         )
 
 
