@@ -37,17 +37,22 @@ def digests_of_ranks(count, cases, folder):
     return [json.loads(file.read_text()) for file in files]
 
 
+def without_checkpoints(digests):
+    """The digests that every rank has: the first one alone writes checkpoints."""
+    return {k: v for k, v in digests.items() if not k.startswith("checkpoint")}
+
+
 def assert_equal_digests(count, cases, folder):
-    """Asserts that every rank has the digests of this process."""
+    """Asserts that every rank shared the runs, and has the digests of this process."""
     want = play_all(cases)
     by_rank = digests_of_ranks(count, cases, folder)
     for rank, got in enumerate(by_rank):
+        *numbers, bytes_received = got.pop("ranks")
+        assert numbers == [rank, count] and bytes_received > 0
+        assert got.keys() == want.keys()
         for name, digests in want.items():
-            if rank:  # rank 0 alone writes checkpoints
-                digests = {
-                    k: v for k, v in digests.items() if not k.startswith("checkpoint")
-                }
-            assert got[name] == digests, f"rank {rank}, {name}"
+            expected = without_checkpoints(digests) if rank else digests
+            assert got[name] == expected, f"rank {rank}, {name}"
 
 
 QUICK_CASES = [
