@@ -228,8 +228,12 @@ def _prepare_run(options: RunOptions, net: Net, device: str) -> tuple[RunConfig,
 
 def _select_executor(hardware: Hardware, ranks: Ranks) -> Executor:
     """The executor that the options name, or the one that uses all ranks."""
-    if hardware.executor is not None:
-        return hardware.executor
+    executor = hardware.executor
+    if executor is not None:
+        wanted = "an object with a method run(work), see pflcore.simulation.executor"
+        is_object = isinstance(executor, Executor) and not isinstance(executor, type)
+        require(is_object, "executor", wanted, executor)
+        return executor
     return InProcess() if ranks.count == 1 else AcrossRanks(ranks)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from pflcore._device import to_device
 from pflcore.algorithms._protocol import SharedRows, Tensors
+from pflcore.check import Words, require
 from pflcore.simulation._ranks import Ranks
 from pflcore.simulation._signals import allow_signals
 
@@ -57,6 +58,20 @@ class CohortWork:
     work: Tensor
     block_numbers: Tensor
     compute: Callable[[Tensor], Tensors]
+
+
+def computed_rows(executor: Executor, cohort_work: CohortWork) -> Tensors:
+    """The rows [S, ...] that an executor returns, by name.
+
+    Raises ValueError where they are not those of all clients.
+    """
+    rows = executor.run(cohort_work)
+    count = len(cohort_work.ids)
+    wanted = f"one that returns rows of all {count} clients in {cohort_work.place}"
+    for name, tensor in rows.items():
+        got = f"{name} with {len(tensor)} rows"
+        require(len(tensor) == count, "executor", wanted, Words(got))
+    return rows
 
 
 def take_positions(value: Any, positions: Tensor, count: int) -> Any:

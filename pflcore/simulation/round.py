@@ -53,7 +53,7 @@ from pflcore.simulation._uploads import (
     drop_clients,
     non_finite_names,
 )
-from pflcore.simulation.executor import CohortWork, take_positions
+from pflcore.simulation.executor import CohortWork, computed_rows, take_positions
 from pflcore.train import Clients
 from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
@@ -158,7 +158,7 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
             block_numbers,
             compute,
         )
-        rows = config.executor.run(work)
+        rows = computed_rows(config.executor, work)
         return CohortResult(
             cohort,
             down,

@@ -93,3 +93,22 @@ def test_an_error_of_a_client_is_raised():
     with pytest.raises(ValueError, match="the site is closed"):
         play("fedavg", executor, "loop")
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("executor", [3, "one_by_one", OneByOne], ids=repr)
+def test_what_is_no_executor_is_refused(executor):
+    with pytest.raises(ValueError, match=r"^executor: expected an object with a meth"):
+        play("fedavg", executor, "loop")
+
+
+def test_an_executor_that_loses_clients_is_refused():
+    class Lossy:
+        def run(self, cohort_work):
+            return cohort_work.compute(torch.arange(2))
+
+    with pytest.raises(
+        ValueError,
+        match=r"^executor: expected one that returns rows of all 5 clients in the "
+        r"training of round 1, got buffers with 2 rows\.$",
+    ):
+        play("fedavg", Lossy(), "loop")
