@@ -18,7 +18,7 @@ from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import checked, require
 from pflcore.metrics import Metric, measured_by
 from pflcore.simulation._state import RunConfig, State, client_rows
-from pflcore.simulation.executor import CohortWork, computed_rows
+from pflcore.simulation.executor import BlockPlan, CohortWork, computed_rows
 from pflcore.train import Clients
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
 from pflcore.train._losses import without_masked
@@ -90,7 +90,8 @@ def evaluate_clients(
         )
 
     place = f"the evaluation on {split} after round {state.round}"
-    work = CohortWork(place, ids, size[ids], block_numbers, compute)
+    plan = BlockPlan(size[ids], block_numbers)
+    work = CohortWork(place, ids, compute, lambda: plan)
     repeating = REPEATABLE_FLAGS.set_for(config.context.net.w0.device)
     with single_threaded(config.fits_one_thread(len(ids))), repeating:
         values = computed_rows(config.executor, work)

@@ -430,13 +430,31 @@ def _start_ranks(timeout: timedelta) -> Ranks:
     if not dist.is_initialized():
         # NCCL refuses two ranks on one card.
         backend = "cpu:gloo,cuda:nccl" if has_own_card else "gloo"
-        dist.init_process_group(backend, timeout=timeout)
+        _init_process_group(backend, timeout)
     # Messages need the CPU, which a group that another program made may lack.
     cpu_group = dist.new_group(backend="gloo", timeout=timeout)
     card_group = None
     if "nccl" in str(dist.get_backend_config()):
         card_group = dist.group.WORLD
     return Ranks(dist.get_rank(), dist.get_world_size(), cpu_group, card_group)
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    """Makes the default process group from torchrun's environment.
+
+    On one machine torchrun keeps its store when it restarts the ranks, and in the store
+    the addresses of those that have ended. So each start has keys of its own. Over
+    several machines the number of restarts may differ from machine to machine.
+    """
+    starts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if starts == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, count = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(f"start_{starts}", store)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=count, timeout=timeout
+    )
 
 
 def local_device(device: str) -> str:

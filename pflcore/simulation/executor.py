@@ -21,7 +21,8 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,6 +38,13 @@ __all__ = ["AcrossRanks", "CohortWork", "Executor", "InProcess", "OneByOne"]
 LOGGER = logging.getLogger("pflcore")
 
 
+class BlockPlan(NamedTuple):
+    """What an executor needs in order to share out a cohort."""
+
+    work: Tensor  # [S] int64, how much work each client is
+    block_numbers: Tensor  # [S] int64, the number of each client's block
+
+
 @dataclass(frozen=True)
 class CohortWork:
     """The work of computing a cohort's clients.
@@ -44,20 +52,36 @@ class CohortWork:
     Attributes:
         place: The work in words, such as "training of round 3": equal on all ranks.
         ids: The clients' ids, int64 [S].
-        work: How much work each client is, such as its number of samples, int64 [S].
-        block_numbers: The number of each client's block, int64 [S]. The clients of a
-            block are computed together, since the last digits of what torch computes
-            over several clients depend on all of them.
         compute: Computes the clients at positions [s], int64 and ascending, which are
             whole blocks. It returns rows [s, ...] by name, with the same names in every
             call.
+        plan: Makes the cohort's plan. It is called once, and only if the executor asks
+            for `work` or `block_numbers`.
     """
 
     place: str
     ids: Tensor
-    work: Tensor
-    block_numbers: Tensor
     compute: Callable[[Tensor], Tensors]
+    plan: Callable[[], BlockPlan]
+
+    @property
+    def work(self) -> Tensor:
+        """How much work each client is, such as its number of samples, int64 [S]."""
+        return self._plan.work
+
+    @property
+    def block_numbers(self) -> Tensor:
+        """The number of each client's block, int64 [S].
+
+        The clients of a block are computed together, since the last digits of what
+        torch computes over several clients depend on all of them.
+        """
+        return self._plan.block_numbers
+
+    @cached_property
+    def _plan(self) -> BlockPlan:
+        """The plan, made once."""
+        return self.plan()
 
 
 def computed_rows(executor: Executor, cohort_work: CohortWork) -> Tensors:

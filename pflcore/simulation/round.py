@@ -53,7 +53,12 @@ from pflcore.simulation._uploads import (
     drop_clients,
     non_finite_names,
 )
-from pflcore.simulation.executor import CohortWork, computed_rows, take_positions
+from pflcore.simulation.executor import (
+    BlockPlan,
+    CohortWork,
+    computed_rows,
+    take_positions,
+)
 from pflcore.train import Clients
 from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
@@ -125,15 +130,22 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
         down = config.algorithm.send(state.server, cohort)
         states_before = client_rows(config, state, ids, down)
         buffers = state.buffers[to_device(ids, state.buffers.device)]
-        block_numbers = assign_blocks(context, ids)
+
+        def plan() -> BlockPlan:
+            blocks = assign_blocks(context, ids)
+            work = _training_work(context, cohort.num_samples, blocks)
+            return BlockPlan(work, blocks)
 
         def compute(positions: Tensor) -> Tensors:
+            block_numbers = None  # a whole cohort assigns them where it needs them
+            if len(positions) < count:
+                block_numbers = cohort_work.block_numbers[positions]
             clients = Clients(
                 context,
                 ids[positions],
                 cohort.round,
                 take_positions(buffers, positions, count),
-                block_numbers[positions],
+                block_numbers,
             )
             part_down = {
                 name: take_positions(value, positions, count)
@@ -151,14 +163,9 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
             rows |= {f"client.{name}": tensor for name, tensor in client_states.items()}
             return rows
 
-        work = CohortWork(
-            f"the training of round {cohort.round}",
-            ids,
-            _training_work(context, cohort.num_samples, block_numbers),
-            block_numbers,
-            compute,
-        )
-        rows = computed_rows(config.executor, work)
+        place = f"the training of round {cohort.round}"
+        cohort_work = CohortWork(place, ids, compute, plan)
+        rows = computed_rows(config.executor, cohort_work)
         return CohortResult(
             cohort,
             down,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from parts.rank_resume import resume_all
 from parts.ranks import play_all
 from places import ROOT
 
@@ -22,11 +23,23 @@ ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
-def run_torchrun(count, *words, **options):
+def run_torchrun(count, *words):
     """The completed process of torchrun with `count` ranks."""
     command = [*TORCHRUN, f"--nproc-per-node={count}", *map(str, words)]
-    options = {"capture_output": True, "text": True, "timeout": 500} | options
-    return subprocess.run(command, env=ENVIRONMENT, **options)
+    process = subprocess.Popen(
+        command,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=300)
+    except BaseException:
+        process.terminate()  # torchrun ends its ranks
+        process.communicate(timeout=60)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def digests_of_ranks(count, cases, folder):
@@ -92,6 +105,46 @@ def test_three_ranks_have_the_bits_of_one_process(tmp_path):
     assert_equal_digests(3, DEEP_CASES, tmp_path)
 
 
+RESUME = PROGRAM.with_name("rank_resume.py")
+RESUMED_CASES = [
+    {"algorithm": "feddwa", "rounds": 6},
+    {"algorithm": "scaffold", "rounds": 6, "model": "batch_norm", "engine": "vmap"},
+]
+
+
+def resumed_digests(count, cases, folder, *options):
+    """What each of `count` ranks has when the cases have gone on from the folder."""
+    run = run_torchrun(count, *options, RESUME, json.dumps(cases), folder)
+    assert run.returncode == 0, run.stderr[-5000:]
+    files = [Path(folder, f"resumed-{rank}.json") for rank in range(count)]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.deep("three processes")
+def test_fewer_ranks_take_up_a_run_of_more(tmp_path):
+    want = resume_all(RESUMED_CASES, tmp_path / "whole")
+
+    for count, after in ((3, 2), (2, 4)):
+        cases = [case | {"stop_after": after} for case in RESUMED_CASES]
+        for rank in resumed_digests(count, cases, tmp_path):
+            assert [run["rounds"] for run in rank] == [after] * len(cases)
+    got = resume_all(RESUMED_CASES, tmp_path)
+
+    assert got == want and all(run["rounds"] == 6 for run in want)
+
+
+@pytest.mark.deep("three processes")
+def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path):
+    case = {"algorithm": "feddwa", "rounds": 6, "participation": 0.5}
+    want = resume_all([case], tmp_path / "whole")
+
+    cases = [case | {"kill_after": 3}]
+    by_rank = resumed_digests(3, cases, tmp_path, "--max-restarts=1")
+
+    assert (tmp_path / "killed").exists()
+    assert by_rank == [want] * 3
+
+
 FAULTS = PROGRAM.with_name("rank_faults.py")
 # The ranks hear of each of these, and go on to the next.
 TOLD_FAULTS = {
@@ -107,9 +160,9 @@ TOLD_FAULTS = {
 }
 
 
-def faults_of_ranks(ranks, faults, folder, **options):
+def faults_of_ranks(ranks, faults, folder):
     """The faults as each of `ranks` of three saw them, and the run of torchrun."""
-    run = run_torchrun(3, FAULTS, folder, *faults, **options)
+    run = run_torchrun(3, FAULTS, folder, *faults)
     files = [Path(folder, f"faults-{rank}.json") for rank in ranks]
     return [json.loads(file.read_text()) for file in files], run
 
