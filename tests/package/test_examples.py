@@ -8,9 +8,12 @@ import runpy
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from places import ROOT
 
 import pflcore
+from pflcore import testing
 
 EXAMPLES = ROOT / "examples"
 
@@ -67,6 +70,57 @@ def test_an_algorithm_of_ones_own(capsys):
     text = (EXAMPLES.parent / "docs" / "own_algorithm.md").read_text()
     # The document shows the code that runs.
     assert ast.get_source_segment(path.read_text(), cls) in text
+
+
+METHODS = {"moon": "MOON", "pfedgraph": "PFedGraph", "fedproto": "FedProto"}
+
+
+@pytest.mark.parametrize("file", METHODS)
+def test_a_published_method_as_ones_own(file, capsys):
+    runpy.run_path(str(EXAMPLES / f"{file}.py"), run_name="__main__")
+    assert capsys.readouterr().out == f"{METHODS[file]} keeps the rules.\n"
+    assert (
+        f"examples/{file}.py" in (EXAMPLES.parent / "docs/own_algorithm.md").read_text()
+    )
+
+
+def example_method(file):
+    """The class of a method among the examples."""
+    return runpy.run_path(str(EXAMPLES / f"{file}.py"))[METHODS[file]]
+
+
+@pytest.mark.parametrize(
+    "file, option, plain, name",
+    [("moon", "mu", "fedavg", "server.x"), ("fedproto", "lam", "local", "clients.w")],
+)
+def test_a_method_without_its_term_is_a_known_one(file, option, plain, name):
+    method = example_method(file)
+    known = testing.Case(pflcore.algorithm_of(plain)).recorded.states[-1]
+    without = testing.Case(method(**{option: 0.0})).recorded.states[-1]
+    whole = testing.Case(method()).recorded.states[-1]
+
+    assert torch.allclose(without[name], known[name], rtol=0, atol=1e-12)
+    assert not torch.allclose(whole[name], known[name], rtol=0, atol=1e-4)
+
+
+@given(st.integers(1, 9), st.integers(0, 2**32), st.floats(-3, 3))
+def test_pfedgraphs_weights_are_the_nearest_of_the_simplex(count, seed, log_scale):
+    """A nearest point p of a convex set has (row - p) . (q - p) <= 0 for all its q.
+
+    For the simplex it is enough to try its corners.
+    """
+    project = runpy.run_path(str(EXAMPLES / "pfedgraph.py"))["project_to_simplex"]
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(4, count, generator=generator, dtype=torch.float64)
+    rows *= 10**log_scale
+
+    points = project(rows)
+
+    assert (points >= 0).all() and torch.allclose(points.sum(1), torch.ones(4).double())
+    corners = torch.eye(count, dtype=torch.float64)
+    ahead = corners - points[:, None]  # [4, count, count]
+    products = (ahead * (rows - points)[:, None]).sum(2)
+    assert (products <= 1e-12 * (1 + rows.abs().max())).all()
 
 
 def test_server_rules_in_ones_own_training_loop(capsys):
