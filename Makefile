@@ -6,7 +6,7 @@ BIN := .venv/bin
 WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-deep lint hooks build portability wheels ranks sharded flower lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
+.PHONY: demo test test-deep lint hooks build docs portability wheels ranks sharded flower lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
 
 # torch comes first: the kernels are built against the torch that is there; ninja, on the path, compiles files side by side
 .venv/tools: pyproject.toml
@@ -49,6 +49,11 @@ hooks: build
 # the kernels against the oldest torch and the newest, on every Python that is here: gigabytes of downloads
 portability:
 	.ci/portability
+
+# the site of the documents, in site/; a link or name that leads nowhere is an error
+docs: build
+	$(BIN)/pip install --quiet mkdocs-material "mkdocstrings[python]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # wheels of the CPU kernels for x86-64 and aarch64, each for every Python and every torch >= 2.10, and tries of them: gigabytes of downloads
 wheels: build

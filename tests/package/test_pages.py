@@ -1,0 +1,40 @@
+"""The pages of the methods are those of the code, and the site has every page."""
+
+import re
+import runpy
+
+import pytest
+from places import ROOT
+
+from pflcore.algorithms import ALGORITHMS
+
+MAKER = runpy.run_path(str(ROOT / "docs" / "make_methods.py"))
+NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+
+
+@pytest.mark.parametrize("slug", MAKER["FAMILIES"])
+def test_a_familys_page_is_made_from_the_code(slug):
+    page = ROOT / "docs" / "methods" / f"{slug}.md"
+    made = MAKER["family_page"](page.read_text(), MAKER["FAMILIES"][slug])
+    assert page.read_text() == made, "run: python docs/make_methods.py"
+
+
+def test_every_method_stands_on_one_page():
+    names = [name for family in MAKER["FAMILIES"].values() for name in family]
+    assert sorted(names) == sorted(ALGORITHMS)
+
+
+def test_every_method_but_local_names_its_paper():
+    without = [
+        name
+        for family in MAKER["FAMILIES"].values()
+        for name, addresses in family.items()
+        if not addresses
+    ]
+    assert without == ["local"]
+
+
+def test_the_site_lists_every_page():
+    listed = set(re.findall(r"[\w/]+\.md", NAV))
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+    assert listed == pages | {"index.md"}
