@@ -450,8 +450,10 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
     if starts == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
         dist.init_process_group(backend, timeout=timeout)
         return
-    store, rank, count = next(dist.rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(f"start_{starts}", store)
+    # torch gives both names without exporting them by its types.
+    address = dist.rendezvous("env://", timeout=timeout)  # type: ignore[attr-defined]
+    store, rank, count = next(address)
+    store = dist.PrefixStore(f"start_{starts}", store)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=count, timeout=timeout
     )

@@ -39,7 +39,7 @@ LOGGER = logging.getLogger("pflcore")
 
 
 class BlockPlan(NamedTuple):
-    """What an executor needs in order to share out a cohort."""
+    """The facts by which an executor shares out a cohort."""
 
     work: Tensor  # [S] int64, how much work each client is
     block_numbers: Tensor  # [S] int64, the number of each client's block
