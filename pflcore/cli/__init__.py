@@ -25,6 +25,7 @@ import torch
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import install_command, require
+from pflcore.cli._data import data
 from pflcore.cli._run import RunFailed, compare, first_line, report, run
 from pflcore.ops import __version__, backend
 from pflcore.results._progress import INTERRUPTED
@@ -113,6 +114,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "run": ("run ALGORITHM [options]", run),
     "compare": ("compare --algorithms A B C [options]", compare),
     "report": ("report FOLDER ... [options]", report),
+    "data": ("data [NAME] [options]", data),
     "reproduce": ("reproduce NAME [options]", reproduce),
     "attack": ("attack [options]", attack),
     "bench": ("bench [options]", bench),

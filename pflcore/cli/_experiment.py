@@ -37,7 +37,7 @@ from pflcore.check import (
     reject,
     require,
 )
-from pflcore.data import PARTITIONS, SOURCES, Federation, federation_of
+from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of
 from pflcore.data._natural import READERS
 from pflcore.data._partition import options_of
 from pflcore.nn.models import MODELS, model_for
@@ -211,6 +211,28 @@ def reader_of(data: str) -> NamedFunction | None:
     defaults = {"target": -1, "classes": "infer"}
     defaults = {k: v for k, v in defaults.items() if k in parameters}
     return NamedFunction(kind, READERS[kind], defaults)
+
+
+def maker_of(data: str) -> NamedFunction | None:
+    """The function of data that are made up, or None for other data.
+
+    Its options that are numbers are the command line's, but for `n` and `seed`, which
+    the run has.
+    """
+    function = FEDERATIONS.get(data)
+    if function is None:
+        return None
+    defaults = {}
+    for option in inspect.signature(function).parameters.values():
+        is_number = isinstance(option.default, int | float)
+        if is_number and option.name not in ("n", "seed"):
+            defaults[option.name] = option.default
+    return NamedFunction(data, function, defaults) if defaults else None
+
+
+def data_options_of(data: str) -> NamedFunction | None:
+    """The function of these data that has options; None for other data."""
+    return reader_of(data) or maker_of(data)
 
 
 def model_of(name: str) -> NamedFunction | None:

@@ -23,6 +23,7 @@ def parse(
     argv: Sequence[str],
     prefixed: Collection[str] = (),
     complete: bool = True,
+    reserved: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """The values of all options, by group, which are not checked yet.
 
@@ -37,6 +38,7 @@ def parse(
         argv: The words of the command line.
         complete: True where all groups are given. If False, options that no group has
             are ignored: there may be more groups, which depend on the values of these.
+        reserved: Names that only the first group may use without the name of the group.
     """
     tyro = import_optional("tyro")
     taken = set[str]()  # options that are written without the name of their group
@@ -46,7 +48,7 @@ def parse(
             types[title] = _group_type(title, cls, taken=())
             continue
         types[title] = tyro.conf.OmitArgPrefixes[_group_type(title, cls, taken)]
-        taken |= {f.name for f in option_fields(cls)}
+        taken |= {f.name for f in option_fields(cls)} | {*reserved}
     parsed = tyro.cli(
         make_dataclass("Options", types.items()),
         prog=prog,

@@ -219,7 +219,7 @@ def _run_values(
     Args:
         values: The values of each group of options.
         algorithms: The name of each algorithm, by the group of its options.
-        reader: The reader of the user's files, or None for data by name.
+        reader: The function of the data that has options, or None.
     """
     options = Options(**values["run"])
     training = Training(**values["training"])
@@ -245,7 +245,7 @@ def _chosen_functions(values: Facts) -> dict[str, NamedFunction | None]:
     """Functions that options name, by the group of their own options."""
     return {
         "partition": experiment.partition_of(values["data"], values["partition"]),
-        "data": experiment.reader_of(values["data"]),
+        "data": experiment.data_options_of(values["data"]),
         "model": experiment.model_of(values["model"]),
     }
 

@@ -40,6 +40,15 @@ AnyPath = str | os.PathLike[str]
 # Starts of the names of files that may be in a folder of data.
 EXTRA_FILE_PREFIXES = ("README", "LICENSE")
 Pairs = dict[str, dict[str, tuple[Any, Any]]]  # client -> split -> (x, y)
+# Names of the files that the data folder must hold, for errors and lists.
+FILES_TEXT = {
+    "school": "school/school.mat (MALSAR's cells X and Y)",
+    "vehicle": "vehicle/vehicle.mat (MALSAR's cells X and Y)",
+    "femnist": (
+        "femnist/fed_emnist_train.h5 and femnist/fed_emnist_test.h5 (of TFF), or "
+        "LEAF's .json files in femnist/ (with data/train/ and data/test/ or without)"
+    ),
+}
 
 
 def school(root: AnyPath | None = None) -> Federation:
@@ -53,7 +62,7 @@ def school(root: AnyPath | None = None) -> Federation:
     Args:
         root: the data folder; None for the folder that PFLCORE_DATA names
     """
-    x, y = read_cells(_root(root) / "school" / "school.mat")
+    x, y = read_cells(_root(root, "school") / "school" / "school.mat")
     check_published("school", digest_of(*x, *y), "44afd5cc166e1c1c")
     low = min(float(scores.min()) for scores in y)
     high = max(float(scores.max()) for scores in y)
@@ -72,7 +81,7 @@ def vehicle(root: AnyPath | None = None) -> Federation:
     Args:
         root: the data folder; None for the folder that PFLCORE_DATA names
     """
-    x, y = read_cells(_root(root) / "vehicle" / "vehicle.mat")
+    x, y = read_cells(_root(root, "vehicle") / "vehicle" / "vehicle.mat")
     reader = ReaderOptions(2, from_files=True)
     return Federation._from_reader(zip(x, y, strict=True), reader, "vehicle")
 
@@ -87,8 +96,11 @@ def femnist(root: AnyPath | None = None) -> Federation:
     Args:
         root: the data folder; None for the folder that PFLCORE_DATA names
     """
-    base = _root(root) / "femnist"
+    base = _root(root, "femnist") / "femnist"
     if not (base / "fed_emnist_train.h5").is_file():
+        if next(base.rglob("*.json"), None) is None:
+            expected = FILES_TEXT["femnist"]
+            raise FileNotFoundError(f"{base.parent}: expected {expected}, got none.")
         federation = leaf(base, classes=62, name="femnist")
         images = federation.x.float().reshape(-1, 1, 28, 28)
         return federation._copy_with(x=images)
@@ -206,14 +218,19 @@ def _federation(clients: Pairs, reader: ReaderOptions, name: str) -> Federation:
 # files ------------------------------------------------------------------------
 
 
-def _root(root: AnyPath | None) -> Path:
+def _root(root: AnyPath | None, name: str) -> Path:
     """The data folder: `root`, or else the one that PFLCORE_DATA names.
 
     Raises ValueError where neither names a folder.
+
+    Args:
+        root: the data folder, or None
+        name: name of the data, whose files the error names
     """
     path = os.environ.get("PFLCORE_DATA") if root is None else root
-    expected = "the folder of the data (or set PFLCORE_DATA)"
-    require(path is not None, "root", expected, path)
+    files = FILES_TEXT[name]
+    expected = f"the folder of the data (or set PFLCORE_DATA), which holds {files}"
+    require(path, "root", expected, path)
     return Path(str(path))
 
 
@@ -276,6 +293,8 @@ def read_cells(path: Path) -> tuple[list[Any], list[Any]]:
     """
     io = import_optional("scipy.io", "data: it", DATA_FOLDER_HINT)
     text = f"{path}: expected a .mat file with the cells X and Y, got none"
+    if not path.exists():
+        raise FileNotFoundError(f"{text}.")
     with explain_read_errors(text):
         require(path.is_file(), "file", "a regular one", path.name)
         cells = {name.upper(): cell for name, cell in io.loadmat(path).items()}

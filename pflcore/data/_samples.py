@@ -25,6 +25,7 @@ from pflcore.data._inputs import (
     mask_labels,
     to_inputs,
 )
+from pflcore.data._picture import bin_targets, draw_counts, draw_sizes
 from pflcore.data._ragged import Ragged
 
 SPLITS = ("train", "val", "test")
@@ -186,11 +187,58 @@ class ClientSamples:
         y = self.labels(i, split)
         return self.x[self.lists(split)[i]], y
 
+    def label_skew(self, split: str = "train") -> float:
+        """The mean distance of a client's class shares from those of all clients.
+
+        It is 0 where all clients have the same shares, and near 1 where no class has
+        samples of two clients. The distance of shares p_i and p [C] is
+        sum_c |p_ic - p_c| / 2 (total variation); p is the mean of all p_i. Clients
+        without a label are left out. Raises ValueError where the targets are numbers.
+
+        Args:
+            split: split whose labels are counted
+        """
+        counts = self.counts(split).double()
+        counts = counts[counts.sum(1) > 0]
+        if not len(counts):
+            return 0.0
+        shares = counts / counts.sum(1, keepdim=True)
+        return float((shares - shares.mean(0)).abs().sum(1).mean() / 2)
+
+    def plot(self, split: str = "train") -> Any:
+        """A picture of which client holds which samples, as a matplotlib figure.
+
+        Each column is a client and each row a class. The area of a dot is proportional
+        to the number of samples. Numbers to predict are counted in 20 bins of equal
+        width. Where a target has several numbers, bars show the clients' sizes instead.
+        A notebook shows the figure; `.savefig("cut.png")` saves it. Of more than 200
+        clients the first 200 are drawn.
+
+        Raises ImportError, with the command that installs it, without matplotlib.
+
+        Args:
+            split: split whose samples are counted
+        """
+        sizes = self.size(split)
+        title = f"{self.name}: {self.n} clients, {int(sizes.sum()):,} {split} samples"
+        if self.classes is not None:
+            return draw_counts(self.counts(split), title, self.names)
+        lists = self.lists(split)
+        targets = self.y[lists.flat].cpu().reshape(len(lists.flat), -1)
+        if targets.shape[1] != 1 or not len(targets):
+            return draw_sizes(sizes, title, self.names)
+        counts, edges = bin_targets(targets[:, 0], lists.owners().cpu(), self.n)
+        return draw_counts(counts, title, self.names, edges)
+
     def summary(self) -> str:
         """Lines of text: numbers of clients and samples, shapes, and facts."""
         classes_per_client = None
+        label_skew = None
         if self.classes:
             classes_per_client = _describe_range((self.counts() > 0).sum(1))
+            label_skew = (
+                f"{self.label_skew():.2f} (0: clients are equal; 1: no class in common)"
+            )
         facts: dict[str, Any] = {
             "clients": self.n,
             "samples": {split: len(self.lists(split).flat) for split in self.splits},
@@ -198,6 +246,7 @@ class ClientSamples:
             "inputs": self.fields or list(self.shape),
             "classes": self.classes,
             "classes per client": classes_per_client,
+            "label skew": label_skew,
             "labels permuted by client (concept shift)": self.relabel is not None,
             "standardized by client": self.scaling is not None,
         }

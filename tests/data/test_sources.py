@@ -465,7 +465,7 @@ synthetic_quadratic | {"curvature": [[1.0]], "optimum": [[1.0, 2.0]]} | ValueErr
 synthetic_clusters | {"groups": 5} | ValueError | groups: expected at most the 4 classes, got 5
 school | {} | ValueError | root: expected the folder of the data (or set PFLCORE_DATA)
 school | {"root": "HERE"} | OSError | school.mat: expected a .mat file with the cells X and Y
-femnist | {"root": "HERE"} | OSError | femnist: expected .json files and nothing else
+femnist | {"root": "HERE"} | OSError | HERE: expected femnist/fed_emnist_train.h5 and
 folder:HERE/no | {} | OSError | no: expected .csv or .npz files and nothing else
 leaf:HERE/no.json | {} | OSError | no.json: expected .json files and nothing else
 """  # noqa: E501

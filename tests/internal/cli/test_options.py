@@ -10,7 +10,8 @@ import pytest
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import PositiveFloat
-from pflcore.cli._experiment import Options, partition_of, reader_of
+from pflcore.cli._data import DataOptions
+from pflcore.cli._experiment import Options, data_options_of, partition_of
 from pflcore.cli._options import (
     dataclass_of_arguments,
     field_comments,
@@ -18,7 +19,7 @@ from pflcore.cli._options import (
     parse,
 )
 from pflcore.cli._run import CompareOptions, OutputOptions
-from pflcore.data import PARTITIONS
+from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES
 from pflcore.train import Training
 
 pytest.importorskip("tyro")
@@ -60,7 +61,15 @@ def parsed(groups, words, **how):
 
 
 @pytest.mark.parametrize(
-    "cls", [Options, OutputOptions, Training, CompareOptions, *ALGORITHMS.values()]
+    "cls",
+    [
+        Options,
+        OutputOptions,
+        Training,
+        CompareOptions,
+        DataOptions,
+        *ALGORITHMS.values(),
+    ],
 )
 def test_every_option_has_help(cls):
     """The help is the field's comment or its entry in "Args:"."""
@@ -73,7 +82,8 @@ def test_every_option_of_a_partition_has_help(name, capsys):
     """The help is the entry in the docstring's "Args:", nothing else."""
     choice = partition_of("digits", name)
     cls = dataclass_of_arguments(choice.function, choice.defaults)
-    assert {*field_comments(cls)} == {*choice.defaults}
+    comments = field_comments(cls)
+    assert {*comments} == {*choice.defaults} and all(comments.values())
 
     with pytest.raises(SystemExit):
         parsed({"partition": cls}, "--help")
@@ -81,12 +91,15 @@ def test_every_option_of_a_partition_has_help(name, capsys):
     assert "Args:" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("data", ["folder:x", "leaf:x"])
-def test_every_option_of_a_reader_has_help(data):
-    choice = reader_of(data)
-    assert {
-        *field_comments(dataclass_of_arguments(choice.function, choice.defaults))
-    } == {*choice.defaults}
+@pytest.mark.parametrize("data", ["folder:x", "leaf:x", *SOURCES, *FEDERATIONS])
+def test_every_option_of_data_has_help(data):
+    """Data without options are those that a partition cuts, and published ones."""
+    choice = data_options_of(data)
+    if choice is None:
+        assert data in SOURCES or not data.startswith("synthetic_l")
+        return
+    comments = field_comments(dataclass_of_arguments(choice.function, choice.defaults))
+    assert {*comments} == {*choice.defaults} and all(comments.values())
 
 
 def test_help_is_the_comments_of_all_bases(capsys):

@@ -1,0 +1,150 @@
+"""`pflcore data`: which data sets there are, and which client holds which samples."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pflcore.check import (
+    Momentum,
+    PositiveInt,
+    Seed32,
+    checked,
+    require,
+)
+from pflcore.cli import _experiment as experiment
+from pflcore.cli._experiment import Options
+from pflcore.cli._options import dataclass_of_arguments, option_fields, parse
+from pflcore.cli._run import OutputOptions
+from pflcore.data._catalogue import DATA_SETS, ORIGINS, PARTITION_FACTS
+from pflcore.data._partition import options_of
+from pflcore.results._files import safe_write
+from pflcore.train import Training
+
+PICTURE_KINDS = (".png", ".svg", ".pdf")
+DOTS_PER_INCH = 200
+
+
+@checked
+@dataclass(frozen=True)
+class DataOptions:
+    """The cut of the data among clients, and the file of the picture.
+
+    Args:
+        partition: name of the rule that cuts the data among the clients; A if not said
+        n: number of clients; 10 if not said, or all clients of data that come with
+            their clients
+        data_seed: seed of the cut of the data
+        train_samples: use only this number of samples of the training pool
+        test_samples: use only this number of samples of the test pool
+        standardize: for data that come with their clients: standardize features by each
+            client's training statistics; for school and vehicle only if not said
+        val: fraction of each client's training samples that is kept for validation
+        split: split that the picture shows: train, val or test
+        out: file of the picture, which ends in .png, .svg or .pdf; no picture if not
+            said
+    """
+
+    partition: str | None = None
+    n: PositiveInt | None = None
+    data_seed: Seed32 = 0
+    train_samples: PositiveInt | None = None
+    test_samples: PositiveInt | None = None
+    standardize: bool | None = None
+    val: Momentum = 0.0
+    split: str = "train"
+    out: Path | None = None
+
+
+def data(argv: Sequence[str]) -> int:
+    """Shows which client holds which samples; lists the data sets without a name."""
+    names = [word for word in argv[:1] if not word.startswith("-")]
+    is_help = bool({"-h", "--help"} & {*argv})
+    if not (names or is_help):
+        require(not argv, "data", "the name of the data first", argv, DATA_SETS)
+        print(f"{list_of_data()}\n\n{list_of_partitions()}")
+        return 0
+    name = names[0] if names else "NAME"
+    options, cut = _parse(name, argv[len(names) :])
+    if options.out is not None:
+        fits = options.out.suffix in PICTURE_KINDS
+        words = f"a file that ends in {', '.join(PICTURE_KINDS)}"
+        require(fits, "out", words, str(options.out))
+    shared = vars(options).copy()
+    del shared["split"], shared["out"]
+    federation = experiment.load_federation(Options(data=name, **shared), cut)
+    federation.size(options.split)  # raises the error of a split that does not exist
+    print(federation.summary())
+    if options.out is not None:
+        _save(federation.plot(options.split), options.out)
+        print(f"Picture: {options.out}")
+    return 0
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Saves a figure in the form that the file's name ends in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with safe_write(path) as part:
+        figure.savefig(part, dpi=DOTS_PER_INCH, format=path.suffix[1:])
+
+
+def _parse(name: str, argv: Sequence[str]) -> tuple[DataOptions, dict[str, object]]:
+    """The options of the command, and those of the partition or of the data."""
+    prog = f"pflcore data {name}"
+    groups: dict[str, type] = {"cut": DataOptions}
+    about = f"{inspect.getdoc(data)}\n\n{list_of_partitions()}"
+    # The partition decides which other options there are.
+    first = parse(prog, about, groups, argv, complete=False)["cut"]
+    functions = {
+        "partition": experiment.partition_of(name, first["partition"]),
+        "data": experiment.data_options_of(name),
+    }
+    for title, choice in functions.items():
+        if choice and choice.defaults:
+            groups[title] = dataclass_of_arguments(choice.function, choice.defaults)
+    # An option has the name here that it has in `pflcore run`.
+    reserved = set()
+    for cls in (Options, Training, OutputOptions):
+        reserved |= {f.name for f in option_fields(cls)}
+    values = parse(prog, about, groups, argv, reserved=reserved)
+    cut = {**values.get("partition", {})}
+    own = functions["data"]
+    if own is not None:
+        cut = {k: v for k, v in values["data"].items() if v != own.defaults[k]}
+    return DataOptions(**values["cut"]), cut
+
+
+def list_of_data() -> str:
+    """The data sets by name, one a line, and the ways to give data of one's own."""
+    rows = [("name", "clients", "samples", "shape", "classes", "how it comes")]
+    for name, facts in DATA_SETS.items():
+        samples = f"{facts.train:,} + {facts.test:,}"
+        clients = facts.clients or "any"
+        classes = facts.classes or "numbers"
+        shape = " x ".join(map(str, facts.shape))
+        rows.append((name, clients, samples, shape, classes, facts.origin))
+    widths = (20, 8, 18, 12, 8, 0)
+    lines = []
+    for row in rows:
+        cells = [f"{cell!s:<{width}}" for cell, width in zip(row, widths, strict=True)]
+        lines.append("  " + " ".join(cells).rstrip())
+    lines.append("  folder:PATH          a CSV or npz file of yours for each client")
+    lines.append("  leaf:PATH            LEAF's JSON files")
+    lines.append("")
+    lines += [f"{name}: {text}." for name, text in ORIGINS.items()]
+    lines.append("any: a partition cuts the samples among --n clients.")
+    lines.append("Samples are those for training + those for testing.")
+    lines.append("`pflcore data NAME` shows which client holds which samples.")
+    return "\n".join(lines)
+
+
+def list_of_partitions() -> str:
+    """The partitions by name with their options, one a line."""
+    lines = ["Partitions, and their options, which --partition NAME --help explains:"]
+    for name, facts in PARTITION_FACTS.items():
+        options = ", ".join(options_of(name))
+        lines.append(f"  {name:<12}  {facts.about} ({options})")
+    return "\n".join(lines)

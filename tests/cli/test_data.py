@@ -1,0 +1,111 @@
+"""`pflcore data`: lists, summaries and pictures without a run."""
+
+import pytest
+from parts.commands import block, command
+
+from pflcore import data as catalogue
+from pflcore.data import federation_of
+
+pytest.importorskip("tyro")
+pytest.importorskip("sklearn")
+BEGIN = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+CSV = "age,died,height\n" + "1,0,2\n3,1,4\n" * 10
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_without_a_name_every_name_is_listed(capsys):
+    assert command("data") == 0
+
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    first_words = {row[0] for row in rows if row}
+    names = *catalogue.SOURCES, *catalogue.FEDERATIONS, *catalogue.PARTITIONS
+    assert {*names, "folder:PATH", "leaf:PATH"} <= first_words
+
+
+def test_the_summary_is_that_of_the_federation(capsys):
+    words = "data digits --partition dirichlet --n 6 --alpha 0.2 --data-seed 3"
+    assert command(f"{words} --train-samples 300") == 0
+
+    want = federation_of("digits", "dirichlet", 6, seed=3, alpha=0.2, train_samples=300)
+    assert capsys.readouterr().out.strip() == want.summary()
+
+
+@pytest.mark.parametrize("kind", BEGIN)
+def test_the_picture_has_the_form_of_its_name(kind, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "new" / f"cut.{kind}"
+
+    assert command("data synthetic_clusters --n 3 --split test --out", file) == 0
+
+    assert file.read_bytes().startswith(BEGIN[kind])
+    assert [*file.parent.iterdir()] == [file]
+    assert str(file) in capsys.readouterr().out
+
+
+def test_options_have_the_names_that_a_run_gives_them(tmp_path, capsys):
+    """`--data-target` is no `--target`, which in a run is a client."""
+    (tmp_path / "sites").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "sites" / f"{name}.csv").write_text(CSV)
+    words = "folder:sites --data-target died --standardize False"
+
+    assert command(f"data {words}") == 0
+    out = capsys.readouterr().out
+    assert command(f"run fedavg --data {words} --dry-run") == 0
+
+    summary = out.strip()
+    assert "inputs: [2]" in summary and "classes: 2" in summary
+    assert capsys.readouterr().out.startswith(summary)
+
+
+@pytest.mark.parametrize(
+    "command_line", ["data", "run fedavg --rounds 1 --dry-run --data"]
+)
+def test_made_up_data_have_options(command_line, capsys):
+    words = "synthetic_linear --n 4 --samples 7 --held-out 2 --groups 4"
+    assert command(f"{command_line} {words}") == 0
+
+    want = federation_of("synthetic_linear", n=4, samples=7, held_out=2, groups=4)
+    assert capsys.readouterr().out.startswith(want.summary())
+
+
+WRONG = [
+    ("mnst", "data: got 'mnst', did you mean 'mnist'?"),
+    ("digits --partition dirichlett", "partition: got 'dirichlett', did you mean"),
+    ("digits --out cut.gif", "out: expected a file that ends in .png, .svg, .pdf"),
+    ("digits --split val", "split: expected one of train, test, got 'val'"),
+    ("synthetic_linear --partition A", "partition and samples: expected none"),
+    ("--n 3", "data: expected the name of the data first"),
+]
+
+
+@pytest.mark.parametrize("words, message", WRONG)
+def test_what_is_wrong_is_one_sentence(words, message, tmp_path, capsys):
+    assert command(f"data {words}") == 2
+
+    out, err = capsys.readouterr()
+    assert err.startswith(f"pflcore: {message}") and err.count("\n") == 1
+    assert out == "" and not [*tmp_path.iterdir()]
+
+
+def test_without_matplotlib_the_command_names_it(monkeypatch, capsys):
+    block(monkeypatch, "matplotlib")
+
+    assert command("data digits --n 2 --out cut.png") == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+    assert command("data digits --n 2") == 0
+
+
+def test_help_shows_partitions_and_the_options_of_the_chosen_one(capsys):
+    with pytest.raises(SystemExit) as e:
+        command("data digits --partition pathological --help")
+
+    out = capsys.readouterr().out
+    assert e.value.code == 0
+    for name in catalogue.PARTITIONS:
+        assert f"  {name} " in out
+    assert "--k INT" in out and "shards or classes of a client" in out
