@@ -105,16 +105,24 @@ def _parse(name: str, argv: Sequence[str]) -> tuple[DataOptions, dict[str, objec
     for title, choice in functions.items():
         if choice and choice.defaults:
             groups[title] = dataclass_of_arguments(choice.function, choice.defaults)
-    # An option has the name here that it has in `pflcore run`.
-    reserved = set()
-    for cls in (Options, Training, OutputOptions):
-        reserved |= {f.name for f in option_fields(cls)}
-    values = parse(prog, about, groups, argv, reserved=reserved)
+    values = parse(prog, about, groups, argv, reserved=reserved_names())
     cut = {**values.get("partition", {})}
     own = functions["data"]
     if own is not None:
         cut = {k: v for k, v in values["data"].items() if v != own.defaults[k]}
     return DataOptions(**values["cut"]), cut
+
+
+def reserved_names() -> set[str]:
+    """Names that an option of a partition or of data does not have by itself.
+
+    They are names of options of `pflcore run`. There `target` is a client, so that the
+    target of a reader of files is `--data-target`, and here, too.
+    """
+    names = set()
+    for cls in (Options, Training, OutputOptions):
+        names |= {f.name for f in option_fields(cls)}
+    return names
 
 
 def list_of_data() -> str:

@@ -203,9 +203,10 @@ class PartitionFacts(NamedTuple):
     """Facts of a partition.
 
     Attributes:
-        about: which client gets what, in a few words
-        formula: number of samples of client i, or the rule in short
-        paper: where it is from; "" where it is nobody's
+        about: the samples that a client gets, in a few words
+        formula: n_ic, the samples of class c of client i, or the rule in short; with
+            backticks, as Markdown
+        paper: the paper that it is from; "" where there is none
     """
 
     about: str
@@ -216,65 +217,63 @@ class PartitionFacts(NamedTuple):
 WAFFLE_PAPER = "WAFFLE, Beaussart et al. 2021, section 5.1"
 FEDDWA_PAPER = "FedDWA, Liu et al. 2023"
 SHARDS_PAPER = "WAFFLe, Hao et al. 2020"
-WAFFLE_FORMULA = "n_ic ~ base[(c + i) mod C] * sizes[i], base = "
+WAFFLE_FORMULA = "`n_ic ~ sizes[i] base[(c + i) mod C]`, base = "
+SHIFT_FORMULA = "the same `n_ic`; its label c is `pi_i(c)`, `pi_i` a permutation"
 PARTITION_FACTS: dict[str, PartitionFacts] = {
     "A": PartitionFacts(
-        "all classes alike",
-        f"{WAFFLE_FORMULA}(1, 1, 1, 1, 1, 1, 1, 1, 1, 1)",
+        "an equal part of every class",
+        f"{WAFFLE_FORMULA}1, 1, 1, 1, 1, 1, 1, 1, 1, 1",
         f"{WAFFLE_PAPER}, Table 2",
     ),
     "B": PartitionFacts(
-        "four labels",
-        f"{WAFFLE_FORMULA}(1, 1, 1, 1, 0, 0, 0, 0, 0, 0)",
+        "four classes, equally",
+        f"{WAFFLE_FORMULA}1, 1, 1, 1, 0, 0, 0, 0, 0, 0",
         f"{WAFFLE_PAPER}, Table 2",
     ),
     "C": PartitionFacts(
-        "a peak of labels",
-        f"{WAFFLE_FORMULA}(0, 0, 0, 1, 2, 4, 2, 1, 0, 0)",
+        "five classes with a peak",
+        f"{WAFFLE_FORMULA}0, 0, 0, 1, 2, 4, 2, 1, 0, 0",
         f"{WAFFLE_PAPER}, Table 2",
     ),
     "A*": PartitionFacts(
-        "A, with each client's labels permuted",
-        "label c is pi_i(c), a random permutation pi_i; pi_0(c) = c",
-        WAFFLE_PAPER,
+        "as in A, with the labels of each client permuted", SHIFT_FORMULA, WAFFLE_PAPER
     ),
     "B*": PartitionFacts(
-        "B, with each client's labels permuted",
-        "label c is pi_i(c), a random permutation pi_i; pi_0(c) = c",
-        WAFFLE_PAPER,
+        "as in B, with the labels of each client permuted", SHIFT_FORMULA, WAFFLE_PAPER
     ),
     "iid": PartitionFacts(
-        "a random part of the pool",
-        "n_i ~ sizes[i]; N equal parts if not said",
+        "a random part of the pool", "`n_i ~ sizes[i]`; equal sizes if not said"
     ),
     "dirichlet": PartitionFacts(
-        "every class in random proportions",
-        "n_ic = p_ci n_c, p_c ~ Dir_N(alpha)",
+        "a random proportion of every class",
+        "`n_ic = p_ci n_c`, `p_c ~ Dir_N(alpha)`",
         "Yurochkin et al. 2019",
     ),
     "pathological": PartitionFacts(
         "a few classes",
-        "k of k N shards of the pool sorted by label; or exactly k classes",
-        "McMahan et al. 2017, section 3; exactly k: FedDWA",
+        "k of the `k N` equal shards of the pool sorted by label; or exactly k classes",
+        "McMahan et al. 2017 (shards); FedDWA, Liu et al. 2023 (exactly k)",
     ),
     "practical1": PartitionFacts(
         "mostly the dominant classes of its group",
-        "n_i = total / N, share of it from the classes floor(j C / G) ... of group j",
+        "`n_i = total / N`, of which `share` has the classes `floor(j C / groups)` + "
+        "0, 1, ..., `dominant - 1` of its group j",
         f"{FEDDWA_PAPER}, practical setting 1",
     ),
     "unimodal": PartitionFacts(
         "shards of single classes",
-        "z of z N shards, each of one class",
+        "z of `z N` shards, each of one class",
         SHARDS_PAPER,
     ),
     "multimodal": PartitionFacts(
-        "the same in two groups without a common class",
-        "z shards of the majority's or the minority's classes",
+        "shards of the classes of its group, one of two",
+        "z shards, each of one class, by the majority or by the minority",
         f"{SHARDS_PAPER}, appendix B",
     ),
     "practical2": PartitionFacts(
-        "dirichlet by FedDWA's code: one pool, balanced",
-        "n_ic = p_ci n_c, p_c ~ Dir_N(0.1), 0 for a client that has total / N samples",
-        f"{FEDDWA_PAPER}, practical setting 2",
+        "a random proportion of every class, in equal sizes",
+        "`dirichlet` of one pool, in which clients with `total / N` samples get none "
+        "of the next class",
+        f"{FEDDWA_PAPER}, practical setting 2, by its code",
     ),
 }
