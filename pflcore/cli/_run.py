@@ -74,9 +74,12 @@ CHECKPOINTS = "checkpoints"  # the folder of checkpoints of runs that are not co
 RECORD_FILE = "record.jsonl"
 TABLE_FILE = "table.md"
 TABLE_START = "### "  # the start of each table that `_write_report` writes
+FEDERATION_PICTURE = "federation.png"  # which client holds which samples
 OUTPUT_FILES = (
     RECORD_FILE,
     TABLE_FILE,
+    FEDERATION_PICTURE,
+    FEDERATION_PICTURE.replace(".png", ".svg"),
     *(f"{name}.png" for name in pictures.PICTURE_NAMES),
     *(f"{name}.svg" for name in pictures.PICTURE_NAMES),
 )
@@ -392,10 +395,10 @@ def _play_and_report(
         # There may be rounds for a table nevertheless, and space on the disk for it.
         runner.progress.close()
         with contextlib.suppress(Exception):
-            _write_report(read(path), runner.folder, runner.output)
+            _write_report(read(path), runner.folder, runner.output, runner.data)
         raise
     runner.progress.close()
-    _write_report(read(path), runner.folder, runner.output)
+    _write_report(read(path), runner.folder, runner.output, runner.data)
     return status
 
 
@@ -544,11 +547,19 @@ class _JobRunner:
         return f"{job.name} failed: {reason}; the record up to there is {path}{remedy}."
 
 
-def _write_report(runs: Runs, folder: Path, output: ReportOptions) -> None:
+def _write_report(
+    runs: Runs, folder: Path, output: ReportOptions, data: Federation | None = None
+) -> None:
     """Prints the table, and writes table.md and the pictures.
 
     Without matplotlib there are no pictures. Raises RunFailed where the files cannot be
     written.
+
+    Args:
+        runs: The runs of the table.
+        folder: The folder of the files.
+        output: The options of the table.
+        data: The federation of the runs, which gets a picture; None for none.
     """
     text = table.table(runs, output.last, output.baseline)
     paths = [folder / TABLE_FILE]
@@ -556,6 +567,8 @@ def _write_report(runs: Runs, folder: Path, output: ReportOptions) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / TABLE_FILE, text)
         paths += pictures.draw(runs, folder)
+        if data is not None:
+            paths.append(_draw_federation(data, folder))
     except ImportError as e:
         print(f"{e} Then: pflcore report {folder}", file=sys.stderr)
     except OSError as e:
@@ -568,6 +581,11 @@ def _write_report(runs: Runs, folder: Path, output: ReportOptions) -> None:
     print(text)
     names = ", ".join(path.name for path in paths)
     print(f"In {folder}: {names}", file=sys.stderr)
+
+
+def _draw_federation(data: Federation, folder: Path) -> Path:
+    """Draws which client holds which training samples; the path of the PNG."""
+    return pictures.save(data.plot(), folder / FEDERATION_PICTURE)
 
 
 def report(argv: Sequence[str]) -> int:

@@ -44,8 +44,7 @@ def draw_counts(
 ) -> Any:
     """A matplotlib figure of numbers of samples, clients at the x axis.
 
-    The area of a dot is proportional to the number of samples. Of more than 200 clients
-    the first 200 are drawn, and the title says so.
+    The area of a dot is proportional to the number of samples.
 
     Args:
         counts: samples of each client, by class or by bin
@@ -54,10 +53,6 @@ def draw_counts(
         edges: the C + 1 edges of the bins, where `counts` are of numbers to predict;
             None where they are of classes
     """
-    n = len(counts)
-    if n > MAX_CLIENTS:
-        counts = counts[:MAX_CLIENTS]
-        title = f"{title} (the first {MAX_CLIENTS} of {n} clients)"
     num_clients, num_rows = counts.shape
     figure, axis = _figure_of(num_clients, num_rows, title)
     axis.set(xlim=(-0.5, num_clients - 0.5), ylim=(-0.5, num_rows - 0.5))

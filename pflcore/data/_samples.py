@@ -25,7 +25,12 @@ from pflcore.data._inputs import (
     mask_labels,
     to_inputs,
 )
-from pflcore.data._picture import bin_targets, draw_counts, draw_sizes
+from pflcore.data._picture import (
+    MAX_CLIENTS,
+    bin_targets,
+    draw_counts,
+    draw_sizes,
+)
 from pflcore.data._ragged import Ragged
 
 SPLITS = ("train", "val", "test")
@@ -221,13 +226,16 @@ class ClientSamples:
         """
         sizes = self.size(split)
         title = f"{self.name}: {self.n} clients, {int(sizes.sum()):,} {split} samples"
+        ids = torch.arange(min(self.n, MAX_CLIENTS))
+        if len(ids) < self.n:
+            title = f"{title} (the first {len(ids)} of {self.n} clients)"
         if self.classes is not None:
-            return draw_counts(self.counts(split), title, self.names)
-        lists = self.lists(split)
+            return draw_counts(self.counts(split, ids), title, self.names)
+        lists = self.lists(split).take(ids)
         targets = self.y[lists.flat].cpu().reshape(len(lists.flat), -1)
         if targets.shape[1] != 1 or not len(targets):
-            return draw_sizes(sizes, title, self.names)
-        counts, edges = bin_targets(targets[:, 0], lists.owners().cpu(), self.n)
+            return draw_sizes(sizes[: len(ids)], title, self.names)
+        counts, edges = bin_targets(targets[:, 0], lists.owners().cpu(), len(ids))
         return draw_counts(counts, title, self.names, edges)
 
     def summary(self) -> str:

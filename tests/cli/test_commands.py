@@ -52,6 +52,7 @@ def pictures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as without:
         without.setattr("pflcore.results._pictures.draw", lambda *_: [])
+        without.setattr("pflcore.cli._run._draw_federation", lambda *_: Path("none"))
         yield without.undo
 
 
@@ -89,7 +90,8 @@ def test_a_run_on_real_images(capsys, pictures):
         10,
     )
     assert Path("o/table.md").read_text() in out
-    assert {p.stem for p in Path("o").glob("*.png")} == {"curves", "weights", "clients"}
+    pictures_made = {p.stem for p in Path("o").glob("*.png")}
+    assert pictures_made == {"curves", "weights", "clients", "federation"}
 
 
 def test_several_algorithms_and_seeds_share_data_and_weights(tmp_path, capsys):
