@@ -3,10 +3,10 @@
 `make demo` starts it and takes some minutes. `python examples/demo.py 10` plays at most
 ten rounds of each run, so that the page is ready sooner.
 
-Each of the first four parts of the page is a comparison on real data, with a table and
-a figure. The last part compares two ways to compute distances. Each part has a sentence
-that explains the figure, and a command for a larger run. The page holds its figures
-itself.
+The first part of the page shows how data are dealt to clients. Each of the next four
+parts is a comparison on real data, with a table and a figure. The last part compares
+two ways to compute distances. Each part has a sentence that explains the figure, and a
+command to go on with. The page holds its figures itself.
 
 Symbols: N clients, T evaluated rounds.
 """
@@ -179,14 +179,48 @@ def waffle() -> Part:
     )
 
 
-def feddwa() -> Part:
-    """Shows that FedDWA finds groups of similar clients."""
+def images_of(partition: str, **options: Any) -> Federation:
+    """20 clients with images of Fashion-MNIST, or of MNIST where it is not here."""
     source = "mnist5k"
-    limits: dict[str, Any] = {}
     if here("fashion_mnist"):
         source = "fashion_mnist"
-        limits = {"train_samples": 3000, "test_samples": 3000}
-    data = federation_of(source, "practical1", 20, **limits)
+        options |= {"train_samples": 3000, "test_samples": 3000}
+    return federation_of(source, partition, 20, **options)
+
+
+def partitions() -> Part:
+    """Shows which client has which samples, by the rule that deals them."""
+    grouped = images_of("practical1")
+    cuts = {
+        "iid": images_of("iid"),
+        "dirichlet, alpha 0.3": images_of("dirichlet", alpha=0.3),
+        "practical1, which is shown": grouped,
+        "pathological": images_of("pathological"),
+    }
+    numbers = {}
+    for name, data in cuts.items():
+        classes = (data.counts() > 0).sum(1).double().mean()
+        numbers[name] = (float(classes), data.label_skew())
+    return Part(
+        "partitions",
+        "Which client has which samples",
+        "Each column is a client, each row a class, and the area of a dot is the "
+        "number of samples. Here five clients each share their main classes. Label "
+        "skew is 0 where all clients have the same shares of the classes, and near 1 "
+        "where no two clients have a class in common.",
+        rows(
+            ("partition", "classes per client", "label skew"),
+            numbers,
+            ".2f",
+        ),
+        grouped.plot(),
+        "pflcore data fashion_mnist --partition practical1 --n 20 --out cut.png",
+    )
+
+
+def feddwa() -> Part:
+    """Shows that FedDWA finds groups of similar clients."""
+    data = images_of("practical1")
     methods = {"Local": "local", "FedAvg": "fedavg", "FedDWA": FedDWA(k=5)}
     model = partial(model_for, "lenet5", SHAPE, 10)
     runs = played(methods, model, data, Training(lr=0.05, batch_size=20), 30)
@@ -391,7 +425,7 @@ def main() -> None:
     began = time.monotonic()
     parts = []
     PAGE.parent.mkdir(parents=True, exist_ok=True)
-    for part in (waffle, feddwa, motley, factorized, distances):
+    for part in (partitions, waffle, feddwa, motley, factorized, distances):
         print(f"{part.__name__}: {part.__doc__}", flush=True)
         parts.append(fragment(part()))
     took = f"{time.monotonic() - began:.0f} s, {backend()}"

@@ -36,7 +36,7 @@ def test_the_page_holds_all_that_it_shows(page):
     )
     urls = [url for pair in loads for url in pair if url]
     assert all(url.startswith("data:") for url in urls), urls
-    assert len(re.findall("<h2", text)) == text.count("<svg") == 5
+    assert len(re.findall("<h2", text)) == text.count("<svg") == 6
     assert "nan" not in re.findall(r"<td>(.*?)</td>", text)
 
 
