@@ -26,6 +26,7 @@ from pflcore.train import Training
 
 PICTURE_KINDS = (".png", ".svg", ".pdf")
 DOTS_PER_INCH = 200
+ANY_NAME = "NAME"  # stands in the help for the name of the data
 
 
 @checked
@@ -65,9 +66,9 @@ def data(argv: Sequence[str]) -> int:
     is_help = bool({"-h", "--help"} & {*argv})
     if not (names or is_help):
         require(not argv, "data", "the name of the data first", argv, DATA_SETS)
-        print(f"{list_of_data()}\n\n{list_of_partitions()}")
+        print(list_of_all())
         return 0
-    name = names[0] if names else "NAME"
+    name = names[0] if names else ANY_NAME
     options, cut = _parse(name, argv[len(names) :])
     if options.out is not None:
         fits = options.out.suffix in PICTURE_KINDS
@@ -96,6 +97,8 @@ def _parse(name: str, argv: Sequence[str]) -> tuple[DataOptions, dict[str, objec
     prog = f"pflcore data {name}"
     groups: dict[str, type] = {"cut": DataOptions}
     about = f"{inspect.getdoc(data)}\n\n{list_of_partitions()}"
+    if name == ANY_NAME:
+        about = f"{inspect.getdoc(data)}\n\n{list_of_all()}"
     # The partition decides which other options there are.
     first = parse(prog, about, groups, argv, complete=False)["cut"]
     functions = {
@@ -125,9 +128,15 @@ def reserved_names() -> set[str]:
     return names
 
 
+def list_of_all() -> str:
+    """The data sets and the partitions."""
+    return f"{list_of_data()}\n\n{list_of_partitions()}"
+
+
 def list_of_data() -> str:
-    """The data sets by name, one a line, and the ways to give data of one's own."""
-    rows = [("name", "clients", "samples", "shape", "classes", "how it comes")]
+    """The data sets by name and the ways to give data of one's own, one a line."""
+    head = ("name", "clients", "samples", "shape", "classes", "how it comes")
+    rows: list[tuple[object, ...]] = [head]
     for name, facts in DATA_SETS.items():
         samples = f"{facts.train:,} + {facts.test:,}"
         clients = facts.clients or "any"
@@ -135,17 +144,16 @@ def list_of_data() -> str:
         shape = " x ".join(map(str, facts.shape))
         rows.append((name, clients, samples, shape, classes, facts.origin))
     widths = (20, 8, 18, 12, 8, 0)
-    lines = []
+    lines = ["Data sets, of which `pflcore data NAME` shows the cut among clients:"]
     for row in rows:
         cells = [f"{cell!s:<{width}}" for cell, width in zip(row, widths, strict=True)]
         lines.append("  " + " ".join(cells).rstrip())
     lines.append("  folder:PATH          a CSV or npz file of yours for each client")
     lines.append("  leaf:PATH            LEAF's JSON files")
     lines.append("")
-    lines += [f"{name}: {text}." for name, text in ORIGINS.items()]
-    lines.append("any: a partition cuts the samples among --n clients.")
-    lines.append("Samples are those for training + those for testing.")
-    lines.append("`pflcore data NAME` shows which client holds which samples.")
+    lines += [f"  {name}: {text}" for name, text in ORIGINS.items()]
+    lines.append("  any: a partition cuts the samples among --n clients")
+    lines.append("  samples: those for training + those for testing")
     return "\n".join(lines)
 
 
