@@ -92,15 +92,23 @@ def bin_targets(
 ) -> tuple[Tensor, list[float]]:  # [N, C], C + 1 edges
     """Numbers of samples of each client, by bins of equal width, and the edges.
 
-    Where all targets are equal, there is one bin.
+    Where all targets are equal, or nearly equal, there is one bin.
     """
-    low, high = (float(value) for value in targets.double().aminmax())
-    num_bins = TARGET_BINS if high > low else 1
-    width = (high - low) / num_bins or 1.0
-    bins = ((targets.double() - low) / width).long().clamp(0, num_bins - 1)
+    values = targets.double()
+    low = float(values.min())
+    high = float(values.max())
+    num_bins = TARGET_BINS
+    # The difference of the largest numbers of float64 would be infinite.
+    width = high / num_bins - low / num_bins
+    if width == 0:
+        num_bins = 1
+        width = 1.0
+        high = low + width
+    bins = (values / width - low / width).long().clamp(0, num_bins - 1)
     cells = owners * num_bins + bins
     counts = torch.bincount(cells, minlength=n * num_bins).view(n, num_bins)
-    return counts, [low + width * k for k in range(num_bins + 1)]
+    shares = [k / num_bins for k in range(num_bins + 1)]
+    return counts, [low * (1 - share) + high * share for share in shares]
 
 
 def _figure_of(num_clients: int, num_rows: int, title: str) -> tuple[Any, Any]:
