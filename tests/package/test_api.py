@@ -5,9 +5,10 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import runpy
 
 import pytest
-from places import listed
+from places import ROOT, listed
 
 import pflcore
 from pflcore import Algorithm
@@ -45,6 +46,12 @@ PUBLIC = {
     for name in names
 }
 PUBLIC |= {("pflcore.algorithms", cls.__name__): cls for cls in ALGORITHMS.values()}
+
+
+def test_the_lists_are_made_from_the_code():
+    page = runpy.run_path(str(ROOT / "docs" / "make_api.py"))["page"]
+    text = (ROOT / "docs" / "api.md").read_text()
+    assert text == page(text), "run: python docs/make_api.py"
 
 
 @pytest.mark.parametrize("module", LISTED)
