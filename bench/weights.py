@@ -45,7 +45,7 @@ def waffle_calls(sqdist: Tensor) -> Calls:
     psi = 0.7
 
     def by_reference() -> list[Tensor]:
-        return [reference.waffle_weights(dist, target, omega, psi, False)]
+        return [reference.waffle_weights(dist, target, omega, psi)]
 
     return {
         "pflcore": lambda: [ops.waffle_weights(dist, 0, omega, psi)],

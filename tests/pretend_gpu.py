@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pflcore.ops import _rank1, reference
+from pflcore.ops import _rank1
+from pflcore.ops._library import references
 from pflcore.train._gpu_flags import allows_tf32
 
 # Ops whose result the host must know, by name, or by name and overload.
@@ -327,7 +328,7 @@ def body_of(func, args):
         or not any(isinstance(a, Pretend) for a in args)
     ):
         return None
-    return getattr(reference, name, None)
+    return references.get(func)
 
 
 class _Function(TorchFunctionMode):

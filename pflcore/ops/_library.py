@@ -20,7 +20,7 @@ import ctypes
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -29,9 +29,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_map_only
 
 lib = torch.library.Library("pflcore", "FRAGMENT")
+references: dict[Any, Callable[..., Any]] = {}  # the default body of each op
 R = TypeVar("R")
 
 
@@ -54,6 +59,8 @@ def define(
         lib.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pflcore::{name}", fake or reference, lib=lib)
     op: Callable[..., R] = getattr(torch.ops.pflcore, name).default
+    if reference is not None:
+        references[op] = reference
     lib.impl(name, run_on_cpu(op), "MPS")
     return op
 
@@ -100,6 +107,30 @@ def warn_of_copies(device: str) -> None:
         "are large, and float64 results come back as float32",
         stacklevel=4,  # above this function, the op's body and torch's call of it
     )
+
+
+class RunReferences(TorchDispatchMode):
+    """A context in which the ops run their references, on any device.
+
+    It stands between autograd and the kernels, so gradients are those of the ops.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """The result of the reference of `func`, or of `func` where it has none."""
+        body = references.get(func, func)
+        return body(*args, **(kwargs or {}))
+
+
+def runs_references() -> bool:
+    """True inside of `RunReferences`."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, RunReferences) for mode in modes)
 
 
 def mark_written(*tensors: Tensor | None) -> None:

@@ -22,7 +22,13 @@ from torch import Tensor
 from pflcore.check import Words, reject
 
 from ._check import check_floating, check_same_kind
-from ._library import define, in_forward_ad, lib, save_inputs, warn_of_references
+from ._library import (
+    define,
+    in_forward_ad,
+    lib,
+    runs_references,
+    warn_of_references,
+)
 
 OP = "rank1_linear"
 NARROW = (torch.float16, torch.bfloat16)  # dtypes that are computed in float32
@@ -405,13 +411,19 @@ lib.impl(f"{OP}_backward", rank1_on_gpu_backward, "CUDA")
 # autograd ---------------------------------------------------------------------
 
 
+def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+    """Saves what the backward pass needs."""
+    ctx.save_for_backward(*inputs)
+    ctx.runs_reference = runs_references()  # the backward pass runs outside of it
+
+
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of the inputs; None for those that need none."""
     x, w_a, lam, w_b = ctx.saved_tensors
     needs = ctx.needs_input_grad
     # Where a second derivative follows, the formula runs in differentiable torch.
-    is_differentiated_again = torch.is_grad_enabled()
-    backward = backward_reference if is_differentiated_again else _op_backward
+    is_plain = torch.is_grad_enabled() or ctx.runs_reference
+    backward = backward_reference if is_plain else _op_backward
     grads = backward(grad, x, w_a, lam, w_b, *needs)
     results: list[Tensor | None] = []
     for input_grad, is_needed in zip(grads, needs, strict=True):
@@ -420,7 +432,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd(
-    f"pflcore::{OP}", _backward, setup_context=save_inputs, lib=lib
+    f"pflcore::{OP}", _backward, setup_context=_setup, lib=lib
 )
 
 
@@ -433,7 +445,7 @@ class _Rank1(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
         """The layer; its inputs are saved for `backward`."""
-        ctx.save_for_backward(*inputs)
+        _setup(ctx, inputs, None)
         return _op(*inputs)
 
     backward = staticmethod(_backward)

@@ -1,27 +1,47 @@
-# ruff: noqa: F401 (names outside of __all__ are for the tests)
-"""The specification of the ops: one function of plain PyTorch for each.
+"""The specification of the ops: each of them, computed by plain PyTorch.
 
-Each function stands in its op's file and is the op's default body. So it runs wherever
-no kernel is registered, and the tests compare the kernels with it. It does not check
-its arguments, and takes all of them by position. Here each function has its op's name:
-compare `reference.pairwise_sqdist(a, None)` with `pairwise_sqdist(a)`.
+`reference.pairwise_sqdist(a)` is `pairwise_sqdist(a)` with the same arguments, checks,
+gradients and types of results, computed by torch's own operations on the device of its
+tensors. So the result is what a kernel must agree with.
+
+The plain functions stand in the files of the ops. They are the ops' default bodies,
+which run wherever no kernel is registered.
 """
 
-from ._aggregate import reference as aggregate
-from ._aggregate import reference_out as aggregate_out
-from ._chain import grad_reference as chain_grad
-from ._rank1 import backward_reference as rank1_linear_backward
-from ._rank1 import reference as rank1_linear
-from ._sgd import reference as sgd_step_
-from ._sqdist import reference as pairwise_sqdist
-from ._weights import feddwa_reference as feddwa_weights
-from ._weights import waffle_reference as waffle_weights
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from . import _aggregate, _nearest, _rank1, _sgd, _sqdist, _weights
+from ._library import RunReferences
 
 __all__ = [
     "aggregate",
     "feddwa_weights",
+    "nearest",
     "pairwise_sqdist",
     "rank1_linear",
     "sgd_step_",
     "waffle_weights",
 ]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def by_reference(op: F) -> F:
+    """The public function of an op, computed by references."""
+
+    @functools.wraps(op)
+    def reference(*args: Any, **kwargs: Any) -> Any:
+        with RunReferences():
+            return op(*args, **kwargs)
+
+    return cast(F, reference)
+
+
+aggregate = by_reference(_aggregate.aggregate)
+feddwa_weights = by_reference(_weights.feddwa_weights)
+nearest = by_reference(_nearest.nearest)
+pairwise_sqdist = by_reference(_sqdist.pairwise_sqdist)
+rank1_linear = by_reference(_rank1.rank1_linear)
+sgd_step_ = by_reference(_sgd.sgd_step_)
+waffle_weights = by_reference(_weights.waffle_weights)

@@ -16,8 +16,9 @@ from ugly import randn
 import pflcore.nn
 from pflcore import Net
 from pflcore.ops import _chain as chain
-from pflcore.ops import reference
+from pflcore.ops._chain import grad_reference
 from pflcore.ops._sgd import clipped
+from pflcore.ops._sgd import reference as sgd_reference
 from pflcore.train._chain import compile_chain
 from pflcore.train._losses import LOSSES
 
@@ -56,13 +57,13 @@ def by_steps(w, *args):
             at = order[some, epoch, turn * whole : min(n, (turn + 1) * whole)]
             seed = None if seeds is None else seeds[some, epoch] + turn
             own = (*head, names_i, at, torch.tensor([at.shape[1]]), seed)
-            grad, value = reference.chain_grad(w[some], *own)
+            grad, value = grad_reference(w[some], *own)
             grad = clipped(grad, clip)
             loss[some] += value
             if sums is not None:
                 sums[some] += grad + decay * w[some]
             pull = (0.0, mu_i, anchor_i, momentum, velocity[some], decay)
-            reference.sgd_step_(w[some], grad, lr, shift_i, mask, *pull)
+            sgd_reference(w[some], grad, lr, shift_i, mask, *pull)
     return loss
 
 

@@ -13,7 +13,6 @@ from torch.testing import assert_close
 from ugly import randn, refuses
 
 from pflcore import ops
-from pflcore.ops import reference
 
 F64 = torch.float64
 INDEX = torch.tensor([[0, 2], [3, 3], [1, 0]])
@@ -147,22 +146,6 @@ def test_autocast():
     assert torch.equal(
         got, ops.rank1_linear(*(t.bfloat16() for t in (x, w_a, lam, w_b)))
     )
-
-
-def test_references_are_called_as_their_ops():
-    a = torch.randn(4, 7, dtype=F64)
-    b = torch.randn(3, 7, dtype=F64)
-    weight = torch.rand(2, 4, dtype=F64)
-    for got, want in (
-        (reference.pairwise_sqdist(a), ops.pairwise_sqdist(a)),
-        (reference.pairwise_sqdist(a, b), ops.pairwise_sqdist(a, b)),
-        (reference.aggregate(a, weight), ops.aggregate(a, weight)),
-        (
-            reference.aggregate(a, weight, base=a[:2], lr=0.5),
-            ops.aggregate(a, weight, None, a[:2], 0.5),
-        ),
-    ):
-        torch.testing.assert_close(got, want)
 
 
 def test_weights_have_no_gradient_and_a_distance_of_zero_has_none():

@@ -21,7 +21,6 @@ from ugly import randn, same_for_any_threads
 
 from pflcore import Net, metrics, ops
 from pflcore.ops import _chain as chain
-from pflcore.ops import reference
 from pflcore.train._chain import compile_chain
 from pflcore.train._losses import LOSSES
 
@@ -108,7 +107,7 @@ def test_gradients_and_evaluation_are_the_modules(model, loss_name, dtype):
     if p.seeds is not None:
         (g, loss), (want, want_loss) = (
             p.grad(op, d, p.seeds[:, 0])
-            for op, d in ((chain.chain_grad, None), (reference.chain_grad, F64))
+            for op, d in ((chain.chain_grad, None), (chain.grad_reference, F64))
         )
         close(g, want, dtype, 1 + want.abs().max())
         close(loss, want_loss, dtype, 5)
