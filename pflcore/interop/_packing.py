@@ -10,13 +10,13 @@ M rows and K neighbours of a mix.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -24,15 +24,24 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pflcore import ops
-from pflcore.check import Expectation, Matrix, Names, checked, reject, require
+from pflcore.check import (
+    Expectation,
+    Matrix,
+    Names,
+    Words,
+    checked,
+    reject,
+    require,
+)
+from pflcore.ops._check import memory_span, same_view, spans_overlap
 from pflcore.ops.stream import tensor_of
 
 # The names of batch norm's buffers, because a state dict does not tell which tensors
 # are buffers.
 STATISTICS = ("running_mean", "running_var")
 # Makes a tensor or array of a client's shape, dtype, device and class from a flat piece
-# of a row.
-TensorMaker = Callable[[Tensor], Any]
+# of a row. Where the second argument is False it is a view of the piece, if it can be.
+TensorMaker = Callable[[Tensor, bool], Any]
 Shapes = dict[str, torch.Size]
 Tensors = dict[str, Tensor]
 Kind = tuple[torch.Size, torch.dtype, torch.device]
@@ -62,16 +71,17 @@ class ModelTemplate(NamedTuple):
     kept: dict[str, Any]
     makes: dict[str, TensorMaker]
 
-    def like(self, pieces: Tensors) -> Any:
+    def like(self, pieces: Tensors, copies: bool) -> Any:
         """A model of the same form, with tensors from a row's pieces.
 
         Values that are not in the pieces are the client's own.
+
+        Args:
+            copies: False for tensors that are views of the pieces, where they can be.
         """
-        new = {name: self.makes[name](piece) for name, piece in pieces.items()}
+        new = {name: self.makes[name](piece, copies) for name, piece in pieces.items()}
         if isinstance(self.given, nn.Module):
-            module = copy.deepcopy(self.given)
-            module.load_state_dict(new, strict=False)
-            return module
+            return _module_with(self.given, new)
         values = self.kept | new
         if issubclass(self.given, list | tuple):
             return self.given(values.values())
@@ -129,6 +139,7 @@ def pack(
     include: Names = (),
     exclude: Names = (),
     batch_norm: Literal["local", "average"] = "local",
+    out: Matrix | None = None,  # [N, P]
 ) -> PackedModels:
     """The rows [N, P] of N clients' models, and the models' form.
 
@@ -148,12 +159,16 @@ def pack(
         exclude: Shell patterns of the tensors that stay each client's own.
         batch_norm: "local" leaves each client its own statistics. "average" makes
             `unpack` mix them.
+        out: Memory for the rows, with contiguous rows in the models' dtype and on their
+            device; None for new memory. A tensor that already is its place in `out`,
+            as `unpack(copy=False)` makes it, is not copied; no other tensor may share
+            memory with `out`. An error may leave some rows written.
     """
     included = [include] if isinstance(include, str) else list(include)
     excluded = [exclude] if isinstance(exclude, str) else list(exclude)
     names: dict[str, None] = {}  # the names of all tensors, in order
     if isinstance(uploads, Tensor | np.ndarray) and uploads.ndim == 2:
-        packed = _pack_matrix(uploads)
+        packed = _pack_matrix(uploads, out)
     else:
         form, models = collect_models(uploads)
         parts: list[tuple[Shapes, Tensor]] = []  # the rows and the statistics
@@ -163,7 +178,9 @@ def pack(
             chosen = _chosen_names(values, included, excluded)
             template, *tensors = _read(where, model, values, chosen, batch_norm)
             if not parts:
-                parts = [_empty(len(models), like) for like in tensors]
+                averaged = _empty(len(models), tensors[1])
+                parts = [_empty(len(models), tensors[0], out), averaged]
+            _require_apart(out, i, parts[0][0], tensors, where)
             for (columns, matrix), new in zip(parts, tensors, strict=True):
                 _fill(matrix[i], columns, new, where)
             form.models.append(template)
@@ -186,6 +203,7 @@ def unpack(
     form: ModelForm,
     weight: Matrix | None = None,
     index: Tensor | None = None,
+    copy: bool = True,
 ) -> Any:
     """One model for each client from rows [N, P], in `pack`'s form.
 
@@ -200,6 +218,9 @@ def unpack(
             statistics; by default 1 / N each, which gives their mean.
         index: With weights [N, K], the clients [N, K] that they belong to, as in
             `aggregate`.
+        copy: False for models whose tensors are views of `rows`, where dtype, device
+            and class allow it: a write into one is a write into the other. Save such a
+            tensor as a `clone()`, because `torch.save` writes all rows with it.
     """
     n = len(form.ids)
     width = sum(shape.numel() for shape in form.columns.values())
@@ -221,7 +242,7 @@ def unpack(
         pieces: Tensors = {}
         for shapes, matrix in parts:
             pieces |= split_row(shapes, matrix[i])
-        models.append(template.like(pieces))
+        models.append(template.like(pieces, copy))
     return form.wrap(models)
 
 
@@ -312,9 +333,9 @@ def read_tensor(value: Any, where: str) -> tuple[Tensor, TensorMaker] | None:
     torch_dtype = tensor.dtype
     container: Any = np.asarray if isinstance(value, np.ndarray) else type(value)
 
-    def make(piece: Tensor) -> Any:
+    def make(piece: Tensor, copies: bool) -> Any:
         numbers = piece.detach().to("cpu", torch_dtype).numpy()
-        return container(numbers.astype(dtype).reshape(shape))
+        return container(numbers.astype(dtype, copy=copies).reshape(shape))
 
     return tensor, make
 
@@ -332,13 +353,26 @@ def _read_torch_tensor(value: Tensor, where: str) -> tuple[Tensor, TensorMaker]:
     dtype = value.dtype
     shape = value.shape
 
-    def make(piece: Tensor) -> Tensor:
-        return piece.detach().to(device, dtype, copy=True).view(shape)
+    def make(piece: Tensor, copies: bool) -> Tensor:
+        return piece.detach().to(device, dtype, copy=copies).reshape(shape)
 
     return value.detach(), make
 
 
-def _pack_matrix(uploads: Any) -> PackedModels:
+def _module_with(given: nn.Module, tensors: Tensors) -> nn.Module:
+    """A copy of a module that has these parameters and buffers for its own."""
+    replaced: dict[int, Any] = {}  # what `deepcopy` takes for an object, by its id
+    for name, parameter in given.named_parameters():
+        if name in tensors:
+            new = nn.Parameter(tensors[name], parameter.requires_grad)
+            replaced[id(parameter)] = new
+    for name, buffer in given.named_buffers():
+        if name in tensors:
+            replaced[id(buffer)] = tensors[name]
+    return deepcopy(given, replaced)
+
+
+def _pack_matrix(uploads: Any, out: Tensor | None) -> PackedModels:
     """The packed models of an [N, P] tensor or array."""
     # A tensor or an array is never read as None.
     rows = read_tensor(uploads, "uploads")[0]  # type: ignore[index]
@@ -346,6 +380,13 @@ def _pack_matrix(uploads: Any) -> PackedModels:
     require(rows.is_floating_point() and len(rows), "uploads", wanted, rows)
     outer = "tensor" if isinstance(uploads, Tensor) else "array"
     ids = list(range(len(rows)))
+    if out is not None:
+        _require_rows(out, rows.shape, rows)
+        if not same_view(rows, out):
+            if spans_overlap(memory_span(rows), memory_span(out)):
+                _reject_shared("a part of uploads' memory")
+            out.copy_(rows)
+        rows = out
     return PackedModels(rows, ModelForm(ids, outer, {"": rows.shape[1:]}))
 
 
@@ -403,12 +444,68 @@ def _read(
     return template, packed, averaged
 
 
-def _empty(n: int, like: Tensors) -> tuple[Shapes, Tensor]:
-    """The shapes of a client's tensors, and a matrix for n clients."""
+def _empty(n: int, like: Tensors, out: Tensor | None = None) -> tuple[Shapes, Tensor]:
+    """The shapes of a client's tensors, and a matrix for n clients: `out`, or new."""
     first = next(iter(like.values()), torch.empty(0))
     width = sum(tensor.numel() for tensor in like.values())
     shapes = {name: tensor.shape for name, tensor in like.items()}
-    return shapes, first.new_empty(n, width)
+    if out is None:
+        return shapes, first.new_empty(n, width)
+    _require_rows(out, torch.Size([n, width]), first)
+    return shapes, out
+
+
+def _require_rows(out: Tensor, shape: torch.Size, like: Tensor) -> None:
+    """Raises ValueError unless `out` can hold rows of this shape and `like`'s kind."""
+    kind = (shape, like.dtype, like.device)
+    wanted = f"{_describe_kind(kind)} for the models' rows"
+    require((out.shape, out.dtype, out.device) == kind, "out", wanted, out)
+    if not out.numel():
+        return
+    is_contiguous = out.shape[1] == 1 or out.stride(1) == 1
+    is_apart = len(out) == 1 or out.stride(0) >= out.shape[1]
+    got = Words(f"strides {list(out.stride())}")
+    require(
+        is_contiguous and is_apart, "out", "contiguous rows that do not overlap", got
+    )
+    got = Words("a tensor that requires grad")
+    require(not out.requires_grad, "out", "memory without a gradient", got)
+
+
+def _require_apart(
+    out: Tensor | None,
+    client: int,
+    columns: Shapes,
+    parts: Sequence[Tensors],
+    where: str,
+) -> None:
+    """Raises ValueError where a tensor shares memory with `out`, except its own place.
+
+    Args:
+        client: The number of the client's row.
+        parts: The client's tensors for the rows, and its statistics.
+    """
+    if out is None:
+        return
+    span = memory_span(out)
+    places = split_row(columns, out[client])
+    for name, tensor in [item for part in parts for item in part.items()]:
+        if not spans_overlap(span, memory_span(tensor)):
+            continue
+        if name not in places or not _is_place(places[name], tensor):
+            _reject_shared(f"memory of {where}: {name or 'row'!r}")
+
+
+def _is_place(piece: Tensor, tensor: Tensor) -> bool:
+    """True where a tensor is the whole piece of a row, in the same memory."""
+    has_size = piece.numel() == tensor.numel()
+    return has_size and same_view(piece.view(tensor.shape), tensor)
+
+
+def _reject_shared(what: str) -> NoReturn:
+    """Raises ValueError: `out` shares memory with a model."""
+    expected = "memory of its own, or models that are views of their own rows"
+    reject("out", expected, Words(what), remedy="use pack without out")
 
 
 def _fill(row: Tensor, columns: Shapes, tensors: Tensors, where: str) -> None:
@@ -432,7 +529,8 @@ def _fill(row: Tensor, columns: Shapes, tensors: Tensors, where: str) -> None:
                 "exclude what is private."
             )
     for name, piece in split_row(columns, row).items():
-        piece.view(columns[name]).copy_(tensors[name])
+        if not _is_place(piece, tensors[name]):
+            piece.view(columns[name]).copy_(tensors[name])
 
 
 def _describe_kind(kind: Kind | None) -> str:
