@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from bench import table
+from bench import against, table
 from bench.problem import Absent, Calls, Problem, Size, parsed
 from pflcore.check import require
 from pflcore.results._files import write_text
@@ -57,6 +57,8 @@ class Options:
         json: write all measurements to this file
         markdown: write the table to this file
         plot: with "scale": write its picture to this file
+        against: a file that `--json` wrote before: end with 1 where pflcore's time over
+            the best right peer's grew by more than a tenth, and name where
     """
 
     op: tuple[Literal["all", "scale", "ranks"] | Op, ...] = ("all",)
@@ -67,6 +69,7 @@ class Options:
     json: Path | None = None
     markdown: Path | None = None
     plot: Path | None = None
+    against: Path | None = None
 
 
 def suite(name: str) -> ModuleType:
@@ -75,17 +78,25 @@ def suite(name: str) -> ModuleType:
 
 
 def run(options: Options) -> int:
-    """Prints each line of the table when it is measured; returns 0."""
+    """Prints each line of the table when it is measured; returns the exit status.
+
+    The status is 0, or 1 where `against` says that pflcore became slower.
+    """
     for name in ("json", "markdown", "plot"):
         path = getattr(options, name)
         has_folder = path is None or path.parent.is_dir()
         require(has_folder, name, "a file in an existing folder", str(path))
+    before = None
+    if options.against is not None:
+        has_peers = not {"scale", "ranks"} & {*options.op}
+        require(has_peers, "against", "ops or a workload", options.op)
+        before = against.read(options.against)
     measured, text = _measure(options)
     if options.json is not None:
         write_text(options.json, json.dumps(measured, indent=1) + "\n")
     if options.markdown is not None:
         write_text(options.markdown, text)
-    return 0
+    return 0 if before is None else against.show(before, measured)
 
 
 def _measure(options: Options) -> tuple[Any, str]:
