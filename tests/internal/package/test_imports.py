@@ -103,6 +103,83 @@ def test_importing_pflcore_pulls_in_no_extra():
     assert run.returncode == 0 and run.stdout.strip() == "", run.stderr
 
 
+# Finds no package that pflcore does not require, as if it were not installed.
+REQUIRED_ALONE = """
+import importlib.metadata as metadata, re, sys
+from packaging.requirements import Requirement
+
+def canonical(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+def installed_with(requirements):
+    names = set()
+    todo = [Requirement(text) for text in requirements]
+    while todo:
+        requirement = todo.pop()
+        name = canonical(requirement.name)
+        marker = requirement.marker
+        if name not in names and (marker is None or marker.evaluate({"extra": ""})):
+            names.add(name)
+            todo += map(Requirement, metadata.requires(name) or [])
+    return names
+
+class Finder:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        owners = OWNERS.get(name.partition(".")[0])
+        if owners and not {canonical(owner) for owner in owners} & ALLOWED:
+            return None
+        return self.finder.find_spec(name, path, target)
+
+OWNERS = metadata.packages_distributions()
+ALLOWED = installed_with(sys.argv[1:]) | {"pflcore"}
+for module in [name for name in sys.modules if name.partition(".")[0] == "packaging"]:
+    del sys.modules[module]
+sys.meta_path[:] = map(Finder, sys.meta_path)
+"""
+PLAYED_OPS = """
+import tempfile
+from pathlib import Path
+import torch
+from pflcore import ops
+from safetensors.torch import save_file
+
+rows = torch.randn(6, 9, requires_grad=True)
+near = ops.feddwa_weights(ops.pairwise_sqdist(rows), 3)
+ops.aggregate(rows, *near).sum().backward()
+ops.aggregate(rows.detach(), ops.waffle_weights(torch.rand(1, 6), 0, 0.6))
+ops.nearest(rows.detach(), rows.detach(), 2, "groups")
+y = ops.rank1_linear(rows, torch.rand(2, 4), torch.rand(4), torch.rand(4, 9))
+y.sum().backward()
+ops.sgd_step_(rows.detach(), rows.grad, 0.1)
+ops.reference.pairwise_sqdist(rows)
+with tempfile.TemporaryDirectory() as folder:
+    paths = [Path(folder, f"{i}.safetensors") for i in range(3)]
+    for path in paths:
+        save_file({"w": torch.rand(9)}, path)
+    ops.stream.aggregate(ops.stream.Files(paths), torch.rand(1, 3))
+try:
+    import tyro
+except ModuleNotFoundError:
+    print("played")
+"""
+
+
+@pytest.mark.deep("a subprocess")
+def test_the_ops_need_nothing_but_what_the_package_requires():
+    pytest.importorskip("packaging")
+    pytest.importorskip("tyro")
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^dependencies = \[(.*)\]", text, re.M)
+    required = re.findall(r'"(.*?)"', listed)
+    names = {re.split("[>=]", word)[0] for word in required}
+    assert names == {"torch", "numpy", "safetensors", "annotated-types"}
+    run = ran("-c", REQUIRED_ALONE + PLAYED_OPS, *required)
+    assert run.returncode == 0 and run.stdout.strip() == "played", run.stderr
+
+
 @pytest.mark.deep("a subprocess")
 def test_importing_the_ops_loads_the_ops_alone():
     code = (
