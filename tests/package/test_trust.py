@@ -30,6 +30,7 @@ def missing(text):
 
 DOCUMENTS = [
     "docs/determinism.md",
+    "docs/ops.md",
     "docs/trust.md",
     "tests/README.md",
     "CONTRIBUTING.md",
