@@ -193,7 +193,7 @@ def test_memory_that_cannot_hold_the_rows_is_refused(name, as_matrix):
 
 def mix_in_place(rows, near):
     """Mixes rows in their own memory, some columns at a time."""
-    for columns in rows.split(1 << 18, dim=1):
+    for columns in rows.chunk(100, dim=1):
         columns.copy_(aggregate(columns, *near))
 
 
