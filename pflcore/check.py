@@ -49,6 +49,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pflcore._install import install_command
+
 __all__ = [
     "NonNegativeFloat",
     "NonNegativeInt",
@@ -431,20 +433,6 @@ def device_of(name: Any) -> str:
     is_there = not number or (number.isdecimal() and int(number) < count)
     require(is_there, "device", f"'cuda' or {names}, as torch sees {cards} here", name)
     return str(name)
-
-
-# The package that pip installs for a module, where it is not the module's name.
-PIP_NAMES = {
-    "sklearn": "scikit-learn",
-    "flwr": "'flwr[simulation]>=1.41,<2'",
-    # Without torch's version it would bring another torch.
-    "torchvision": f"torchvision torch=={torch.__version__.partition('+')[0]}",
-}
-
-
-def install_command(*modules: str) -> str:
-    """The command that installs the packages of these modules."""
-    return f"pip install {' '.join(PIP_NAMES.get(name, name) for name in modules)}"
 
 
 def import_optional(module: str, what: str = "This", alternative: str = "") -> Any:

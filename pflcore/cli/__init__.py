@@ -23,11 +23,13 @@ from typing import Any
 
 import torch
 
+from pflcore._install import install_command, reinstall_command
 from pflcore.algorithms import ALGORITHMS
-from pflcore.check import install_command, require
+from pflcore.check import require
 from pflcore.cli._data import data
 from pflcore.cli._run import RunFailed, compare, first_line, report, run
 from pflcore.ops import __version__, backend
+from pflcore.ops._library import other_torch
 from pflcore.results._progress import INTERRUPTED
 from pflcore.simulation._signals import ENDING_SIGNALS
 
@@ -66,6 +68,14 @@ def info(argv: Sequence[str]) -> int:
             command = install_command(*missing)
             facts[f"[{extra}]"] = f"without {', '.join(missing)}: {command}"
     facts["kernels"] = backend()
+    other = other_torch()
+    if other is not None:
+        facts["warning"] = (
+            f"the kernels were built against torch {other}, and torch "
+            f"{torch.__version__} is here: did another package exchange it? They run "
+            f"with any torch from 2.10 on, below 3; to build them for this torch: "
+            f"{reinstall_command()}"
+        )
     for name, fact in facts.items():
         print(f"{name:<10}  {fact}")
     return 0

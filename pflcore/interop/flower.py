@@ -24,7 +24,7 @@ from typing import Any
 try:
     import flwr as _  # noqa: F401
 except ImportError:
-    from pflcore.check import install_command
+    from pflcore._install import install_command
 
     raise ImportError(
         f"pflcore.interop.flower needs Flower; {install_command('flwr')}."

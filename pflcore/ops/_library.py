@@ -35,6 +35,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_map_only
 
+from pflcore._install import reinstall_command
+
 lib = torch.library.Library("pflcore", "FRAGMENT")
 references: dict[Any, Callable[..., Any]] = {}  # the default body of each op
 R = TypeVar("R")
@@ -176,8 +178,6 @@ def fake_nothing(*args: Any) -> None:
 
 # the compiled library ---------------------------------------------------------
 
-REINSTALL_COMMAND = "pip install --force-reinstall --no-deps ."
-
 
 class Backend(NamedTuple):
     """The kernels or references that run the ops.
@@ -232,13 +232,13 @@ def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
             return (
                 None,
                 f"building the kernels failed ({failed.read_text().strip()})",
-                REINSTALL_COMMAND,
+                reinstall_command(),
             )
         return (
             None,
             "the kernels are not built (they need torch and a C++ compiler when "
             "pflcore is installed)",
-            REINSTALL_COMMAND,
+            reinstall_command(),
         )
     try:
         # Loading looks up all functions of torch that the library calls. One that is
@@ -258,7 +258,7 @@ def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
             None,
             "the kernels do not load with this torch "
             f"({' '.join(str(error.__cause__ or error).split())})",
-            REINSTALL_COMMAND,
+            reinstall_command(),
         )
 
 
@@ -298,6 +298,19 @@ def backend() -> Backend:
     )
 
 
+def other_torch() -> str | None:
+    """The version of torch that the kernels were built against, where it is another.
+
+    None without kernels, and where it is the torch that runs.
+    """
+    if kernels is None:
+        return None
+    # The library's own text: "built with COMPILER against torch VERSION".
+    built_against = str(kernels.pflcore_built(), "ascii").rpartition(" ")[2]
+    is_same = built_against == torch.__version__.partition("+")[0]
+    return None if is_same else built_against
+
+
 def warn_of_references() -> None:
     """Warns once, where references run although kernels could be built.
 
@@ -308,7 +321,7 @@ def warn_of_references() -> None:
         return
     warning_is_due = False
     warnings.warn(
-        f"pflcore runs its pure-PyTorch references: {_why}. To mend it, in pflcore's "
-        f"folder: {REINSTALL_COMMAND}",
+        f"pflcore runs its pure-PyTorch references: {_why}. To mend it: "
+        f"{reinstall_command()}",
         stacklevel=3,  # above this function and the op
     )

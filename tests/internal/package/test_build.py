@@ -15,6 +15,7 @@ import pytest
 import torch
 from places import ROOT, ran
 
+from pflcore._install import reinstall_command
 from pflcore.ops import _library as library
 
 SETUP = importlib.util.spec_from_file_location("pflcore_setup", ROOT / "setup.py")
@@ -156,7 +157,7 @@ def test_a_library_that_does_not_fit_is_refused_in_one_sentence(
         compiler = shutil.which("c++") or pytest.skip("no C++ compiler")
         subprocess.run([compiler, "-shared", "-fPIC", source, "-o", file], check=True)
     kernels, why, fix = library._load()
-    assert kernels is None and fix == library.REINSTALL_COMMAND
+    assert kernels is None and fix == reinstall_command()
     lacks = {None: "", "": "pflcore_built"}.get(code, "torch_of_another_time")
     assert (
         why.startswith("the kernels do not load with this torch (") and "\n" not in why
