@@ -5,7 +5,6 @@ and pflcore's own sources by their folder. None exchanges the torch that is ther
 """
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -81,7 +80,8 @@ def installer() -> str:
     name = ""
     if distribution is not None:
         name = (distribution.read_text("INSTALLER") or "").strip()
-    if name == "uv" or importlib.util.find_spec("pip") is None:
+    # `find_spec("pip")` would make setuptools leave distutils as it is.
+    if name == "uv" or _find("pip") is None:
         return "uv pip install"
     return "pip install"
 
@@ -93,9 +93,16 @@ def _has_sources(folder: Path) -> bool:
 
 def _distribution() -> importlib.metadata.Distribution | None:
     """What an installer noted of this package; None for another one of the name."""
-    try:
-        found = importlib.metadata.distribution("pflcore")
-    except importlib.metadata.PackageNotFoundError:
+    found = _find("pflcore")
+    if found is None:
         return None
     place = Path(str(found.locate_file("pflcore"))).resolve()
     return found if place == PACKAGE else None
+
+
+def _find(name: str) -> importlib.metadata.Distribution | None:
+    """What an installer noted of a package; None where it is not installed."""
+    try:
+        return importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

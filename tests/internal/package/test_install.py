@@ -1,7 +1,5 @@
 """Commands that pflcore advises work in the way in which it was installed."""
 
-import importlib.metadata
-import importlib.util
 import json
 import shlex
 
@@ -37,11 +35,11 @@ def installed(tmp_path, monkeypatch):
     (site / "pflcore").mkdir(parents=True)
     monkeypatch.setattr(install, "PACKAGE", site / "pflcore")
 
-    def pretend(**facts):
-        distribution = Distribution(site, **facts)
-        monkeypatch.setattr(
-            importlib.metadata, "distribution", lambda name: distribution
-        )
+    def pretend(pip=True, **facts):
+        found = {"pflcore": Distribution(site, **facts)}
+        if pip:
+            found["pip"] = Distribution(site)
+        monkeypatch.setattr(install, "_find", found.get)
 
     pretend()
     return pretend
@@ -71,7 +69,7 @@ def test_a_folder_that_was_installed_is_named(name, installed, tmp_path):
     folder = sources(tmp_path / name)
     installed(url=folder.as_uri(), dir_info={})
     words = shlex.split(install.reinstall_command())
-    assert words == ["pip", "install", "--force-reinstall", "--no-deps"] + [str(folder)]
+    assert words == ["pip", "install", "--force-reinstall", "--no-deps", str(folder)]
 
 
 ORIGINS = {
@@ -93,28 +91,25 @@ def test_without_a_folder_the_command_is_one_for_the_sources(name, installed):
 def test_another_copys_notes_do_not_count(installed, tmp_path, monkeypatch):
     folder = sources(tmp_path / "other")
     other = Distribution(tmp_path / "elsewhere", "uv", url=folder.as_uri())
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: other)
+    found = {"pflcore": other, "pip": other}
+    monkeypatch.setattr(install, "_find", found.get)
     assert install.source_folder() is None
     assert install.install_command("tyro") == "pip install tyro"
 
 
-def test_uv_is_named_where_it_installs(installed, monkeypatch):
+def test_uv_is_named_where_it_installs(installed):
     installed(installer="uv")
     assert install.install_command("tyro", "tqdm") == "uv pip install tyro tqdm"
     assert install.reinstall_command().startswith("uv pip install --force-reinstall")
 
 
-def test_uv_is_named_where_there_is_no_pip(installed, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_uv_is_named_where_there_is_no_pip(installed):
+    installed(pip=False)
     assert install.install_command("sklearn") == "uv pip install scikit-learn"
 
 
-def test_a_package_without_notes_is_no_error(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    assert install.install_command("tyro").endswith("pip install tyro")
+def test_a_package_that_is_not_installed_is_no_error():
+    assert install._find("no-such-package-of-pflcore") is None
 
 
 def warning(capsys):
