@@ -6,10 +6,18 @@ The wheel holds the package alone.
 import os
 import re
 import shutil
+import subprocess
+import sys
+import sysconfig
 import tarfile
 import zipfile
 
 import pytest
+from parts.requirements import (
+    REQUIRED_ALONE,
+    listed_requirements,
+    required_distributions,
+)
 from places import ROOT, ran
 
 import pflcore
@@ -21,15 +29,20 @@ KERNELS = {
 }
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The folder of an archive and a wheel without kernels."""
-    folder = tmp_path_factory.mktemp("package")
+def copy_sources(folder):
+    """Copies into a folder what an archive, a wheel or an image is made of."""
     for name in ("csrc", "pflcore", "bench"):
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder of an archive and a wheel without kernels."""
+    folder = tmp_path_factory.mktemp("package")
+    copy_sources(folder)
     code = (
         "from setuptools import build_meta as b; b.build_sdist('dist'); "
         "b.build_wheel('dist')"
@@ -75,3 +88,62 @@ def test_the_wheel_holds_no_benchmark_needs_four_packages_and_runs(built, tmp_pa
     run = ran(*command.split(), cwd=tmp_path, env=env)
     assert run.returncode == 0, run.stderr[-2000:]
     assert (tmp_path / "out" / "record.jsonl").is_file()
+
+
+@pytest.mark.deep("a wheel is built")
+def test_the_index_would_take_the_archives(built):
+    """`twine check` reads the metadata and the README as an index does."""
+    pytest.importorskip("twine")
+    done = ran("-m", "twine", "check", "--strict", *map(str, built.iterdir()))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
+
+
+# Adds a folder of packages that are imported from it, and never changed.
+BORROWED = (
+    "import sys; sys.dont_write_bytecode = True; sys.path.append(sys.argv.pop(1))"
+)
+PLAYED = """
+import torch, pflcore
+rows = torch.randn(4, 9)
+near = pflcore.feddwa_weights(pflcore.pairwise_sqdist(rows), 2)
+print(tuple(pflcore.aggregate(rows, *near).shape), pflcore.__file__)
+from pflcore.cli import main
+main(["info"])
+"""
+
+
+@pytest.mark.deep("a wheel is built, and environments are made")
+@pytest.mark.parametrize("kind", ["whl", "tar.gz"])
+def test_an_archive_is_installed_where_nothing_else_is(built, kind, tmp_path):
+    """The wheel and the source archive run with the required packages alone.
+
+    A new environment holds what pip installs from the archive, without its
+    requirements. The program imports these from this environment, and pip never sees
+    them, so that it cannot change them.
+    """
+    (path,) = built.glob(f"*.{kind}")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if kind == "tar.gz":
+        shutil.unpack_archive(path, tmp_path)
+        code = "from setuptools import build_meta as b; b.build_wheel('../dist')"
+        (folder,) = tmp_path.glob("pflcore-*")
+        run = ran("-c", code, cwd=folder, env={**env, "PFLCORE_EXT": "0"})
+        assert run.returncode == 0, run.stderr[-2000:]
+        (path,) = (tmp_path / "dist").glob("*.whl")
+    options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True}
+    subprocess.run([sys.executable, "-m", "venv", "venv"], check=True, **options)
+    python = tmp_path / "venv" / "bin" / "python"
+    words = ["-m", "pip", "install", "--no-deps", "--no-index", str(path)]
+    done = subprocess.run([python, *words], check=False, **options)
+    assert done.returncode == 0, done.stderr
+
+    packages = sysconfig.get_path("purelib")
+    allowed = required_distributions(listed_requirements("dependencies"))
+    code = "\n".join([BORROWED, REQUIRED_ALONE, PLAYED])
+    words = ["-c", code, packages, "pflcore", *allowed]
+    played = subprocess.run([python, *words], check=False, **options)
+
+    assert played.returncode == 0, played.stderr
+    assert played.stdout.startswith(f"(4, 9) {tmp_path}")
+    assert re.search(r"^\[cli\] +without tyro, tqdm: ", played.stdout, re.M)

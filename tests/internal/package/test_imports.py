@@ -12,6 +12,11 @@ from importlib.util import resolve_name
 
 import pytest
 import torch
+from parts.requirements import (
+    REQUIRED_ALONE,
+    listed_requirements,
+    required_distributions,
+)
 from places import ROOT, ran
 
 from pflcore._install import install_command
@@ -104,42 +109,6 @@ def test_importing_pflcore_pulls_in_no_extra():
     assert run.returncode == 0 and run.stdout.strip() == "", run.stderr
 
 
-# Finds no package that pflcore does not require, as if it were not installed.
-REQUIRED_ALONE = """
-import importlib.metadata as metadata, re, sys
-from packaging.requirements import Requirement
-
-def canonical(name):
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-def installed_with(requirements):
-    names = set()
-    todo = [Requirement(text) for text in requirements]
-    while todo:
-        requirement = todo.pop()
-        name = canonical(requirement.name)
-        marker = requirement.marker
-        if name not in names and (marker is None or marker.evaluate({"extra": ""})):
-            names.add(name)
-            todo += map(Requirement, metadata.requires(name) or [])
-    return names
-
-class Finder:
-    def __init__(self, finder):
-        self.finder = finder
-
-    def find_spec(self, name, path=None, target=None):
-        owners = OWNERS.get(name.partition(".")[0])
-        if owners and not {canonical(owner) for owner in owners} & ALLOWED:
-            return None
-        return self.finder.find_spec(name, path, target)
-
-OWNERS = metadata.packages_distributions()
-ALLOWED = installed_with(sys.argv[1:]) | {"pflcore"}
-for module in [name for name in sys.modules if name.partition(".")[0] == "packaging"]:
-    del sys.modules[module]
-sys.meta_path[:] = map(Finder, sys.meta_path)
-"""
 PLAYED_OPS = """
 import tempfile
 from pathlib import Path
@@ -170,14 +139,12 @@ except ModuleNotFoundError:
 
 @pytest.mark.deep("a subprocess")
 def test_the_ops_need_nothing_but_what_the_package_requires():
-    pytest.importorskip("packaging")
     pytest.importorskip("tyro")
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    (listed,) = re.findall(r"^dependencies = \[(.*)\]", text, re.M)
-    required = re.findall(r'"(.*?)"', listed)
+    required = listed_requirements("dependencies")
     names = {re.split("[>=]", word)[0] for word in required}
     assert names == {"torch", "numpy", "safetensors", "annotated-types"}
-    run = ran("-c", REQUIRED_ALONE + PLAYED_OPS, *required)
+    allowed = required_distributions(required)
+    run = ran("-c", REQUIRED_ALONE + PLAYED_OPS, "pflcore", *allowed)
     assert run.returncode == 0 and run.stdout.strip() == "played", run.stderr
 
 
