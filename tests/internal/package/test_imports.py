@@ -205,3 +205,11 @@ def test_the_map_names_every_file():
         assert {w for w in re.findall(r"`([a-z0-9_]+)`", row) if w != name} == files, (
             name
         )
+
+
+def test_every_extra_is_documented():
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = pyproject.split("[project.optional-dependencies]\n")[1].split("\n\n")[0]
+    extras = re.findall(r"^(\w+) = \[", section, re.M)
+    table = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert {*re.findall(r"^\| `(\w+)` \|", table, re.M)} == {*extras}
