@@ -1,4 +1,4 @@
-"""Commands that install what is missing, in the way in which pflcore was installed.
+"""Commands that install what is missing, as pflcore itself was installed.
 
 No command needs an index that has pflcore: packages of an extra are named themselves,
 and pflcore's own sources by their folder. None exchanges the torch that is there.
@@ -92,7 +92,7 @@ def _has_sources(folder: Path) -> bool:
 
 
 def _distribution() -> importlib.metadata.Distribution | None:
-    """What an installer noted of this package; None for another one of the name."""
+    """Notes of an installer on this package; None for another one of the name."""
     found = _find("pflcore")
     if found is None:
         return None
@@ -101,7 +101,7 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _find(name: str) -> importlib.metadata.Distribution | None:
-    """What an installer noted of a package; None where it is not installed."""
+    """Notes of an installer on a package; None where it is not installed."""
     try:
         return importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
