@@ -30,8 +30,8 @@ from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import Fraction, Model, NonNegativeInt, Seed, checked, require
 from pflcore.data._protocols import StudyProtocol
 from pflcore.metrics import Metric, is_higher_better, metrics_of
+from pflcore.results._render import markdown_table
 from pflcore.results.record import to_json
-from pflcore.results.table import markdown_table
 from pflcore.simulation import Simulation
 from pflcore.simulation._describe import content_digest
 from pflcore.simulation._evaluate import evaluate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 from collections.abc import Mapping, Sequence
@@ -154,3 +155,17 @@ def summary_writer(folder: str | Path) -> Any:
     """
     import_optional("tensorboard")
     return import_optional("torch.utils.tensorboard").SummaryWriter(str(folder))
+
+
+def to_tensorboard(
+    rounds: Sequence[Line], folder: str | Path, clients: bool = False
+) -> None:
+    """Writes the rounds as TensorBoard's events into `folder`.
+
+    Args:
+        clients: True adds a curve for each client.
+    """
+    with contextlib.closing(summary_writer(folder)) as writer:
+        for record in rounds:
+            for name, value in scalars(record, clients).items():
+                writer.add_scalar(name, value, record["round"])

@@ -7,11 +7,10 @@ engine, a federation and a model.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,8 @@ from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged
 from pflcore.metrics import human_bytes
 from pflcore.ops import __version__, backend
-from pflcore.results.record import OUTLIER_RATIO, to_json
+from pflcore.results._updates import OUTLIER_RATIO, longest_update
+from pflcore.results.record import to_json
 from pflcore.simulation._setup import RunOptions, peak_bytes, row_bytes
 from pflcore.simulation._state import RunConfig, State
 from pflcore.simulation._uploads import RoundOutcome
@@ -283,34 +283,6 @@ def round_report(run: RunDescription, state: State, outcome: RoundOutcome) -> Re
         else:
             record[name] = tensor.tolist()
     return record
-
-
-class RelativeUpdate(NamedTuple):
-    """The length of one update; a longer update is larger.
-
-    Attributes:
-        ratio: The norm of the update over the median norm of its round.
-        client: The id of the client.
-        round: The round, from 1.
-    """
-
-    ratio: float
-    client: int
-    round: int
-
-
-def longest_update(records: Iterable[Record]) -> RelativeUpdate | None:
-    """The longest update in the records of rounds; None without updates."""
-    updates = itertools.chain.from_iterable(map(_updates_of_round, records))
-    return max(updates, default=None)
-
-
-def _updates_of_round(record: Record) -> Iterator[RelativeUpdate]:
-    """Each update of a round that has a relative norm."""
-    norms = record["relative_update_norm"] or []
-    for client, norm in zip(record["cohort"], norms, strict=False):
-        if norm is not None:
-            yield RelativeUpdate(norm, client, record["round"])
 
 
 def explain_void(

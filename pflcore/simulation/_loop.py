@@ -33,11 +33,11 @@ from pflcore.check import (
 from pflcore.data._federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.ops import backend
+from pflcore.results import History
 from pflcore.simulation import _describe as describe
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation._describe import Record, RunDescription
 from pflcore.simulation._evaluate import evaluate, evaluate_clients
-from pflcore.simulation._history import History
 from pflcore.simulation._log import log_engine, log_round
 from pflcore.simulation._models import LazyModels
 from pflcore.simulation._ranks import local_device

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from pflcore.algorithms import name_of
 from pflcore.algorithms._protocol import Algorithm, Tensors
-from pflcore.check import NonNegativeInt, checked, require
+from pflcore.check import NonNegativeInt, checked, reject, require
 from pflcore.data._federation import Federation
 from pflcore.data._inputs import IGNORED_LABEL, to_inputs, to_tensor
 from pflcore.data._protocols import (
@@ -470,6 +470,32 @@ class LazyModels:
         model = {key: rows[place] for key, rows in models.items()}
         buffers = clients.buffers[place]
         return Personalized(self.config.algorithm, context.net, model, buffers, *facts)
+
+    def adapt(self, samples: Any, rounds: int) -> Personalized:
+        """The model of a newcomer, see `History.adapt`."""
+        return adapt(self.config, self.state, samples, rounds)
+
+    def export(self, header: Mapping[str, Any], folder: str | Path) -> None:
+        """Writes all models into files, see `History.export`."""
+        export_models(map(self.__getitem__, range(len(self))), header, folder)
+
+
+class TargetModels(list[Personalized]):
+    """The models of targets 0, 1, ..., of which each was made in its own run."""
+
+    def adapt(self, samples: Any, rounds: int) -> Personalized:
+        """Raises ValueError: these runs have no model for other clients."""
+        reject("adapt", "the history that Simulation.run() returns", self)
+
+    def export(self, header: Mapping[str, Any], folder: str | Path) -> None:
+        """Writes all models into files, see `History.export`.
+
+        Raises ValueError where the run of a client did not come to its end.
+        """
+        n = header["n"]
+        wanted = f"a history with the models of {n} clients"
+        require(len(self) == n, "export", wanted, f"{len(self)} models")
+        export_models(self, header, folder)
 
 
 # newcomers --------------------------------------------------------------------

@@ -51,8 +51,8 @@ def pictures(tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as without:
-        without.setattr("pflcore.results._pictures.draw", lambda *_: [])
         without.setattr("pflcore.cli._run._draw_federation", lambda *_: Path("none"))
+        without.setattr("pflcore.results._run_pictures.draw", lambda *_: [])
         yield without.undo
 
 

@@ -11,7 +11,7 @@ from parts.results import N, a_long_run, a_run, line, write
 from parts.user import simulation
 from places import ROOT
 
-from pflcore.results import _pictures as pictures
+from pflcore.results import _run_pictures as pictures
 from pflcore.results._export import scalars
 from pflcore.results.record import group_runs, read, to_json
 
@@ -94,7 +94,7 @@ def test_a_full_disk_leaves_the_pictures_that_were_there(tmp_path, monkeypatch):
     path = tmp_path / "curves.png"
     pictures.curves(runs, path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    assert {*before} == {"curves.png", "curves.svg"}
+    assert {*before} == {"curves.png", "curves.svg", "curves.pdf"}
 
     def half(self, file, **_):
         file.write_bytes(b"half")
