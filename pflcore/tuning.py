@@ -153,7 +153,7 @@ class Trial:
         return score if math.isfinite(score) else -math.inf
 
 
-@dataclass
+@dataclass(repr=False)
 class Tuned:
     """The result of `tune`: the trials of a grid.
 
@@ -169,6 +169,11 @@ class Tuned:
     trials: list[Trial]
     protocols: list[StudyProtocol]
     states: Callable[[Candidate, int], tuple[RunConfig, State]]
+
+    def __repr__(self) -> str:
+        best = self.best
+        words = f"{len(self.trials)} candidates, best: {best.candidate}"
+        return f"Tuned({words}, score {best.score:.4g})"
 
     @property
     def best(self) -> Trial:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
 from pflcore._device import to_device
+from pflcore._html import html_table
 from pflcore.check import PositiveInt, check_fields, reject, require
 from pflcore.data._inputs import (
     DENSE_TEXT,
@@ -268,6 +269,14 @@ class ClientSamples:
     def __repr__(self) -> str:
         size = f"n={self.n}, splits={list(self.splits)}, shape={list(self.shape)}"
         return f"Federation({self.name!r}, {size}, classes={self.classes})"
+
+    def _repr_html_(self) -> str:
+        """The lines of `summary` as a table, for notebooks."""
+        rows = [("fact", "value")]
+        for line in self.summary().splitlines()[1:]:
+            fact, _, value = line.partition(": ")
+            rows.append((fact, value))
+        return html_table(f"Federation {self.name}", rows)
 
     def to(self, device: str | torch.device) -> Self:
         """The same federation with its pool and index lists on `device`."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from pflcore.results._history import History
-from pflcore.results.record import DATA_FIELDS, Line, Runs
+from pflcore.results.record import DATA_FIELDS, Line, Runs, to_json
 
 # Fields of a header that hold options, in the order in which labels name them.
 OPTION_GROUPS = ("model_options", "training", "options")
@@ -39,7 +39,7 @@ def label_runs(runs: Runs) -> dict[str, list[History]]:
     """
     by_options: dict[str, list[History]] = {}
     for run in runs:
-        key = json.dumps([run.algorithm, run_options(run)], sort_keys=True)
+        key = json.dumps(to_json([run.algorithm, run_options(run)]), sort_keys=True)
         by_options.setdefault(key, []).append(run)
     groups = list(by_options.values())
     options = [run_options(members[0]) for members in groups]

@@ -98,6 +98,14 @@ def save(figure: Any, path: str | Path) -> Path:
     return path
 
 
+def plain_ticks(axis: Any) -> None:
+    """Marks 1, 2 and 5 times powers of ten on a logarithmic axis, in full digits."""
+    ticker = import_optional("matplotlib.ticker")
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
 def round_ticks(axis: Any) -> None:
     """Marks whole numbers alone on the axis of rounds or clients."""
     ticker = import_optional("matplotlib.ticker")

@@ -20,12 +20,13 @@ PACKAGE = ROOT / "pflcore"
 # Each package, and the packages that it imports. They stand above its line.
 TABLE = """\
 _device:
+_html:
 check:
 ops: check
 metrics: check
-data: _device check
+data: _device _html check
 nn: check ops
-results: check metrics
+results: _html check metrics
 train: _device check ops metrics data nn
 algorithms: _device check ops data nn train
 simulation: _device check ops metrics data nn results train algorithms
