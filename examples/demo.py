@@ -253,10 +253,12 @@ def partitions() -> Part:
     return Part(
         "partitions",
         "Which client has which samples",
+        sizes(grouped.name, grouped),
         "Each column is a client, each row a class, and the area of a dot is the "
         "number of samples. Here five clients each share their main classes. Label "
         "skew is 0 where all clients have the same shares of the classes, and near 1 "
         "where no two clients have a class in common.",
+        "Dots: the number of samples of each class that each client has.",
         rows(
             ("partition", "classes per client", "label skew"),
             numbers,
@@ -288,7 +290,7 @@ def feddwa() -> Part:
     return Part(
         "feddwa",
         "FedDWA: a model for each of 20 clients",
-        sizes(f"{source}, partition practical1 (four groups of clients)", data),
+        sizes(f"{data.name} (four groups of clients)", data),
         "Clients 0 to 4 share their main classes, and so do clients 5 to 9, 10 to 14 "
         "and 15 to 19. The server does not know these groups. The weights of the last "
         "round (right) show that it found them.",

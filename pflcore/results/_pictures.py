@@ -30,7 +30,7 @@ LINE_COLOURS = (
     "#8C6D31",
 )
 # Dashes and markers tell lines apart without colours.
-DASHES = ("-", "--", "-.", ":")
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 FORMATS = (".png", ".svg", ".pdf")  # the files of one picture
 # Letters of a PDF as letters of TrueType, which publishers accept.
@@ -48,7 +48,7 @@ class LineStyle(NamedTuple):
     """
 
     color: str
-    linestyle: str
+    linestyle: Any
     marker: str
     markersize: float = 4.0
 
@@ -57,11 +57,11 @@ def line_styles(count: int) -> list[LineStyle]:
     """Styles of lines that can be told apart, also in black and white."""
     styles = []
     for i in range(count):
-        # After the last colour the first one comes with other dashes.
-        turn, colour = divmod(i, len(LINE_COLOURS))
-        dashes = DASHES[(i + turn) % len(DASHES)]
-        marker = MARKERS[i % len(MARKERS)]
-        styles.append(LineStyle(LINE_COLOURS[colour], dashes, marker))
+        # The numbers of colours, dashes and markers have no common factor, so pairs of
+        # them repeat late.
+        colour = LINE_COLOURS[i % len(LINE_COLOURS)]
+        dashes = DASHES[i % len(DASHES)]
+        styles.append(LineStyle(colour, dashes, MARKERS[i % len(MARKERS)]))
     return styles
 
 

@@ -690,7 +690,9 @@ def test_a_signal_after_the_last_round_leaves_a_whole_record(monkeypatch, capsys
     assert command(f"run fedavg {DIGITS} --out o") == 130
     (run,) = read("o")
     assert run.complete and len(run.rounds) == 3 and run.stopped is None
-    assert "stopped" not in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "stopped" not in said.out
+    assert "Interrupted after the last round; the record is whole." in said.err
     monkeypatch.setattr(FedAvg, "update", honest)
     before = Path("o/record.jsonl").read_bytes()
     assert command(f"run fedavg {DIGITS} --out o --resume") == 0
