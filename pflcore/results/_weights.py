@@ -61,7 +61,7 @@ def has_weights(line: Facts) -> bool:
     """True where a round reports mixing weights."""
     report = line.get("report") or {}
     key = "weight" if _has_sparse_weights(report) else "weights"
-    weights = report.get(key)
+    weights: Any = report.get(key)
     return _is_array(weights) and len(weights) > 0
 
 
