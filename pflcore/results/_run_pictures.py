@@ -140,7 +140,9 @@ def _has_mean(run: History) -> bool:
 
     It is false for an algorithm whose only model is made for one client.
     """
-    return not isinstance(run.header.get("model_target"), int)
+    own_target = (run.header.get("options") or {}).get("target")
+    targets = (run.header.get("model_target"), own_target)
+    return not any(isinstance(target, int) for target in targets)
 
 
 def _draw_curves(

@@ -169,6 +169,9 @@ class MLflow(Tracker):
             experiment_id = found.experiment_id
         run = self._client.create_run(experiment_id, run_name=name)
         self._run_id = run.info.run_id
+        # Times count from the run's start, because the clock of the machine can jump.
+        self._start = run.info.start_time  # milliseconds
+        self._began = time.monotonic()
         parameters = []
         for key, value in flat_parameters(to_json(config or {})).items():
             parameters.append(mlflow.entities.Param(key, value))
@@ -178,7 +181,7 @@ class MLflow(Tracker):
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
         """Sends the numbers of one round."""
-        now = int(1000 * time.time())  # milliseconds
+        now = self._start + int(1000 * (time.monotonic() - self._began))
         metric = self._entities.Metric
         metrics = [metric(key, value, now, round) for key, value in numbers.items()]
         self._client.log_batch(self._run_id, metrics=metrics)

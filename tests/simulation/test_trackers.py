@@ -62,9 +62,13 @@ class FakeMLflow(types.ModuleType):
         self.experiments = {"Default": "0"}
         self.uris = []
         self.entities = types.SimpleNamespace(
-            Metric=lambda key, value, timestamp, step: (key, value, step),
+            Metric=self.metric,
             Param=lambda key, value: (key, value),
         )
+
+    def metric(self, key, value, timestamp, step):
+        assert type(timestamp) is int and timestamp >= 1_000
+        return key, value, step
 
     def MlflowClient(self, uri):
         self.uris.append(uri)
@@ -87,13 +91,15 @@ class FakeMLflow(types.ModuleType):
             "params": {},
             "numbers": {},
         }
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
+        info = types.SimpleNamespace(run_id=run_id, start_time=1_000)
+        return types.SimpleNamespace(info=info)
 
     def log_batch(self, run_id, metrics=(), params=()):
         assert len(params) <= 100
         assert all(isinstance(value, str) and len(value) <= 500 for _, value in params)
         self.runs[run_id]["params"].update(params)
         for key, value, step in metrics:
+            assert type(value) is float
             self.runs[run_id]["numbers"].setdefault(step, {})[key] = value
 
     def set_terminated(self, run_id, status):
