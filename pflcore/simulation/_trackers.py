@@ -18,6 +18,7 @@ MAX_PARAMETERS = 100  # of one call of MLflow
 MAX_PARAMETER_LETTERS = 250  # of a value in MLflow's table of parameters
 
 
+@checked
 class Tracker:
     """A callback that sends each round's numbers to a service.
 
