@@ -47,6 +47,7 @@ MEAN_STYLE = {
 }
 NAME_LETTERS = 30  # letters of an algorithm's name on one line
 TITLE_LETTERS = 70  # letters of a panel's title on one line
+MAP_LETTERS = 44  # letters of a heat map's title on one line
 
 
 class Setting(NamedTuple):
@@ -322,29 +323,31 @@ def weights(runs: Runs, path: str | Path) -> Path | None:
 
     For one model the axes of the map are clients and rounds (WAFFLE, Fig. 3). For
     several models the map shows each client's weight in each model in the last round.
-    Returns None where there are no runs.
+    Returns None where no run reports weights.
     """
     if not runs:
         return None
     panels = []
     for setting in distinct_settings(runs)[1]:
         for name, members in setting.groups.items():
-            run = members[0]
-            # Only the last round is read, because matrices of all may not fit into
-            # memory.
-            last_round, (weight,) = run.weights(run.rounds_with_weights()[-1:])
-            words = [setting.title, name]
-            if weight.ndim == 2:
-                title = ", ".join(filter(None, [*words, f"round {last_round[0]}"]))
-                columns = range(weight.shape[1])
-                panels.append(HeatMap(wrap(title, 44), weight, columns))
-                continue
-            rounds, by_round = weights_by_round(run)
-            if run.target is not None:
-                words.append(f"target {run.target}")
-            title = wrap(", ".join(filter(None, words)), 44)
-            panels.append(HeatMap(title, by_round.T, rounds, "round", "client"))
+            if members[0].rounds_with_weights():
+                words = filter(None, [setting.title, name])
+                panels.append(_weights_panel(members[0], ", ".join(words)))
     return heat_maps(panels, path, wide=3)
+
+
+def _weights_panel(run: History, title: str) -> HeatMap:
+    """The heat map of a run that reports weights."""
+    # Only the last round is read, because matrices of all may not fit into memory.
+    last = run.rounds_with_weights()[-1]
+    _, (weight,) = run.weights([last])
+    if weight.ndim == 2:
+        title = wrap(f"{title}, round {last}", MAP_LETTERS)
+        return HeatMap(title, weight, range(weight.shape[1]))
+    rounds, by_round = weights_by_round(run)
+    if run.target is not None:
+        title = f"{title}, target {run.target}"
+    return HeatMap(wrap(title, MAP_LETTERS), by_round.T, rounds, "round", "client")
 
 
 def _count_clients(run: History) -> int:

@@ -159,6 +159,17 @@ def test_the_mean_leaves_out_a_model_for_one_client(tmp_path, monkeypatch):
     assert [axis.get_title() for axis in alone.axes] == ["client 1, the target"]
 
 
+def test_runs_without_weights_have_no_picture_of_them(tmp_path):
+    pytest.importorskip("matplotlib")
+    lines = a_run("local")
+    for one in lines[1:]:
+        one["report"] = {}
+    assert pictures.weights(group_runs(lines), tmp_path / "weights.png") is None
+    assert pictures.weights([], tmp_path / "weights.png") is None
+    both = group_runs([*lines, *a_run()])
+    assert pictures.weights(both, tmp_path / "weights.png").is_file()
+
+
 def test_pictures_of_little(tmp_path):
     pytest.importorskip("matplotlib")
     little = [
