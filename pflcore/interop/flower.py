@@ -53,6 +53,7 @@ from pflcore.interop._flower_personal import (
     PersonalStrategy,
     select_multikrum,
 )
+from pflcore.interop._flower_sending import OneByOneGrid, OneTimeMessages
 from pflcore.interop._server import Server
 from pflcore.simulation._loop import MAX_VOID_ROUNDS
 from pflcore.simulation._state import RunConfig
@@ -140,7 +141,8 @@ class PflStrategy(FilteredFedAvg):
             num_rounds = self.server.rounds - self.server.round
         default_timeout = 3600  # Flower's own
         self._timeout_options = {"timeout": options.get("timeout", default_timeout)}
-        return super().start(grid, ArrayRecord(), num_rounds, **options)
+        one_by_one: Any = OneByOneGrid(grid)
+        return super().start(one_by_one, ArrayRecord(), num_rounds, **options)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -192,8 +194,10 @@ class PflStrategy(FilteredFedAvg):
         arrays: ArrayRecord,
         config: ConfigRecord,
         grid: Grid,
-    ) -> list[Message]:
+    ) -> Iterable[Message]:
         """The messages of a round, one for each client that takes part.
+
+        Each is built when it is read, from the server's state at that time.
 
         Args:
             kind: "train" or "evaluate".
@@ -213,16 +217,17 @@ class PflStrategy(FilteredFedAvg):
         else:
             ids = self._evaluation_cohort(available, server_round)
         config["server-round"] = server_round
-        purpose: Any = "train" if is_training else "evaluation"
-        messages = []
-        for number in ids.tolist():
-            node = node_of[number]
-            record = record_of(self.server.download(self.clients[node], purpose))
-            content = RecordDict(
-                {self.arrayrecord_key: record, self.configrecord_key: config}
-            )
-            messages.append(Message(content, node, kind))
-        return messages
+        nodes = [node_of[number] for number in ids.tolist()]
+        return OneTimeMessages(self._message(kind, node, config) for node in nodes)
+
+    def _message(self, kind: str, node: int, config: ConfigRecord) -> Message:
+        """The message for one node, with its client's download."""
+        purpose: Any = "train" if kind == "train" else "evaluation"
+        record = record_of(self.server.download(self.clients[node], purpose))
+        content = RecordDict(
+            {self.arrayrecord_key: record, self.configrecord_key: config}
+        )
+        return Message(content, node, kind)
 
     def _can_train(self, node_of: Mapping[int, int]) -> bool:
         """True where the connected nodes suffice; otherwise skips the round.
