@@ -33,6 +33,7 @@ STATE_RECORD = "pflcore.client"
 # Making a client anew is slow, so this many are kept in memory. Their states are in
 # their contexts.
 MAX_CACHED_CLIENTS = 32
+Folder = str | Path
 Evaluate = Callable[[Personalized, Context], dict[str, float]]
 
 
@@ -49,7 +50,7 @@ def client_app(
     evaluate: Evaluate | None = None,
     client_id: Callable[[Context], Hashable] = number_of,
     mods: list[Any] | None = None,
-    checkpoint: str | Path | None = None,
+    checkpoint: Folder | Callable[[Context], Folder | None] | None = None,
 ) -> ClientApp:
     """The ClientApp of `PflStrategy`.
 
@@ -70,17 +71,19 @@ def client_app(
         mods: The mods of Flower's ClientApp.
         checkpoint: A folder on the node, where the state of each client is also saved,
             for a run that goes on by `PflStrategy(checkpoint=)`: Flower gives a new run
-            an empty `Context.state`. By default nothing is saved.
+            an empty `Context.state`. Or a function that returns the folder of a node,
+            or None. By default nothing is saved.
     """
     app = ClientApp(mods=mods or [])
     client_of = client_cache(make)
 
     def folder_of(context: Context) -> Checkpoint | None:
-        if checkpoint is None:
+        folder = checkpoint(context) if callable(checkpoint) else checkpoint
+        if folder is None:
             return None
         # The repr tells the ids 1 and "1" apart.
         name = quote(repr(client_id(context)), safe="")
-        return Checkpoint(Path(checkpoint) / f"client-{name}")
+        return Checkpoint(Path(folder) / f"client-{name}")
 
     @app.query("pflcore")  # type: ignore[untyped-decorator]
     def identify(message: Message, context: Context) -> Message:

@@ -94,7 +94,7 @@ class PersonalModels(Mapping[int, ArrayRecord]):
     def update(self, mixed: MixedModels) -> None:
         """Takes over the models of a round; those of other nodes stay."""
         form = mixed.form
-        statistics = mix_statistics(form, mixed.weight, mixed.index)
+        statistics = mix_statistics(form, mixed.mixing.weight, mixed.mixing.index)
         # A row is a view, so it would keep the whole matrix of an earlier round.
         for node in self._stored.keys() - set(form.ids):
             self._stored[node] = self._stored[node].detached()

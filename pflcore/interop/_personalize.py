@@ -115,14 +115,12 @@ class MixedModels(NamedTuple):
     Attributes:
         rows: The personalized models [N, P].
         form: The form of the uploads.
-        weight: The weights [N, N] or [N, K] of the mix.
-        index: With weights [N, K], the clients [N, K] that they belong to.
+        mixing: The weights of the uploads in each model.
     """
 
     rows: Tensor  # [N, P]
     form: ModelForm
-    weight: Tensor  # [N, N] or [N, K]
-    index: Tensor | None  # [N, K]
+    mixing: MixingWeights
 
 
 @checked
@@ -183,7 +181,8 @@ def personalize(  # noqa: PLR0913 (what a mix has)
         directions=directions,
         **options,
     )
-    return unpack(*mixed)
+    mixing = mixed.mixing
+    return unpack(mixed.rows, mixed.form, mixing.weight, mixing.index)
 
 
 def mix_models(  # noqa: PLR0913 (what a mix has)
@@ -227,7 +226,7 @@ def mix_models(  # noqa: PLR0913 (what a mix has)
         compared = F.normalize(rows.double())
         guides = [F.normalize(guide.double()) for guide in guides]
     mixing = _mixing_weights(alg, compared, guides, base is not None)
-    return MixedModels(mixing.aggregate(rows), form, mixing.weight, mixing.index)
+    return MixedModels(mixing.aggregate(rows), form, mixing)
 
 
 def method_of(method: Any, options: dict[str, Any]) -> Method:

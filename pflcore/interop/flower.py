@@ -140,7 +140,7 @@ class PflStrategy(FilteredFedAvg):
     def _restore(self, folder: str | Path) -> None:
         """Takes up the checkpoint in `folder`."""
         facts = self.server.restore_with_facts(folder)
-        flower = facts.get("flower")
+        flower: Any = facts.get("flower")
         wanted = "the checkpoint of a PflStrategy"
         require(isinstance(flower, dict), "checkpoint", wanted, "that of a Server")
         self.clients = {node: client for node, client in flower["nodes"]}
