@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,11 +35,14 @@ import torch
 from safetensors.torch import load_file
 
 from pflcore import Evaluation, Hardware, Simulation
+from pflcore.check import install_command
 
 APP = Path(__file__).parent / "flower"
 CLIENTS = 2
 START_SECONDS = 60  # until the SuperLink answers
 END_SECONDS = 5  # between the request to end and the killing of a process
+# The line in which Flower logs the metrics of an evaluation.
+ACCURACY = re.compile(r"MetricRecord: .*'accuracy': ([0-9.e+-]+)")
 CONFIG = """
 [superlink]
 default = "here"
@@ -230,27 +234,34 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def play(deployment: Deployment, options: dict[str, object], kill: bool) -> list[str]:
-    """The lines about accuracies of a run; all lines where there are none.
+def play(
+    deployment: Deployment, options: dict[str, object], first: int, kill: bool
+) -> list[str]:
+    """Plays a run, prints each round's accuracy, and returns the run's output.
 
     Args:
         deployment: The deployment that plays the run.
         options: The options of the app.
-        kill: True kills the app's server after the first round that it has saved, and
-            leaves the run unfinished.
+        first: The round that the run begins with.
+        kill: True kills the app's server after that round.
     """
+    round = first
     lines = []
-    found = []
     for line in deployment.run(options):
         lines.append(line)
-        if "mean accuracy" in line:
-            found.append(line.strip())
-            print(found[-1], flush=True)
-        elif kill and "aggregate_evaluate" in line:
+        accuracy = ACCURACY.search(line)
+        if accuracy is None:
+            continue
+        print(
+            f"round {round}: mean accuracy of the clients' own models "
+            f"{float(accuracy[1]):.3f}",
+            flush=True,
+        )
+        if kill and round == first:
             deployment.kill("flwr-serverapp")
             print("the app's server was killed", flush=True)
-            kill = False
-    return found or lines
+        round += 1
+    return lines
 
 
 def compare(folder: Path, options: dict[str, object]) -> float:
@@ -287,6 +298,8 @@ def main() -> None:
     parser.add_argument("--timeout", type=int, default=900, help="seconds in all")
     parser.add_argument("--folder", type=Path, help="where Flower's files stay")
     arguments = parser.parse_args()
+    if arguments.kill and arguments.rounds < 2:
+        parser.error("--kill needs --rounds 2 or more")
     options: dict[str, object] = {
         "algorithm": arguments.algorithm,
         "clients": CLIENTS,
@@ -294,7 +307,7 @@ def main() -> None:
         "seed": arguments.seed,
     }
     if importlib.util.find_spec("flwr") is None:
-        raise SystemExit("flwr: it is not installed; pip install 'pflcore[flower]'.")
+        raise SystemExit(f"flwr: it is not installed; {install_command('flwr')}.")
     # Ends the block, and by it the processes, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit("ended after --timeout seconds"))
@@ -309,9 +322,9 @@ def main() -> None:
         options["export"] = str(export)
         options["checkpoint"] = str(folder / "checkpoints")
         deployment = stack.enter_context(Deployment(folder))
-        lines = play(deployment, options, arguments.kill)
+        lines = play(deployment, options, first=1, kill=arguments.kill)
         if arguments.kill:
-            lines = play(deployment, options, kill=False)
+            lines = play(deployment, options, first=2, kill=False)
         models = list(export.iterdir())
         if len(models) != CLIENTS:
             raise SystemExit("The run ended without models:\n" + "".join(lines[-30:]))

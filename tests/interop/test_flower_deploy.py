@@ -59,7 +59,7 @@ def test_a_deployment_gives_the_models_of_a_simulation(tmp_path):
     output = end_of(process, timeout=400)
     assert process.returncode == 0, output[-3000:]
     for round in (1, 2):
-        assert f"ditto, round  {round}: mean accuracy of the clients' own" in output
+        assert f"round {round}: mean accuracy of the clients' own models" in output
     assert "models are those of pflcore.Simulation, bit by bit" in output
     assert processes_of(tmp_path / "flower") == []
 
