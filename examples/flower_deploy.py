@@ -35,7 +35,6 @@ import torch
 from safetensors.torch import load_file
 
 from pflcore import Evaluation, Hardware, Simulation
-from pflcore.check import install_command
 
 APP = Path(__file__).parent / "flower"
 CLIENTS = 2
@@ -310,7 +309,8 @@ def main() -> None:
         "seed": arguments.seed,
     }
     if importlib.util.find_spec("flwr") is None:
-        raise SystemExit(f"flwr: it is not installed; {install_command('flwr')}.")
+        package = "flwr[simulation]>=1.42,<2"
+        raise SystemExit(f"flwr: it is not installed; pip install '{package}'.")
     # Ends the block, and by it the processes, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit("ended after --timeout seconds"))

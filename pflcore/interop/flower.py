@@ -176,14 +176,14 @@ class PflStrategy(FilteredFedAvg):
     ) -> Result:
         """The result of Flower's `start`, with the model of the server.
 
+        With a restored server the rounds of the result continue those before. Where no
+        round is left, the models are only evaluated.
+
         Args:
             grid: Flower's grid of nodes.
             initial_arrays: None, because the server has the first model.
             num_rounds: The number of rounds; by default all that the server has left.
             options: Further arguments of Flower's `start`.
-
-        With a restored server the rounds of the result continue those before. Where no
-        round is left, the models are only evaluated.
         """
         wanted = "None, as the start is the model's own"
         require(not initial_arrays, "initial_arrays", wanted, "some")
