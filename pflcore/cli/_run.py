@@ -275,6 +275,7 @@ def _run_jobs(
         if ranks.is_first:
             _check_output(jobs, output)
         data = experiment.load_federation(options, cut)
+        jobs = [job.with_ids(data) for job in jobs]
         model = experiment.make_model(options, data, shape)
         begun = output.resume and Checkpoint(output.out or "").exists
         if ranks.is_first and not begun:

@@ -129,7 +129,8 @@ class Client:
         net = self._context.net
         classes = self.data.classes
         is_relabeled = self.data.relabel is not None
-        if classes is not None and not is_relabeled and net.head_name is not None:
+        is_open = not is_relabeled and self.data.class_names is None
+        if classes is not None and is_open and net.head_name is not None:
             # One client may lack samples of some classes that the head scores.
             self.data = replace(self.data, classes=max(classes, net.classes))
         self._fingerprint = fingerprint(self.algorithm, net, self.averages)
@@ -179,7 +180,7 @@ class Client:
         tensors = {key: rows[0] for key, rows in model.items()}
         facts = client_facts(self.data, 0)
         return Personalized(
-            self.algorithm, clients.net, tensors, clients.buffers[0], *facts
+            self.algorithm, clients.net, tensors, clients.buffers[0], **facts
         )
 
     def evaluate(

@@ -9,18 +9,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pflcore.check import reject, require
+from pflcore.check import client_id, reject, require
 from pflcore.metrics import mean
 from pflcore.results import _export as export
 from pflcore.results._export import Per
 from pflcore.simulation._describe import Record, longest_update
-from pflcore.simulation._models import LazyModels, Personalized, adapt, export_models
+from pflcore.simulation._exported import export_models
+from pflcore.simulation._models import LazyModels, Personalized, adapt
 from pflcore.simulation._state import State
 from pflcore.simulation.callbacks import TensorBoard
 
@@ -117,8 +117,9 @@ class History:
             dropped.update(record["dropped"])
         often = sorted(i for i, count in dropped.items() if 2 * count > played[i])
         if often:
+            names = self._names_of(often)
             problems.append(
-                f"client(s) {often} were dropped in most of their rounds: their "
+                f"client(s) {names} were dropped in most of their rounds: their "
                 "updates were not finite, or of no use; look at their data, or lower "
                 "lr."
             )
@@ -127,17 +128,24 @@ class History:
         ids = values.get("clients") or range(len(losses))
         bad = [i for i, loss in zip(ids, losses, strict=True) if loss == math.inf]
         if bad:
+            names = self._names_of(bad)
             problems.append(
-                f"the last loss of client(s) {bad} is inf; look at their data, or "
+                f"the last loss of client(s) {names} is inf; look at their data, or "
                 "lower lr."
             )
         longest = longest_update(self.rounds)
         if longest is not None and longest.ratio > RUNAWAY_RATIO:
+            (name,) = self._names_of([longest.client])
             problems.append(
-                f"client {longest.client}'s update was {longest.ratio:.3g} times the "
+                f"client {name}'s update was {longest.ratio:.3g} times the "
                 f"median of round {longest.round}; hold such updates by the run's clip."
             )
         return problems
+
+    def _names_of(self, ids: Sequence[int]) -> list[str | int]:
+        """The names of clients; their ids where they have no names."""
+        names = self.header.get("names")
+        return [*ids] if names is None else [names[i] for i in ids]
 
     # models and tables --------------------------------------------------------
     def export(self, folder: str | Path) -> None:
@@ -148,8 +156,11 @@ class History:
         predicts with one model, the file is its `state_dict`. Else it has the tensors
         that its prediction takes, a model's parameters as `w.NAME`. For a standardized
         federation the manifest has each client's mean and deviation, and says how they
-        scale raw features. Raises ValueError where the run kept no model, OSError where
-        the folder cannot be written.
+        scale raw features. It also has the names of columns, classes and clients.
+        `pflcore.simulation.load_model` loads a model from the folder.
+
+        Raises ValueError where the run kept no model, OSError where the folder cannot
+        be written.
 
         Of several ranks that played the run only the first one writes.
         """
@@ -157,30 +168,33 @@ class History:
             return
         export_models(map(self.model, range(self.header["n"])), self.header, folder)
 
-    def model(self, client: int) -> Personalized:
+    def model(self, client: int | str) -> Personalized:
         """One client's personalized model after the last round.
 
         For every algorithm it is an `nn.Module` from samples [B, ...] to scores. It
         takes raw features, also where the federation was standardized. Raises
         ValueError where there is no such client, or where the run kept no model.
+
+        Args:
+            client: The id of the client, or its name where the federation has names.
         """
         models = self.models
         n = -1 if models is None else len(models)
         wanted = "a history with models, as run() returns it"
         require(n >= 0, "model", wanted, models)
-        is_number = isinstance(client, Integral) and not isinstance(client, bool)
-        fits = is_number and 0 <= client < n
-        require(fits, "client", f"a number from 0 to {n - 1}", client)
-        return models[client]  # type: ignore[index]
+        number = client_id("client", client, n, self.header.get("names"))
+        return models[number]  # type: ignore[index]
 
-    def predict(self, client: int, x: Any) -> torch.Tensor:
+    def predict(self, client: int | str, x: Any) -> Any:
         """The answers of a client's model to the samples `x` [B, ...].
 
-        They are labels int64 [B], or values for continuous targets.
+        They are labels int64 [B], or their names where classes have names, or values
+        for continuous targets, see `Personalized.predict`.
 
         Args:
-            client: The id of the client.
-            x: Samples with raw features.
+            client: The id or the name of the client.
+            x: Samples with raw features, or a data frame whose columns have the names
+                of the federation's.
         """
         return self.model(client).predict(x)
 
@@ -204,8 +218,9 @@ class History:
         Args:
             samples: A Dataset, (x, y), or {"train": (x, y), "val": (x, y)}, with raw
                 features. Where the federation was standardized, these are too, by the
-                newcomer's own training samples. A Federation of one client that was
-                standardized already is taken as it is.
+                newcomer's own training samples. The columns of a data frame are taken
+                by name, and labels may be names of classes. A Federation of one client
+                that was standardized already is taken as it is.
             rounds: The number of rounds of the newcomer's work.
         """
         # Runs of `run_each_target` have no model for other clients.
