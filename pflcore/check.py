@@ -483,8 +483,9 @@ def client_id(name: str, value: Any, n: int, names: Sequence[Any] | None = None)
     """
     if isinstance(value, str) and names is not None:
         words = [str(known) for known in names]
-        if words.count(value) != 1:
-            reject(name, "the name of one client", value, words)
+        if words.count(value) > 1:
+            reject(name, "a name that one client has alone", value)
+        require(value in words, name, "the name of a client", value, words)
         return words.index(value)
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()

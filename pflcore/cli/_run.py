@@ -70,6 +70,7 @@ HELP_NAMES = {
     "Models": MODELS,
 }
 Model = Callable[[], Any]
+MODELS_FOLDER = "models"  # the folder of exported models
 CHECKPOINTS = "checkpoints"  # the folder of checkpoints of runs that are not complete
 RECORD_FILE = "record.jsonl"
 TABLE_FILE = "table.md"
@@ -127,6 +128,8 @@ class OutputOptions(ReportOptions):
             where the folder has no record
         checkpoint_every: rounds between checkpoints; 0: by time alone
         checkpoint_minutes: minutes between checkpoints; 0: by rounds alone
+        export: write every client's personalized model into models/ of the folder, for
+            `pflcore predict`; not those of runs that --resume finds complete
         quiet: show no progress bar
         dry_run: print what would run, where the clients' rows would be and the memory
             that it takes; write nothing
@@ -135,6 +138,7 @@ class OutputOptions(ReportOptions):
     resume: bool = False
     checkpoint_every: NonNegativeInt = 0
     checkpoint_minutes: NonNegativeFloat = 10.0
+    export: bool = False
     quiet: bool = False
     dry_run: bool = False
 
@@ -477,6 +481,8 @@ class _JobRunner:
                 history = self.run_job(job, checkpoints / str(i))
                 if history.interrupted:
                     raise KeyboardInterrupt
+                if self.output.export:
+                    has_stopped |= not self.export_models(job, history)
                 has_stopped = has_stopped or bool(history.stopped)
                 has_failed = has_failed or history.failed
                 del history  # the next one needs the memory
@@ -536,6 +542,25 @@ class _JobRunner:
         if self.ranks.is_first and not (history.interrupted or history.failed):
             shutil.rmtree(folder, ignore_errors=True)
         return history
+
+    def export_models(self, job: Job, history: History) -> bool:
+        """Writes the models of a job's clients; returns False where it cannot.
+
+        The record is complete by then, so a full disk loses nothing but the models.
+        """
+        name = f"{name_of(job.algorithm)}-{job.options.seed}"
+        folder = self.folder / MODELS_FOLDER / _file_name(name)
+        count = 0 if history.models is None else len(history.models)
+        if count < self.data.n:
+            self.progress.say(f"{job.name}: the run left no models to export")
+            return False
+        try:
+            history.export(folder)
+        except OSError as e:
+            self.progress.say(str(e))
+            return False
+        self.progress.say(f"{job.name}: models in {folder}")
+        return True
 
     def _failure(self, job: Job, error: Exception) -> str:
         """The message on a job that an error has ended."""
@@ -618,12 +643,12 @@ def report(argv: Sequence[str]) -> int:
 def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
     """A folder below runs/ that is made by this call.
 
-    Its name is one that every file system accepts.
+    Its name is made of the command's words.
     """
     command = algorithms[0] if len(set(algorithms)) == 1 else "compare"
     partition = partition.replace("*", "star")
     words = f"{command}-{data}-{partition}".rstrip("-")
-    stem = re.sub(r"[^\w.-]", "_", words)
+    stem = _file_name(words)
     for number in count(1):
         name = stem if number == 1 else f"{stem}-{number}"
         folder = Path("runs") / name
@@ -632,6 +657,11 @@ def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
             folder.mkdir(parents=True)
             break
     return folder
+
+
+def _file_name(words: str) -> str:
+    """The words as a name that every file system accepts."""
+    return re.sub(r"[^\w.-]", "_", words)
 
 
 def _check_folder(folder: Path, output: ReportOptions) -> None:

@@ -10,7 +10,6 @@ table or a pool, m in a piece of it; S clients are chosen of N.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -280,10 +279,8 @@ class Federation(ClientSamples):
             x, y, client = read_columns(x, table_columns, y_name, client_name)
         has_both = y is not None and client is not None
         require(has_both, "y and client", "a value per sample", None)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            x, fields = to_inputs(x, "x", dtype)
-            y = to_targets(y, "y", reader.class_names)
+        x, fields = to_inputs(x, "x", dtype)
+        y = to_targets(y, "y", reader.class_names)
         lists, names = _by_client(client, len(x))
         x = x.contiguous()
         float_dtype = x.dtype if x.is_floating_point() else torch.float32

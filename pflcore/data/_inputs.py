@@ -9,6 +9,7 @@ sequence has T steps, or t_i before it is padded.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -159,7 +160,10 @@ def _read_array(value: Any) -> Tensor:
     # torch accepts no negative strides, and only the byte order of the machine.
     array = np.asarray(value, order="C")
     native_dtype = array.dtype.newbyteorder("=")
-    return torch.as_tensor(array.astype(native_dtype, copy=False))
+    with warnings.catch_warnings():
+        # Columns of data frames and mapped files are read, and never written to.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.as_tensor(array.astype(native_dtype, copy=False))
 
 
 def to_targets(

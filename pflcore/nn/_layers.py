@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import pflcore.nn as pflcore_nn
 
+PACKAGES = {"torch.nn": nn, "pflcore.nn": pflcore_nn}
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 # Arguments that say where a layer is made, and not what it computes.
 PLACE_ARGUMENTS = ("device", "dtype")
@@ -34,9 +35,7 @@ def describe_module(module: nn.Module) -> Description | None:
     if description is None:
         return None
     try:
-        # On this device nothing is drawn, so torch's random state stays as it is.
-        with torch.device("meta"):
-            again = build_module(description)
+        again = build_module(description)
     except (TypeError, ValueError, RuntimeError):
         return None
     is_same = repr(again) == repr(module) and _shapes(again) == _shapes(module)
@@ -46,14 +45,21 @@ def describe_module(module: nn.Module) -> Description | None:
 def build_module(description: Mapping[str, Any]) -> nn.Module:
     """The module of a description, with weights of its own.
 
-    Raises ValueError where a class is none of `torch.nn` or `pflcore.nn`.
+    torch's global random state stays as it is. Raises ValueError where a class is none
+    of `torch.nn` or `pflcore.nn`.
     """
+    with torch.random.fork_rng(devices=[]):
+        return _build(description)
+
+
+def _build(description: Mapping[str, Any]) -> nn.Module:
+    """The module of a description, drawn from torch's global generator."""
     cls = _class_of(str(description["class"]))
     if cls is None:
-        raise ValueError(f"no class of torch.nn: {description['class']}")
+        raise ValueError(f"no layer of torch.nn: {description['class']}")
     children = {}
     for name, child in description.get("children", {}).items():
-        children[name] = build_module(child)
+        children[name] = _build(child)
     if cls is nn.Sequential:
         return nn.Sequential(OrderedDict(children))
     if cls is nn.ModuleList:
@@ -65,18 +71,19 @@ def build_module(description: Mapping[str, Any]) -> nn.Module:
 
 
 def _class_of(name: str) -> type[nn.Module] | None:
-    """The class of layers that torch or pflcore has under this name."""
-    for package in (pflcore_nn, nn):
-        cls = getattr(package, name, None)
-        if isinstance(cls, type) and issubclass(cls, nn.Module):
-            return cls
-    return None
+    """The class of layers of a name such as "torch.nn.Linear", or None."""
+    package, _, class_name = name.rpartition(".")
+    cls = getattr(PACKAGES.get(package), class_name, None)
+    is_layer = isinstance(cls, type) and issubclass(cls, nn.Module)
+    return cls if is_layer else None
 
 
 def _describe(module: nn.Module) -> Description | None:
     """The class, arguments and children of a module, if it is a standard one."""
     cls = type(module)
-    if _class_of(cls.__name__) is not cls:
+    names = [f"{package}.{cls.__name__}" for package in PACKAGES]
+    names = [name for name in names if _class_of(name) is cls]
+    if not names:
         return None
     parts: Mapping[str, Any] | None
     key = "arguments"
@@ -86,7 +93,7 @@ def _describe(module: nn.Module) -> Description | None:
         parts = {name: _describe(child) for name, child in module.named_children()}
         if None in parts.values():
             parts = None
-    return None if parts is None else {"class": cls.__name__, key: parts}
+    return None if parts is None else {"class": names[0], key: parts}
 
 
 def _arguments(module: nn.Module) -> Description | None:

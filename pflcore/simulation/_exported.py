@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pflcore.algorithms import ALGORITHMS, Algorithm, FedAvg, algorithm_of
 from pflcore.algorithms._protocol import Tensors
-from pflcore.check import checked, client_id, reject, require
+from pflcore.check import Words, checked, client_id, reject, require
 from pflcore.data._inputs import Field, Fields
 from pflcore.data._samples import Scaling
 from pflcore.nn._layers import build_module, describe_module
@@ -224,14 +224,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        reject("folder", MANIFEST_TEXT, f"{path} ({e.strerror or e})")
+        reject("folder", MANIFEST_TEXT, Words(f"{path} ({e.strerror or e})"))
     except ValueError:
-        reject("folder", MANIFEST_TEXT, f"{path}, which is no JSON")
+        reject("folder", MANIFEST_TEXT, Words(f"{path}, which is no JSON"))
     keys = ("method", "clients", "state_dict", "layers", "columns", "class_names")
     is_dict = isinstance(manifest, dict)
     missing = [key for key in keys if not is_dict or key not in manifest]
     words = f"{MANIFEST_TEXT} with this version"
-    require(not missing, "folder", words, f"{path} without {', '.join(missing)}")
+    got = Words(f"{path} without {', '.join(missing)}")
+    require(not missing, "folder", words, got)
     return dict(manifest)
 
 
@@ -288,9 +289,11 @@ def _make_net(manifest: Mapping[str, Any], model: ModelFactory | None) -> Net:
         )
         words = "a model, as the manifest cannot rebuild this one"
         reject("model", words, manifest.get("model"), remedy=remedy)
-    net = Net(model, manifest["loss"])
-    dtype = getattr(torch, manifest["dtype"])
-    net = Net(net.module.to(dtype), manifest["loss"], head=manifest["head"])
+    module = Net(model).module.to(getattr(torch, manifest["dtype"]))
+    # A model of another architecture is reported where its tensors are loaded.
+    has_head = manifest["head"] in dict(module.named_modules())
+    head = manifest["head"] if has_head else None
+    net = Net(module, manifest["loss"], head=head)
     return net.with_fields(_read_fields(manifest["fields"]))
 
 
