@@ -334,7 +334,7 @@ def _buffer_row(net: Net, statistics: Mapping[str, Tensor]) -> Tensor:
 
 
 def _join_parts(net: Net, tensors: Tensors) -> Tensors:
-    """What `predict` takes, by name, of the parameters that rows were split into.
+    """The tensors that `predict` takes, of the parameters that rows were split into.
 
     It is the inverse of what `Personalized.tensors` does.
     """

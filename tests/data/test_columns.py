@@ -9,10 +9,10 @@ from entry_points import folder, sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from small import equals
+from torch import nn
 
-from pflcore import Federation
+from pflcore import Evaluation, Federation, Simulation
 from pflcore.data import partition
-from pflcore.data._protocols import mask_ignored_label
 
 pd = pytest.importorskip("pandas")
 from parts.hospitals import CLASSES, FEATURES, HOSPITALS, hospitals, table  # noqa: E402
@@ -157,7 +157,10 @@ def test_a_word_that_names_no_class_is_refused():
 
 def test_an_ignored_last_class_loses_its_name():
     data = Federation.from_clients([PAIR], classes=["no", "masked"])
-    assert mask_ignored_label(data, 1).class_names == ("no",)
+    loss = nn.CrossEntropyLoss(ignore_index=1)
+    evaluation = Evaluation(split="train")
+    run = Simulation("fedavg", nn.Linear(2, 1), data, loss=loss, evaluation=evaluation)
+    assert run.data.class_names == ("no",)
 
 
 # clients ----------------------------------------------------------------------
