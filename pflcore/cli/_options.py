@@ -80,7 +80,8 @@ def _group_type(title: str, cls: type, taken: Collection[str]) -> Any:
     options: list[tuple[str, Any, Any]] = []
     for f in option_fields(cls):
         name = f"{title}-{f.name}" if f.name in taken else None
-        hint = Annotated[hints[f.name], arg(name=name, help=comments.get(f.name))]
+        details = arg(name=name, help=comments.get(f.name))
+        hint: Any = Annotated[hints[f.name], details]
         if f.metadata == POSITIONAL:
             hint = import_optional("tyro").conf.Positional[hint]
         options.append((f.name, hint, copy(f)))
