@@ -389,11 +389,12 @@ class Job:
         target = o.target
         if isinstance(target, str) and target != "all":
             target = client_id("target", target, data.n, data.names)
-        bad = o.attack_clients
-        if bad is not None:
-            ids = ids_of("attack_clients", bad, data.n, data.names)
-            bad = tuple(ids.tolist())
-        return replace(self, options=replace(o, target=target, attack_clients=bad))
+        bad = o.attack_clients or ()
+        if any(isinstance(client, str) for client in bad):
+            bad = tuple(ids_of("adversary", bad, data.n, data.names).tolist())
+        return replace(
+            self, options=replace(o, target=target, attack_clients=bad or None)
+        )
 
     def num_rounds(self, n: int) -> int:
         """The number of rounds of the job with n clients."""
