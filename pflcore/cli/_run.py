@@ -47,7 +47,7 @@ from pflcore.results._files import (
     remove_part_files,
     write_text,
 )
-from pflcore.results._pictures import FORMATS
+from pflcore.results._pictures import FORMATS, save
 from pflcore.results._progress import Progress
 from pflcore.results.record import (
     Facts,
@@ -73,6 +73,7 @@ HELP_NAMES = {
     "Models": MODELS,
 }
 Model = Callable[[], Any]
+MODELS_FOLDER = "models"  # the folder of exported models
 CHECKPOINTS = "checkpoints"  # the folder of checkpoints of runs that are not complete
 RECORD_FILE = "record.jsonl"
 FEDERATION_PICTURE = "federation.png"  # which client holds which samples
@@ -148,6 +149,8 @@ class OutputOptions(ReportOptions):
         track: service that gets each round's numbers, too: tensorboard (into
             tensorboard/ of the folder), wandb (WANDB_PROJECT, WANDB_MODE) or mlflow
             (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME)
+        export: write every client's personalized model into models/ of the folder, for
+            `pflcore predict`; not those of runs that --resume finds complete
         quiet: show no progress bar
         dry_run: print what would run, where the clients' rows would be and the memory
             that it takes; write nothing
@@ -157,6 +160,7 @@ class OutputOptions(ReportOptions):
     checkpoint_every: NonNegativeInt = 0
     checkpoint_minutes: NonNegativeFloat = 10.0
     track: TrackerName | None = None
+    export: bool = False
     quiet: bool = False
     dry_run: bool = False
 
@@ -297,6 +301,7 @@ def _run_jobs(
         if ranks.is_first:
             _check_output(jobs, output)
         data = experiment.load_federation(options, cut)
+        jobs = [job.with_ids(data) for job in jobs]
         model = experiment.make_model(options, data, shape)
         begun = output.resume and Checkpoint(output.out or "").exists
         if ranks.is_first and not begun:
@@ -503,6 +508,8 @@ class _JobRunner:
                 if history.interrupted:
                     is_whole = job is jobs[-1] and history.stopped is None
                     return self._end_after_interrupt(is_whole)
+                if self.output.export:
+                    has_stopped |= not self.export_models(job, history)
                 has_stopped = has_stopped or bool(history.stopped)
                 has_failed = has_failed or history.failed
                 del history  # the next one needs the memory
@@ -581,6 +588,25 @@ class _JobRunner:
             shutil.rmtree(folder, ignore_errors=True)
         return history
 
+    def export_models(self, job: Job, history: History) -> bool:
+        """Writes the models of a job's clients; returns False where it cannot.
+
+        The record is complete by then, so a full disk loses nothing but the models.
+        """
+        name = f"{name_of(job.algorithm)}-{job.options.seed}"
+        folder = self.folder / MODELS_FOLDER / _file_name(name)
+        count = 0 if history.models is None else len(history.models)
+        if count < self.data.n:
+            self.progress.say(f"{job.name}: the run left no models to export")
+            return False
+        try:
+            history.export(folder)
+        except OSError as e:
+            self.progress.say(str(e))
+            return False
+        self.progress.say(f"{job.name}: models in {folder}")
+        return True
+
     def _failure(self, job: Job, error: Exception) -> str:
         """The message on a job that an error has ended."""
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -632,7 +658,7 @@ def _write_report(
 
 def _draw_federation(data: Federation, folder: Path) -> Path:
     """Draws which client holds which training samples; the path of the PNG."""
-    return pictures.save(data.plot(), folder / FEDERATION_PICTURE)
+    return save(data.plot(), folder / FEDERATION_PICTURE)
 
 
 def report(argv: Sequence[str]) -> int:
@@ -664,12 +690,12 @@ def report(argv: Sequence[str]) -> int:
 def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
     """A folder below runs/ that is made by this call.
 
-    Its name is one that every file system accepts.
+    Its name is made of the command's words.
     """
     command = algorithms[0] if len(set(algorithms)) == 1 else "compare"
     partition = partition.replace("*", "star")
     words = f"{command}-{data}-{partition}".rstrip("-")
-    stem = re.sub(r"[^\w.-]", "_", words)
+    stem = _file_name(words)
     for number in count(1):
         name = stem if number == 1 else f"{stem}-{number}"
         folder = Path("runs") / name
@@ -678,6 +704,11 @@ def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
             folder.mkdir(parents=True)
             break
     return folder
+
+
+def _file_name(words: str) -> str:
+    """The words as a name that every file system accepts."""
+    return re.sub(r"[^\w.-]", "_", words)
 
 
 def _check_folder(folder: Path, output: ReportOptions) -> None:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from pflcore import metrics
 from pflcore._html import html_table
-from pflcore.check import Words, reject, require
+from pflcore.check import Words, client_id, reject, require
 from pflcore.results import _export as export
 from pflcore.results._export import Per
 from pflcore.results._updates import OUTLIER_RATIO, longest_update, updates_of_round
@@ -337,8 +336,9 @@ class History:
             dropped.update(record.get("dropped") or [])
         often = sorted(i for i, count in dropped.items() if 2 * count > played[i])
         if often:
+            names = self._names_of(often)
             problems.append(
-                f"client(s) {often} were dropped in most of their rounds: their "
+                f"client(s) {names} were dropped in most of their rounds: their "
                 "updates were not finite, or of no use; look at their data, or lower "
                 "lr."
             )
@@ -349,17 +349,24 @@ class History:
         ids = values.get("clients") or range(len(losses))
         bad = [i for i, loss in zip(ids, losses, strict=True) if loss == math.inf]
         if bad:
+            names = self._names_of(bad)
             problems.append(
-                f"the last loss of client(s) {bad} is inf; look at their data, or "
+                f"the last loss of client(s) {names} is inf; look at their data, or "
                 "lower lr."
             )
         longest = longest_update(self.rounds)
         if longest is not None and longest.ratio > RUNAWAY_RATIO:
+            (name,) = self._names_of([longest.client])
             problems.append(
-                f"client {longest.client}'s update was {longest.ratio:.3g} times the "
+                f"client {name}'s update was {longest.ratio:.3g} times the "
                 f"median of round {longest.round}; hold such updates by the run's clip."
             )
         return problems
+
+    def _names_of(self, ids: Sequence[int]) -> list[str | int]:
+        """The names of clients; their ids where they have no names."""
+        names = self.header.get("names")
+        return [*ids] if names is None else [names[i] for i in ids]
 
     # models and tables --------------------------------------------------------
     def export(self, folder: str | Path) -> None:
@@ -370,8 +377,11 @@ class History:
         predicts with one model, the file is its `state_dict`. Else it has the tensors
         that its prediction takes, a model's parameters as `w.NAME`. For a standardized
         federation the manifest has each client's mean and deviation, and says how they
-        scale raw features. Raises ValueError where the run kept no model, OSError where
-        the folder cannot be written.
+        scale raw features. It also has the names of columns, classes and clients.
+        `pflcore.simulation.load_model` loads a model from the folder.
+
+        Raises ValueError where the run kept no model, OSError where the folder cannot
+        be written.
 
         Of several ranks that played the run only the first one writes.
         """
@@ -379,19 +389,19 @@ class History:
             return
         self._models("model").export(self.header, folder)
 
-    def model(self, client: int) -> Any:
+    def model(self, client: int | str) -> Any:
         """One client's personalized model after the last round, a `Personalized`.
 
         For every algorithm it is an `nn.Module` from samples [B, ...] to scores. It
         takes raw features, also where the federation was standardized. Raises
         ValueError where there is no such client, or where the run kept no model.
+
+        Args:
+            client: The id of the client, or its name where the federation has names.
         """
         models = self._models("model")
-        n = len(models)
-        is_number = isinstance(client, Integral) and not isinstance(client, bool)
-        fits = is_number and 0 <= client < n
-        require(fits, "client", f"a number from 0 to {n - 1}", client)
-        return models[client]
+        names = self.header.get("names")
+        return models[client_id("client", client, len(models), names)]
 
     def _models(self, name: str) -> Models:
         """The models of the run.
@@ -407,17 +417,18 @@ class History:
             )
         return self.models
 
-    def predict(self, client: int, x: Any) -> Tensor:
+    def predict(self, client: int | str, x: Any) -> Any:
         """The answers of a client's model to the samples `x` [B, ...].
 
-        They are labels int64 [B], or values for continuous targets.
+        They are labels int64 [B], or their names where classes have names, or values
+        for continuous targets, see `Personalized.predict`.
 
         Args:
-            client: The id of the client.
-            x: Samples with raw features.
+            client: The id or the name of the client.
+            x: Samples with raw features, or a data frame whose columns have the names
+                of the federation's.
         """
-        answers: Tensor = self.model(client).predict(x)
-        return answers
+        return self.model(client).predict(x)
 
     def adapt(self, samples: Any, rounds: int = 5) -> Any:
         """The `Personalized` of a newcomer, made by the algorithm's own rule.
@@ -439,8 +450,9 @@ class History:
         Args:
             samples: A Dataset, (x, y), or {"train": (x, y), "val": (x, y)}, with raw
                 features. Where the federation was standardized, these are too, by the
-                newcomer's own training samples. A Federation of one client that was
-                standardized already is taken as it is.
+                newcomer's own training samples. The columns of a data frame are taken
+                by name, and labels may be names of classes. A Federation of one client
+                that was standardized already is taken as it is.
             rounds: The number of rounds of the newcomer's work.
         """
         return self._models("adapt").adapt(samples, rounds)

@@ -54,7 +54,10 @@ NOT_IDENTITY = (
     "clients_per_block",
     "path",
     "tf32",
+    "names",
 )
+# Fields of a federation that decide no result.
+NO_SAMPLES = ("name", "facts", "columns", "class_names")
 VERSIONS = {"pflcore": __version__, "torch": torch.__version__}
 # Keys of records that are also names of an attribute: of the options, of an outcome.
 RUN_FIELDS = ("training", "clients", "rounds", "participation", "seed")
@@ -130,6 +133,8 @@ class RunDescription:
             "versions": VERSIONS,
             "peak_bytes": self.peak_bytes(),
         }
+        if data.names is not None:
+            record["names"] = data.names
         if net.w0.device.type == "cuda":
             record["tf32"] = allows_tf32()
         if isinstance(alg, SplitModel):
@@ -303,15 +308,18 @@ def explain_void(
     rounds = f"round {last} was" if first == last else f"rounds {first} to {last} were"
     if outcome.void_reason is not None:
         return f"{rounds.capitalize()} void: {outcome.void_reason}"
-    reason = f"client(s) {outcome.dropped} sent updates that are not finite"
+    data = run.options.data
+    dropped = data.names_of(outcome.dropped)
+    reason = f"client(s) {dropped} sent updates that are not finite"
     if outcome.non_finite_state:
         names = ", ".join(outcome.non_finite_state)
         reason = f"the server's {names} would not be finite"
     remedy = f"lower the learning rate ({run.context.training.lr})"
     longest = longest_update(records)
     if longest is not None and longest.ratio > OUTLIER_RATIO:
+        (name,) = data.names_of([longest.client])
         remedy = (
-            f"client {longest.client}'s update was {longest.ratio:.3g} times the "
+            f"client {name}'s update was {longest.ratio:.3g} times the "
             f"median in round {longest.round}: look at its data or set clip"
         )
     return f"The run diverged: {rounds} void, because {reason}; {remedy}."
@@ -335,7 +343,7 @@ def memory_line(config: RunConfig, peak: int) -> str:
 
 def describe_data(data: Federation) -> Record:
     """The description that tells federations apart, whatever their names."""
-    names = [f.name for f in fields(data) if f.name not in ("name", "facts")]
+    names = [f.name for f in fields(data) if f.name not in NO_SAMPLES]
     contents = {name: getattr(data, name) for name in names}
     return {
         "clients": data.n,

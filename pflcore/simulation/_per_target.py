@@ -22,7 +22,8 @@ from pflcore.results import History
 from pflcore.results._weights import dense_weights
 from pflcore.simulation._describe import Record
 from pflcore.simulation._loop import Simulation
-from pflcore.simulation._models import Personalized, TargetModels
+from pflcore.simulation._models import Personalized
+from pflcore.simulation._run_models import TargetModels
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training
 

@@ -30,7 +30,7 @@ results: _html check metrics
 train: _device check ops metrics data nn
 algorithms: _device check ops data nn train
 simulation: _device check ops metrics data nn results train algorithms
-interop: check ops data train algorithms simulation
+interop: check ops data train algorithms results simulation
 testing: check data train algorithms simulation
 tuning: check metrics data train algorithms results simulation
 cli: check ops data metrics nn train algorithms results simulation
