@@ -6,7 +6,7 @@ BIN := .venv/bin
 WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-deep lint hooks build docs portability wheels ranks sharded flower lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
+.PHONY: demo test test-deep lint hooks build docs portability wheels ranks sharded flower flower-deploy lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
 
 # torch comes first: the kernels are built against the torch that is there; ninja, on the path, compiles files side by side
 .venv/tools: pyproject.toml
@@ -93,6 +93,12 @@ flower: build
 	$(call extra,flower)
 	$(WITH_PATH) FLWR_TELEMETRY_ENABLED=0 RAY_USAGE_STATS_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 $(BIN)/flwr run examples/flower \
 	  --stream --federation-config "num-supernodes=8 client-resources-num-cpus=1 init-args-num-cpus=2"
+
+# the same app on a SuperLink and two SuperNodes, each a process of its own on 127.0.0.1, in a minute or two; its server is killed once and goes on,
+# the models are compared with a simulation's, and every process that it started ends
+flower-deploy: build
+	$(call extra,flower)
+	$(BIN)/python examples/flower_deploy.py --kill
 
 # what tries to break it on purpose, and figures: mutants of the code, bad inputs, altered data, hostile clients, sanitizers, what is never lost
 trust: build

@@ -20,7 +20,7 @@ from bench.problem import Facts, fact
 from bench.table import Table, clock
 from pflcore import Evaluation, Federation, Simulation
 from pflcore.data._ragged import Ragged
-from pflcore.results._pictures import figure_of, save, tidy
+from pflcore.results._pictures import figure_of, line_styles, plain_ticks, save, tidy
 from pflcore.results.record import RecordWriter
 
 ALGORITHMS = ("fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster")
@@ -30,7 +30,7 @@ INPUTS = 28
 SAMPLES = 15
 EVALUATED = 200
 HEAD = (
-    "algorithm | clients | ms a round, least | ms a round, median | RssAnon, MB | "
+    "algorithm | clients | ms a round, least | ms a round, median | memory, MB | "
     "bytes of record a round"
 )
 
@@ -88,21 +88,37 @@ def growth(rows: list[Facts]) -> str:
 def draw(rows: dict[str, list[Facts]], path: Path) -> None:
     """Draws time, memory and record against the number of clients.
 
-    Each algorithm has a line.
+    Each algorithm has a line. The times are medians, on an axis that begins at 0.
     """
-    figure, axes = figure_of(13, 4, 3)
-    units = {
-        "least": "ms a round",
-        "rss": "RssAnon, MB",
-        "bytes": "bytes of record a round",
+    figure, axes = figure_of(11, 3.4, 3)
+    panels = {
+        "median": ("time", "ms a round, median"),
+        "rss": ("memory of the process", "MB, data included"),
+        "bytes": ("record", "bytes a round"),
     }
-    for axis, (key, unit) in zip(axes, units.items(), strict=True):
+    styles = dict(zip(rows, line_styles(len(rows)), strict=True))
+    for axis, (key, (title, unit)) in zip(axes, panels.items(), strict=True):
         for name, of_algorithm in rows.items():
             clients = [r["n"] for r in of_algorithm]
             values = [r[key] for r in of_algorithm]
-            axis.loglog(clients, values, marker="o", label=name)
-        tidy(axis, "", "clients", unit)
-    axes[0].legend(fontsize=8, frameon=False)
+            axis.plot(clients, values, **styles[name]._asdict(), label=name)
+        axis.set(xscale="log", yscale="linear" if key == "median" else "log")
+        if key == "median":
+            axis.set_ylim(bottom=0)
+        else:
+            plain_ticks(axis.yaxis)
+        tidy(axis, title, "clients in the federation, 100 in a round", unit)
+    handles, names = axes[-1].get_legend_handles_labels()
+    last = [rows[name][-1]["bytes"] for name in names]
+    order = sorted(range(len(names)), key=lambda i: -last[i])
+    axes[-1].legend(
+        [handles[i] for i in order],
+        [names[i] for i in order],
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        fontsize=9,
+        frameon=False,
+    )
     save(figure, path)
 
 

@@ -20,7 +20,7 @@ import torch
 
 import pflcore
 from bench.problem import Absent, Call, Facts, Measured, Problem, fact
-from pflcore.results.table import markdown_table as _markdown
+from pflcore.results._render import markdown_table as _markdown
 
 Timer = Callable[[Call, float], tuple[list[float], Any]]
 

@@ -26,6 +26,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from pflcore import (
     Evaluation,
@@ -50,11 +51,16 @@ table { border-collapse: collapse }
 td, th { padding: .2em .8em; border-bottom: 1px solid #ccc }
 td + td, th + th { text-align: right }
 svg { max-width: 100%; height: auto }
+figure { margin: 1em 0 }
+figcaption { color: #444; font-size: .9em }
+.table { overflow-x: auto }
 code { background: #f3f3f3; padding: .1em .3em }"""
 
 
-# The palette of Okabe and Ito, which colour-blind people can distinguish, too.
+# The palette of Okabe and Ito, which colour-blind people can distinguish, too. Markers
+# tell lines apart in black and white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
 # From the name of a line to its rounds and values.
 Series = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 
@@ -65,7 +71,9 @@ class Part(NamedTuple):
     Attributes:
         name: name of the part's files
         title: heading
+        data: the data and their sizes, one sentence
         look: sentences that explain the figure
+        alt: what the figure shows, for readers who do not see it
         table: rows of cells; the first row is the head
         figure: the figure
         command: a command for a larger run
@@ -73,10 +81,17 @@ class Part(NamedTuple):
 
     name: str
     title: str
+    data: str
     look: str
+    alt: str
     table: Sequence[Sequence[str]]
     figure: Figure
     command: str
+
+    @property
+    def caption(self) -> str:
+        """The line below the figure: what it shows, and of which data."""
+        return f"{self.alt} {self.data}"
 
 
 def played(
@@ -121,13 +136,45 @@ def label_axes(axes: Axes, x: str, y: str) -> None:
     axes.grid(alpha=0.25, linewidth=0.6)
 
 
-def curves(axes: Axes, series: Series, unit: str) -> None:
-    """Draws a line over the rounds for each series."""
-    for name, (x, y) in series.items():
-        marker = "o" if len(x) == 1 else None  # a line of one point is invisible
-        axes.plot(x, y, label=name, marker=marker)
-    axes.legend(fontsize=8, frameon=False)
+def curves(
+    axes: Axes, series: Series, unit: str, looks: Mapping[str, Any] | None = None
+) -> None:
+    """Draws a line over the rounds for each series.
+
+    The names stand beside the lines, in the order in which these end.
+
+    Args:
+        axes: The panel.
+        series: The lines, by name.
+        unit: The label of the values.
+        looks: The options of matplotlib's `plot` for each line; None for a colour and a
+            marker for each.
+    """
+    ends = []
+    for k, (name, (x, y)) in enumerate(series.items()):
+        look = {"color": COLOURS[k % 6], "marker": MARKERS[k % 6], "markersize": 4}
+        if looks is not None:
+            look = looks[name]
+        (line,) = axes.plot(x, y, markevery=max(1, len(x) // 8), **look)
+        ends.append((y[-1], name, line))
+    ends.sort(key=lambda end: -end[0])
+    axes.legend(
+        [line for _, _, line in ends],
+        [name for _, name, _ in ends],
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        fontsize=8,
+        frameon=False,
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     label_axes(axes, "round", unit)
+
+
+def sizes(name: str, data: Federation) -> str:
+    """A sentence on a federation: its data, clients and samples."""
+    counts = {split: int(data.size(split).sum()) for split in data.splits}
+    samples = ", ".join(f"{count:,} {split} samples" for split, count in counts.items())
+    return f"Data: {name}, {data.n} clients, {samples}."
 
 
 def means(runs: Mapping[str, History], mean: Any) -> Series:
@@ -162,13 +209,15 @@ def waffle() -> Part:
     target = means(runs, lambda v: v[:, 0].unfold(0, 5, 1).mean(1))
     target = {name: (rounds[4:], values) for name, (rounds, values) in target.items()}
     figure, (axes,) = figure_of()
-    curves(axes, target, "client 0, percent, mean of five rounds")
+    curves(axes, target, "test accuracy of client 0, %\n(mean of five rounds)")
     return Part(
         "waffle",
         "WAFFLE: one client among ten whose data differ",
+        sizes("mnist5k (5,000 images of MNIST), partition C", data),
         "Client 0 has 400 training images. Its neighbours share some of its classes. "
         "WAFFLE starts with the average of all clients. It ends with the clients that "
         "help client 0.",
+        "Lines: the test accuracy of client 0 by round, for six methods.",
         rows(
             ("algorithm", "client 0, last five rounds, %", "best five rounds, %"),
             {n: (y[-1], max(y)) for n, (_, y) in target.items()},
@@ -204,10 +253,12 @@ def partitions() -> Part:
     return Part(
         "partitions",
         "Which client has which samples",
+        sizes(grouped.name, grouped),
         "Each column is a client, each row a class, and the area of a dot is the "
         "number of samples. Here five clients each share their main classes. Label "
         "skew is 0 where all clients have the same shares of the classes, and near 1 "
         "where no two clients have a class in common.",
+        "Dots: the number of samples of each class that each client has.",
         rows(
             ("partition", "classes per client", "label skew"),
             numbers,
@@ -225,11 +276,7 @@ def feddwa() -> Part:
     model = partial(model_for, "lenet5", SHAPE, 10)
     runs = played(methods, model, data, Training(lr=0.05, batch_size=20), 30)
     figure, (left, right) = figure_of(2)
-    curves(
-        left,
-        means(runs, lambda v: v.mean(1)),
-        "test accuracy, mean of clients, percent",
-    )
+    curves(left, means(runs, lambda v: v.mean(1)), "test accuracy, mean of clients, %")
     report = runs["FedDWA"].rounds[-1]["report"]
     weight = torch.zeros(data.n, data.n)
     weight.scatter_(1, torch.tensor(report["index"]), torch.tensor(report["weight"]))
@@ -237,15 +284,18 @@ def feddwa() -> Part:
     image = right.imshow(weight, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
     figure.colorbar(image, ax=right, label="weight in the last round")
     ticks = range(0, data.n, 5)
-    right.set(xlabel="model of client", ylabel="mixed for client")
+    right.set(xlabel="whose model", ylabel="mixed for client")
     right.set(xticks=ticks, yticks=ticks)
     last = {name: run.series()[1][-1] for name, run in runs.items()}
     return Part(
         "feddwa",
         "FedDWA: a model for each of 20 clients",
+        sizes(f"{data.name} (four groups of clients)", data),
         "Clients 0 to 4 share their main classes, and so do clients 5 to 9, 10 to 14 "
         "and 15 to 19. The server does not know these groups. The weights of the last "
         "round (right) show that it found them.",
+        "Left, lines: the mean test accuracy by round, for three methods. Right, a "
+        "heat map: the weight of each client's model in each client's mixture.",
         rows(
             ("algorithm", "mean, %", "worst client, %"),
             {n: (100 * float(v.mean()), 100 * float(v.min())) for n, v in last.items()},
@@ -297,12 +347,20 @@ def motley() -> Part:
         runs = played(same_rate, model, data, training, 501, **more)
         losses |= {name: run.series("loss")[1][-1] for name, run in runs.items()}
     figure, (axes,) = figure_of()
-    order = losses["Local"].argsort()
-    for k, (name, loss) in enumerate(losses.items()):
-        axes.plot(loss[order], "." if k else "-", color=COLOURS[k], label=name)
-    axes.set_yscale("log")
-    axes.legend(frameon=False)
-    label_axes(axes, "client, in the order of its local error", "test error")
+    others = [name for name in losses if name != "Local"]
+    for name, colour, marker in zip(others, COLOURS[1:], MARKERS, strict=False):
+        gap = (losses[name] - losses["Local"]).sort().values
+        worse = 100 * float((gap > 0).double().mean())
+        label = f"{name}: {worse:.0f} % of clients above 0"
+        axes.plot(gap, marker, color=colour, markersize=4, label=label)
+    axes.axhline(0, color="#444444", linewidth=0.8)
+    axes.legend(fontsize=8, frameon=False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    label_axes(
+        axes,
+        "clients, each method's own order",
+        "test error less that of the\nclient's local model",
+    )
     clients = "139 schools" if school else "cars of 13 model years"
     # The mean errors that the paper reports for the schools.
     paper = {
@@ -321,8 +379,11 @@ def motley() -> Part:
     return Part(
         "motley",
         f"Motley: linear regression on {clients}",
+        sizes(data.name, data),
         "A better mean is not better for all clients. Points above the line are "
         "clients whose local model has a smaller error.",
+        "Points: for two methods, the test error of each client less that of its "
+        "local model, from the client that gains most to the one that loses most.",
         table,
         figure,
         "pflcore reproduce motley-school",
@@ -343,14 +404,27 @@ def factorized() -> Part:
     minority = means(runs, lambda v: v[:, 25:].mean(1))
     series = {f"{name}, majority": line for name, line in majority.items()}
     series |= {f"{name}, minority": line for name, line in minority.items()}
+    # The colour is the method, and the dashes are the group.
+    looks: dict[str, Any] = {}
+    for name in series:
+        method, _, group = name.partition(", ")
+        looks[name] = {
+            "color": COLOURS[list(methods).index(method)],
+            "linestyle": "-" if group == "majority" else "--",
+            "marker": "o" if group == "majority" else "s",
+            "markersize": 4,
+        }
     figure, (axes,) = figure_of()
-    curves(axes, series, "test accuracy, percent")
+    curves(axes, series, "test accuracy, %", looks)
     return Part(
         "factorized",
         "WAFFLe by weight factorization: the minority",
+        sizes("mnist5k (5,000 images of MNIST), partition multimodal", data),
         "25 clients have images of five digits, and 5 clients of the other five. One "
         "model for all is bad for the minority. WAFFLe has a dictionary of rank-1 "
         "factors, from which each client chooses.",
+        "Lines: the mean test accuracy of the majority and of the minority by round, "
+        "for two methods.",
         rows(
             ("method", "majority, %", "minority, %"),
             {n: [majority[n][1][-1], minority[n][1][-1]] for n in runs},
@@ -380,7 +454,7 @@ def distances() -> Part:
             error[name].append(float(relative[off_diagonal].max()))
     figure, (axes,) = figure_of()
     for k, (name, values) in enumerate(error.items()):
-        axes.loglog(gaps, values, "o-", color=COLOURS[k], label=name)
+        axes.loglog(gaps, values, MARKERS[k] + "-", color=COLOURS[k], label=name)
     axes.legend(fontsize=8, frameon=False)
     axes.axhline(1, color="#999999", linestyle=":")
     label_axes(
@@ -391,8 +465,11 @@ def distances() -> Part:
     return Part(
         "distances",
         "Exact distances",
+        "Data: 50 random models of 100,000 weights of size 1, for each difference.",
         "The closer the clients' models are to each other, the less accurate is their "
         "distance by the expanded square. Above the dotted line no digit is right.",
+        "Lines: the largest relative error of a squared distance against the "
+        "difference between the models, by pflcore and by torch.cdist.",
         rows(
             ("distances by", *(f"{gap:.0e} apart" for gap in gaps.tolist())),
             error,
@@ -409,13 +486,18 @@ def fragment(part: Part) -> str:
     part.figure.savefig(path)
     part.figure.savefig(path.with_suffix(".png"), dpi=200)
     svg = path.read_text(encoding="utf-8")
+    svg = svg[svg.index("<svg") :]
+    label = html.escape(part.alt)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
     head, *body = part.table
     table = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     for line in body:
         table += "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line)
     return (
         f"<h2>{html.escape(part.title)}</h2><p>{html.escape(part.look)}</p>"
-        f"{svg[svg.index('<svg') :]}<table><tr>{table}</table>"
+        f"<figure>{svg}"
+        f"<figcaption>{html.escape(part.caption)}</figcaption></figure>"
+        f'<div class="table"><table><tr>{table}</table></div>'
         f"<p>Go on with <code>{html.escape(part.command)}</code></p>"
     )
 
@@ -430,7 +512,9 @@ def main() -> None:
         parts.append(fragment(part()))
     took = f"{time.monotonic() - began:.0f} s, {backend()}"
     PAGE.write_text(
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>pflcore</title>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>pflcore: what its four systems do</title>"
         f"<style>{STYLE}</style><h1>pflcore: what its four systems do</h1>"
         f"{''.join(parts)}<p>{html.escape(took)}</p></html>\n",
         encoding="utf-8",

@@ -22,7 +22,7 @@ from pflcore.simulation import (
 )
 from pflcore.simulation._evaluate import evaluate
 from pflcore.simulation._models import Personalized
-from pflcore.simulation.callbacks import EarlyStopping, TensorBoard
+from pflcore.simulation.callbacks import EarlyStopping, MLflow, TensorBoard, Wandb
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.round import step
 from pflcore.train import Clients, Fit, Net, Objective, Training
@@ -42,6 +42,7 @@ __all__ = [
     "Fit",
     "Hardware",
     "History",
+    "MLflow",
     "Net",
     "Objective",
     "Personalized",
@@ -51,6 +52,7 @@ __all__ = [
     "Stop",
     "TensorBoard",
     "Training",
+    "Wandb",
     "aggregate",
     "algorithm_of",
     "backend",

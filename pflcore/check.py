@@ -402,11 +402,13 @@ def _is_number(kind: type, value: Any) -> bool:
 
 
 def _are_ids(value: Any) -> bool:
-    """True for a list, set, array or tensor of whole numbers >= 0."""
+    """True for a list, set, array or tensor of whole numbers >= 0, or of names."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, Iterable) or isinstance(values, str | Mapping):
         return False
-    return all(_is_number(Integral, i) and i >= 0 for i in values)
+    return all(
+        isinstance(i, str) or (_is_number(Integral, i) and i >= 0) for i in values
+    )
 
 
 def are_names(value: Any) -> bool:
@@ -455,7 +457,45 @@ def import_optional(module: str, what: str = "This", alternative: str = "") -> A
         ) from None
 
 
-def ids_of(name: str, value: Any, n: int) -> Tensor:
+def client_id(name: str, value: Any, n: int, names: Sequence[Any] | None = None) -> int:
+    """The id of a client that is given by its id or by its name.
+
+    A number is an id, from 0 to n - 1; text is a name. Raises ValueError where there is
+    no such client, or where several have the name.
+
+    Args:
+        name: The argument's name.
+        value: The id or the name.
+        n: The number of clients.
+        names: The names of all clients; None where they have none.
+    """
+    if isinstance(value, str) and names is not None:
+        words = [str(known) for known in names]
+        if words.count(value) > 1:
+            reject(name, "a name that one client has alone", value)
+        require(value in words, name, "the name of a client", value, words)
+        return words.index(value)
+    if isinstance(value, Tensor) and value.dim() == 0:
+        value = value.item()
+    is_id = _is_number(Integral, value) and 0 <= value < n
+    or_name = "" if names is None else f", or a name such as {str(names[0])!r}"
+    require(is_id, name, f"a number from 0 to {n - 1}{or_name}", value)
+    return int(value)
+
+
+def known_id(name: str, client: int | str) -> int:
+    """The id of a client that an option gives by its id.
+
+    A simulation puts the id in the place of a name beforehand. Raises ValueError for a
+    name, which only a federation can tell.
+    """
+    if isinstance(client, str):
+        expected = "a client's number, where no federation gives its name"
+        reject(name, expected, client)
+    return client
+
+
+def ids_of(name: str, value: Any, n: int, names: Sequence[Any] | None = None) -> Tensor:
     """Ids of clients as an int64 tensor [S] on the CPU.
 
     They have the order of `value`. Raises ValueError unless there is at least one id,
@@ -463,9 +503,13 @@ def ids_of(name: str, value: Any, n: int) -> Tensor:
 
     Args:
         name: The argument's name.
-        value: The ids in a list, set, array or tensor.
+        value: The ids or names in a list, set, array or tensor.
         n: The number of clients.
+        names: The names of all clients; None where they have none.
     """
+    has_names = names is not None and not isinstance(value, str | Tensor)
+    if has_names and isinstance(value, Iterable):
+        value = _names_as_ids(name, list(value), n, names)
     if isinstance(value, Tensor):
         ids = np.asarray(value.cpu())
     elif isinstance(value, set):
@@ -478,6 +522,24 @@ def ids_of(name: str, value: Any, n: int) -> Tensor:
         fits = in_range and len(np.unique(ids)) == len(ids)
     require(fits, name, f"ids of clients from 0 to {n - 1}, each once", value)
     return torch.from_numpy(ids.astype(np.int64))
+
+
+def _names_as_ids(name: str, values: list[Any], n: int, names: Any) -> list[Any]:
+    """The values with the ids of clients in place of their names."""
+    if not any(isinstance(value, str) for value in values):
+        return values
+    first_ids: dict[str, int] = {}
+    for i, known in enumerate(names):
+        first_ids.setdefault(str(known), i)
+    is_unique = len(first_ids) == n
+    ids = []
+    for value in values:
+        if isinstance(value, str) and is_unique and value in first_ids:
+            ids.append(first_ids[value])
+        else:
+            # The sentence on a name that no client has, or several, is here.
+            ids.append(client_id(name, value, n, names))
+    return ids
 
 
 def expect_dim(dim: int, words: str) -> Expectation:
@@ -552,7 +614,11 @@ Momentum = Annotated[
     float, at.Interval(ge=0, lt=1), at.doc("a number from 0 to below 1")
 ]
 Weighting = Literal["samples", "uniform"]
-Ids = Annotated[Sequence[int], Expectation("a list of clients' numbers", _are_ids)]
+# A client by its id, or by its name where a federation has names.
+ClientName = NonNegativeInt | str
+Ids = Annotated[
+    Sequence[int | str], Expectation("a list of clients' numbers or names", _are_ids)
+]
 Names = Annotated[
     str | Sequence[str], Expectation("a name or a list of names", are_names)
 ]

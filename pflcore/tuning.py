@@ -30,8 +30,8 @@ from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import Fraction, Model, NonNegativeInt, Seed, checked, require
 from pflcore.data._protocols import StudyProtocol
 from pflcore.metrics import Metric, is_higher_better, metrics_of
+from pflcore.results._render import markdown_table
 from pflcore.results.record import to_json
-from pflcore.results.table import markdown_table
 from pflcore.simulation import Simulation
 from pflcore.simulation._describe import content_digest
 from pflcore.simulation._evaluate import evaluate
@@ -153,7 +153,7 @@ class Trial:
         return score if math.isfinite(score) else -math.inf
 
 
-@dataclass
+@dataclass(repr=False)
 class Tuned:
     """The result of `tune`: the trials of a grid.
 
@@ -169,6 +169,11 @@ class Tuned:
     trials: list[Trial]
     protocols: list[StudyProtocol]
     states: Callable[[Candidate, int], tuple[RunConfig, State]]
+
+    def __repr__(self) -> str:
+        best = self.best
+        words = f"{len(self.trials)} candidates, best: {best.candidate}"
+        return f"Tuned({words}, score {best.score:.4g})"
 
     @property
     def best(self) -> Trial:

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore import metrics
+from pflcore import History, metrics
 from pflcore.results import _pictures as pictures
 from pflcore.results._pictures import LINE_COLOURS, figure_of, lines, save, tidy
-from pflcore.results.record import Run
 
 Points = Sequence[tuple[float, float]]
 Triple = tuple[Any, float, float]  # an option's value, and two results
@@ -32,7 +31,7 @@ def nearest(weights: Tensor, k: int) -> Tensor:
     return mask & (weights > 0)
 
 
-def of_rounds(run: Run) -> list[tuple[int, Tensor]]:
+def of_rounds(run: History) -> list[tuple[int, Tensor]]:
     """Weights [N, N] of four rounds, from the first to the last.
 
     The first is the first that has any weights.
@@ -50,7 +49,7 @@ def of_rounds(run: Run) -> list[tuple[int, Tensor]]:
     return [found[i] for i in sorted(chosen)]
 
 
-def heat_maps(runs: Mapping[str, Run], path: str, k: int | None = None) -> None:
+def heat_maps(runs: Mapping[str, History], path: str, k: int | None = None) -> None:
     """Draws the mixing weights over time (Fig. 4).
 
     Each method and round has a panel.

@@ -24,7 +24,7 @@ from pflcore.cli._experiment import make_algorithm, make_model, make_net
 from pflcore.data._protocols import StudyProtocol, with_validation
 from pflcore.results._files import atomic_write, remove_part_files, write_text
 from pflcore.results._progress import Progress
-from pflcore.results.record import OnRound, RecordWriter, Run, read, to_json
+from pflcore.results.record import OnRound, RecordWriter, read, to_json
 from pflcore.simulation._state import RunConfig, State
 
 # A round, the bytes down and up since the last kept one, and the state after it.
@@ -43,7 +43,7 @@ class Reproduction:
         self.plan = plan
         self.folder = folder
         self.progress = progress
-        self.runs: dict[Key, list[Run]] = {}
+        self.runs: dict[Key, list[History]] = {}
         self.tasks: dict[Key, list[Task]] = {}
         self.setting = ""
         # The protocols of this setting, by seed where each seed has its own.
@@ -157,7 +157,7 @@ class Reproduction:
         )
         return [t.at(tuned.best.candidate) for t in group]
 
-    def run(self, task: Task) -> Run:
+    def run(self, task: Task) -> History:
         """The record of a task; a missing one is played."""
         rounds = task.options.rounds
         name = ", ".join(filter(None, task.key))
@@ -218,7 +218,7 @@ class Reproduction:
             own_fields["data_seed"] = "each run's seed"
         return own_fields
 
-    def whole(self, task: Task) -> Run | None:
+    def whole(self, task: Task) -> History | None:
         """The record of a task; None if a part is missing.
 
         The kept states are parts, too.
@@ -229,7 +229,7 @@ class Reproduction:
         path = self.folder / task.path
         if not path.is_file():
             return None
-        run = next(iter(read(path)), Run())
+        run = next(iter(read(path)), History())
         if run.header and run.header.get("digest") != task.digest:
             raise ValueError(
                 f"out: {path} holds a run with other options; name another folder, or "

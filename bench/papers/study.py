@@ -19,12 +19,12 @@ from bench.papers.plan import slug
 from bench.papers.runs import Reproduction
 from bench.papers.table import Row, by_setting, curve
 from bench.problem import Facts
-from pflcore import FedAvg, evaluate, metrics
+from pflcore import FedAvg, History, evaluate, metrics
 from pflcore.data._federation import random_permutation
 from pflcore.data._protocols import StudyProtocol
-from pflcore.results import _pictures as pictures
+from pflcore.results import _run_pictures as pictures
 from pflcore.results._files import write_text
-from pflcore.results.record import Run, to_json
+from pflcore.results.record import to_json
 from pflcore.simulation._state import RunConfig, State
 
 
@@ -145,7 +145,7 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
     write_text(made.folder / "studies.json", json.dumps(to_json(studies)) + "\n")
 
 
-def _evaluated_runs(made: Reproduction, setting: str) -> dict[str, list[Run]]:
+def _evaluated_runs(made: Reproduction, setting: str) -> dict[str, list[History]]:
     """The runs of each method that were evaluated, without other variants."""
     runs = {}
     for (of_setting, method, variant), of_method in made.runs.items():
@@ -155,7 +155,7 @@ def _evaluated_runs(made: Reproduction, setting: str) -> dict[str, list[Run]]:
 
 
 def _draw_setting(
-    made: Reproduction, setting: str, runs: Mapping[str, list[Run]]
+    made: Reproduction, setting: str, runs: Mapping[str, list[History]]
 ) -> Facts:
     """Draws the pictures of a setting; returns the numbers of its studies."""
     stem = f"{made.folder / slug(setting)}"

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from bench.papers.plan import Plan
 from bench.problem import Facts
-from pflcore import metrics
-from pflcore.results.record import Run
-from pflcore.results.table import describe_incidents, describe_outliers, markdown_table
+from pflcore import History, metrics
+from pflcore.results._notes import describe_incidents, describe_outliers
+from pflcore.results._render import markdown_table
 
 Key = tuple[str, str, str]  # setting, method, variant
-Runs = Mapping[Key, Sequence[Run]]
+Runs = Mapping[Key, Sequence[History]]
 Row = Mapping[str, Any]
 # Columns, the keys of a row that they show, and decimals if not those of the measure.
 NUMBERS = """\
@@ -104,7 +104,7 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
 
 def _related(
     plan: Plan, runs: Runs, key: tuple[str, str, str], relation: str
-) -> Sequence[Run] | None:
+) -> Sequence[History] | None:
     """The runs of a method's "before" or "state_of"."""
     setting, method, variant = key
     other = plan["methods"][method].get(relation, "")
@@ -123,7 +123,7 @@ def _paper_number(
 
 
 def _scores(
-    group: Sequence[Run], before: Sequence[Run] | None, metric: str
+    group: Sequence[History], before: Sequence[History] | None, metric: str
 ) -> dict[str, Any]:
     """The numbers of a row that depend on the clients' values.
 
@@ -139,7 +139,7 @@ def _scores(
     for i, run in enumerate(group):
         old = before[i].last_values(metric) if before else None
         summaries.append(summary(run.last_values(metric), old, higher_is_better))
-        rows = run.values(metric)[1]
+        rows = run.series(metric)[1]
         size = run.last_evaluation.get("size", [])
         means = [metrics.mean(values) for values in rows]
         weighted = [metrics.weighted_mean(values, size) for values in rows]
@@ -163,7 +163,7 @@ def _scores(
     }
 
 
-def _largest_cluster(group: Sequence[Run]) -> float | None:
+def _largest_cluster(group: Sequence[History]) -> float | None:
     """The percentage of clients in the largest cluster; None without clusters."""
     shares = []
     for run in group:
@@ -172,7 +172,7 @@ def _largest_cluster(group: Sequence[Run]) -> float | None:
     return 100 * metrics.mean(shares) if shares else None
 
 
-def _costs(group: Sequence[Run], played: Sequence[Run]) -> dict[str, Any]:
+def _costs(group: Sequence[History], played: Sequence[History]) -> dict[str, Any]:
     """The numbers of a row on its traffic and time.
 
     The traffic counts models, and the time is that of a round.
@@ -201,7 +201,7 @@ def _costs(group: Sequence[Run], played: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _incidents(group: Sequence[Run]) -> list[str]:
+def _incidents(group: Sequence[History]) -> list[str]:
     """The incidents of all runs, each text once."""
     texts: dict[str, None] = {}
     for run in group:
@@ -209,17 +209,17 @@ def _incidents(group: Sequence[Run]) -> list[str]:
     return list(texts)
 
 
-def curve(run: Run, measure: str) -> list[tuple[int, int, float]]:
+def curve(run: History, measure: str) -> list[tuple[int, int, float]]:
     """Round, bytes until then, and mean over clients of each evaluation."""
     sent_until = {}
     for line, sent in zip(run.rounds, run.cumulative_bytes(), strict=True):
         sent_until[line["round"]] = sent
-    rounds, values = run.curve(measure=measure)
+    rounds, values = run.curve(key=measure)
     return [(r, sent_until[r], v) for r, v in zip(rounds, values, strict=True)]
 
 
 def _to_goal(
-    runs: Runs, setting: str, group: Sequence[Run], measure: str
+    runs: Runs, setting: str, group: Sequence[History], measure: str
 ) -> float | None:
     """Bytes by all clients until a method's mean reaches the goal.
 

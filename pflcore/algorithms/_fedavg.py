@@ -32,9 +32,11 @@ from pflcore.algorithms._protocol import (
     map_rows,
 )
 from pflcore.check import (
+    ClientName,
     NonNegativeFloat,
     NonNegativeInt,
     Weighting,
+    known_id,
     reject,
 )
 from pflcore.train import Clients
@@ -79,15 +81,15 @@ class FedAvg(Algorithm):
             None takes the mean.
         num_byzantine: Number f of bad clients in a round, for the
             defences "trimmed_mean", "krum" and "multi_krum".
-        trusted_client: Id of the client that "fltrust" trusts. None with every other
-            defence.
+        trusted_client: Id or name of the client that "fltrust" trusts. None with every
+            other defence.
     """
 
     server_lr: NonNegativeFloat = 1.0
     weighting: Weighting = "samples"
     defence: Defence | None = field(default=None, kw_only=True)
     num_byzantine: NonNegativeInt = field(default=1, kw_only=True)
-    trusted_client: NonNegativeInt | None = field(default=None, kw_only=True)
+    trusted_client: ClientName | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +107,9 @@ class FedAvg(Algorithm):
         """The traits of the algorithm, which depend on its options."""
         if self.defence is None:
             return Traits(batch_norm=("average", "local"))
-        required = () if self.trusted_client is None else (self.trusted_client,)
+        required: tuple[int, ...] = ()
+        if self.trusted_client is not None:
+            required = (known_id("trusted_client", self.trusted_client),)
         return Traits(batch_norm=("local",), required_clients=required)
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
@@ -129,7 +133,8 @@ class FedAvg(Algorithm):
             num_byzantine = self._allowed_byzantine(cohort)
         trusted_row = 0
         if self.trusted_client is not None:
-            trusted_row = int((cohort.ids == self.trusted_client).nonzero())
+            trusted_id = known_id("trusted_client", self.trusted_client)
+            trusted_row = int((cohort.ids == trusted_id).nonzero())
         share = to_device(mean.weight, delta.device)
         rows, weight = robust_mean(
             self.defence, delta, share, num_byzantine, trusted_row

@@ -35,7 +35,14 @@ from pflcore.algorithms._protocol import (
     normalize_rows,
     squared_norms,
 )
-from pflcore.check import NonNegativeFloat, NonNegativeInt, Number, Weighting, reject
+from pflcore.check import (
+    ClientName,
+    NonNegativeFloat,
+    Number,
+    Weighting,
+    known_id,
+    reject,
+)
 from pflcore.train import Clients, Net, Objective
 
 
@@ -187,7 +194,7 @@ class Waffle(WithoutDefence, Scaffold):
 
     Args:
         weighting: Always "uniform": the method has weights of its own.
-        target: Id of the client for which the model is made.
+        target: Id of the client for which the model is made, or its name.
         do: Slope of Omega = Psi = `1 / (1 + exp(do * (2 (round + r0) / rounds - 1)))`.
             The larger it is, the more sudden is the turn from global to local.
         r0: Shift of Omega's curve, in rounds. A positive one turns local earlier.
@@ -202,7 +209,7 @@ class Waffle(WithoutDefence, Scaffold):
     """
 
     weighting: Literal["uniform"] = "uniform"
-    target: NonNegativeInt = 0
+    target: ClientName = 0
     do: Number = 3.2
     r0: Number = 0.0
     control_agg: Literal["recompute", "literal"] = "recompute"
@@ -216,7 +223,7 @@ class Waffle(WithoutDefence, Scaffold):
         # With "recompute", the upload is c_i itself, and the client keeps it whole.
         clipped = ("control", "c") if self.control_agg == "literal" else ("control",)
         return super().traits._replace(
-            required_clients=(self.target,),
+            required_clients=(known_id("target", self.target),),
             clipped_with_update=clipped,
             reported_state=("mix",),
         )
@@ -245,7 +252,7 @@ class Waffle(WithoutDefence, Scaffold):
         self, history: Tensor, delta: Tensor, cohort: Cohort
     ) -> tuple[Tensor, Tensor]:
         """Smoothed weights [S] and new history [S, 2] of the cohort, float64."""
-        is_target = cohort.ids == self.target
+        is_target = cohort.ids == known_id("target", self.target)
         omega, psi = self.globality(cohort.round, cohort.rounds)
         distance = ops.pairwise_sqdist(delta[is_target], delta)[0].sqrt().cpu()  # [S]
         row = int(is_target.nonzero())
@@ -307,7 +314,7 @@ class WeightErosion(Algorithm):
 
     Args:
         server_lr: Step size of the server. At 1 it adds the whole weighted mean.
-        target: Id of the client for which the model is made.
+        target: Id of the client for which the model is made, or its name.
         p_d: Distance penalty: loss of weight at a relative distance of 1. None
             calibrates it in every round (the paper: .006 to .0088 on MNIST, 100
             rounds).
@@ -320,7 +327,7 @@ class WeightErosion(Algorithm):
     """
 
     server_lr: NonNegativeFloat = 1.0
-    target: NonNegativeInt = 0
+    target: ClientName = 0
     p_d: NonNegativeFloat | None = None
     p_s: NonNegativeFloat = 0.0
     size_unit: Literal["samples", "batches", "epochs"] = "samples"
@@ -328,7 +335,7 @@ class WeightErosion(Algorithm):
     @property
     def traits(self) -> Traits:
         """The traits of the algorithm, which depend on its options."""
-        return Traits(required_clients=(self.target,))
+        return Traits(required_clients=(known_id("target", self.target),))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {"x": x0, "alpha": torch.ones(n, dtype=torch.float64)}
@@ -358,7 +365,7 @@ class WeightErosion(Algorithm):
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids = cohort.ids
         delta = up["delta"]
-        is_target = ids == self.target
+        is_target = ids == known_id("target", self.target)
         row = int(is_target.nonzero())
         of_target = delta[row : row + 1]
         distance = ops.pairwise_sqdist(of_target, delta)[0].sqrt().cpu()

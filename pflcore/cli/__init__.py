@@ -27,6 +27,7 @@ from pflcore._install import install_command, reinstall_command
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import require
 from pflcore.cli._data import data
+from pflcore.cli._predict import predict
 from pflcore.cli._run import RunFailed, compare, first_line, report, run
 from pflcore.ops import __version__, backend
 from pflcore.ops._library import other_torch
@@ -125,6 +126,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "compare": ("compare --algorithms A B C [options]", compare),
     "report": ("report FOLDER ... [options]", report),
     "data": ("data [NAME] [options]", data),
+    "predict": ("predict FOLDER DATA --client NAME [options]", predict),
     "reproduce": ("reproduce NAME [options]", reproduce),
     "attack": ("attack [options]", attack),
     "bench": ("bench [options]", bench),

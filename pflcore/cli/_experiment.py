@@ -33,7 +33,9 @@ from pflcore.check import (
     PositiveInt,
     Seed32,
     checked,
+    client_id,
     device_of,
+    ids_of,
     reject,
     require,
 )
@@ -74,8 +76,8 @@ class Options:
             by the labels
         rounds: rounds of each run
         participation: fraction of the clients that take part in a round
-        target: the client to personalize for, whose accuracy is reported; all: each
-            client in a run of its own
+        target: the client to personalize for, by number or name, whose accuracy is
+            reported; all: each client in a run of its own
         seed: seed of the weights, the batches and the cohorts
         seeds: number of runs, with seed, seed + 1, ...; the cut of the data stays that
             of --data-seed
@@ -101,7 +103,7 @@ class Options:
         clip: longest update of a client (Euclidean norm); a longer one is shortened
             to it
         attack: attack of the bad clients; only the others are evaluated
-        attack_clients: the bad clients
+        attack_clients: the bad clients, by number or name
         attack_strength: strength of the attack; each attack has a default
         batch_norm: batch norm's running statistics: average, local, or auto for the
             policy of the method
@@ -116,7 +118,7 @@ class Options:
     loss: str = "auto"
     rounds: NonNegativeInt = 50
     participation: Fraction = 1.0
-    target: int | Literal["all"] | None = None
+    target: int | Literal["all"] | str | None = None
     seed: int = 0
     seeds: PositiveInt = 1
     data_seed: Seed32 = 0
@@ -136,7 +138,7 @@ class Options:
     debug: bool = False
     clip: PositiveFloat | None = None
     attack: Attack | None = None
-    attack_clients: tuple[int, ...] | None = None
+    attack_clients: tuple[int | str, ...] | None = None
     attack_strength: float | None = None
     batch_norm: str = "auto"
     metrics: tuple[str, ...] = ()
@@ -332,14 +334,15 @@ def has_target(name: str) -> bool:
 
 
 def make_algorithm(
-    name: str, hyper: Facts | None = None, target: int | Literal["all"] | None = None
+    name: str, hyper: Facts | None = None, target: int | str | None = None
 ) -> Algorithm:
     """An algorithm by its name or "package.module:Class".
 
     Args:
         hyper: The algorithm's options.
-        target: The client to personalize for, if the algorithm has a target. With "all"
-            it is the first client, and `Job` plays the runs of the others.
+        target: The client to personalize for, by id or name, if the algorithm has a
+            target. With "all" it is the first client, and `Job` plays the runs of the
+            others.
     """
     options = dict(hyper or {})
     if target is not None and has_target(name):
@@ -376,6 +379,22 @@ class Job:
         "all" and the algorithm has a target.
         """
         return self.options.target == "all" and has_target(self.algorithm)
+
+    def with_ids(self, data: Federation) -> Job:
+        """The job with the ids of clients that its options name.
+
+        Raises ValueError where an option names no client of the federation.
+        """
+        o = self.options
+        target = o.target
+        if isinstance(target, str) and target != "all":
+            target = client_id("target", target, data.n, data.names)
+        bad = o.attack_clients or ()
+        if any(isinstance(client, str) for client in bad):
+            bad = tuple(ids_of("adversary", bad, data.n, data.names).tolist())
+        return replace(
+            self, options=replace(o, target=target, attack_clients=bad or None)
+        )
 
     def num_rounds(self, n: int) -> int:
         """The number of rounds of the job with n clients."""

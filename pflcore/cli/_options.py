@@ -15,6 +15,8 @@ from typing import Annotated, Any, get_type_hints
 from pflcore.algorithms import Algorithm, fixed_options
 from pflcore.check import import_optional
 
+POSITIONAL = {"positional": True}  # the metadata of a field
+
 
 def parse(
     prog: str,
@@ -79,7 +81,10 @@ def _group_type(title: str, cls: type, taken: Collection[str]) -> Any:
     for f in option_fields(cls):
         name = f"{title}-{f.name}" if f.name in taken else None
         details = arg(name=name, help=comments.get(f.name))
-        options.append((f.name, Annotated[hints[f.name], details], copy(f)))
+        hint: Any = Annotated[hints[f.name], details]
+        if f.metadata == POSITIONAL:
+            hint = import_optional("tyro").conf.Positional[hint]
+        options.append((f.name, hint, copy(f)))
     about = (inspect.getdoc(cls) or "").partition("\n\nArgs:")[0]
     return Annotated[make_dataclass(title, options), arg(name=title, help=about)]
 
@@ -88,7 +93,7 @@ def option_fields(cls: type) -> list[Field[Any]]:
     """The fields of a dataclass that are options of the command line.
 
     An algorithm's target is an option of the run, and a field with a single choice is
-    no option.
+    no option. A field with the metadata POSITIONAL is a word without "--".
     """
     excluded = set[str]()
     if issubclass(cls, Algorithm):

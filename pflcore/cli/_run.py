@@ -34,28 +34,31 @@ from pflcore.cli import _experiment as experiment
 from pflcore.cli._experiment import Job, NamedFunction, Options
 from pflcore.cli._follow import NoProgress, NoRecord
 from pflcore.cli._options import dataclass_of_arguments, option_fields, parse
+from pflcore.cli._track import TrackerName, require_tracker, tracker_of
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation
 from pflcore.metrics import human_bytes
 from pflcore.nn.models import MODELS
-from pflcore.results import _pictures as pictures
+from pflcore.results import _run_pictures as pictures
 from pflcore.results import table
+from pflcore.results._columns import column_names, require_columns
 from pflcore.results._files import (
     atomic_write,
     move_aside,
     remove_part_files,
     write_text,
 )
+from pflcore.results._pictures import FORMATS, save
 from pflcore.results._progress import Progress
 from pflcore.results.record import (
     Facts,
     Line,
     OnRound,
     RecordWriter,
-    Run,
     Runs,
     read,
     to_json,
 )
+from pflcore.results.table import Format
 from pflcore.simulation import History, checkpoint
 from pflcore.simulation import _describe as describe
 from pflcore.simulation._ranks import Ranks
@@ -70,18 +73,22 @@ HELP_NAMES = {
     "Models": MODELS,
 }
 Model = Callable[[], Any]
+MODELS_FOLDER = "models"  # the folder of exported models
 CHECKPOINTS = "checkpoints"  # the folder of checkpoints of runs that are not complete
 RECORD_FILE = "record.jsonl"
-TABLE_FILE = "table.md"
-TABLE_START = "### "  # the start of each table that `_write_report` writes
 FEDERATION_PICTURE = "federation.png"  # which client holds which samples
+# The file of the table in each format, and the start of what `_write_report` writes
+# into it.
+TABLE_FILES = {
+    "md": ("table.md", "### "),
+    "latex": ("table.tex", "% pflcore"),
+    "csv": ("table.csv", "setting,"),
+}
 OUTPUT_FILES = (
     RECORD_FILE,
-    TABLE_FILE,
-    FEDERATION_PICTURE,
-    FEDERATION_PICTURE.replace(".png", ".svg"),
-    *(f"{name}.png" for name in pictures.PICTURE_NAMES),
-    *(f"{name}.svg" for name in pictures.PICTURE_NAMES),
+    *(name for name, _ in TABLE_FILES.values()),
+    *(FEDERATION_PICTURE.replace(".png", suffix) for suffix in FORMATS),
+    *(name + suffix for name in pictures.PICTURE_NAMES for suffix in FORMATS),
 )
 
 
@@ -106,27 +113,44 @@ class ReportOptions:
         baseline: an algorithm; adds to the table the percent of clients that are worse
             off than with it
         last: number of rounds in "mean of last"
+        format: format of the table: md for table.md, latex for table.tex (package
+            booktabs), csv for table.csv (mean and deviation in columns of their own)
+        columns: columns of the table in this order; all if not said: best, final,
+            last_mean, std, worst_decile, the run's metrics, hurt (with --baseline),
+            bytes, note
         overwrite: begin anew in a folder that is not empty; its record, its checkpoints
-            and a table.md that belongs to no record are moved to names that end in .1,
+            and a table that belongs to no record are moved to names that end in .1,
             .2, ...
     """
 
     out: Path | None = None
     baseline: str | None = None
     last: PositiveInt = 10
+    format: Format = "md"
+    columns: tuple[str, ...] = ()
     overwrite: bool = False
+
+    @property
+    def table_file(self) -> str:
+        """The name of the table's file."""
+        return TABLE_FILES[self.format][0]
 
 
 @checked
 @dataclass(frozen=True)
 class OutputOptions(ReportOptions):
-    """The folder of record.jsonl, table.md and the pictures, and its checkpoints.
+    """The folder of record.jsonl, table and the pictures, and its checkpoints.
 
     Args:
         resume: go on with the record in the folder, from its last checkpoint; begin
             where the folder has no record
         checkpoint_every: rounds between checkpoints; 0: by time alone
         checkpoint_minutes: minutes between checkpoints; 0: by rounds alone
+        track: service that gets each round's numbers, too: tensorboard (into
+            tensorboard/ of the folder), wandb (WANDB_PROJECT, WANDB_MODE) or mlflow
+            (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME)
+        export: write every client's personalized model into models/ of the folder, for
+            `pflcore predict`; not those of runs that --resume finds complete
         quiet: show no progress bar
         dry_run: print what would run, where the clients' rows would be and the memory
             that it takes; write nothing
@@ -135,6 +159,8 @@ class OutputOptions(ReportOptions):
     resume: bool = False
     checkpoint_every: NonNegativeInt = 0
     checkpoint_minutes: NonNegativeFloat = 10.0
+    track: TrackerName | None = None
+    export: bool = False
     quiet: bool = False
     dry_run: bool = False
 
@@ -275,6 +301,7 @@ def _run_jobs(
         if ranks.is_first:
             _check_output(jobs, output)
         data = experiment.load_federation(options, cut)
+        jobs = [job.with_ids(data) for job in jobs]
         model = experiment.make_model(options, data, shape)
         begun = output.resume and Checkpoint(output.out or "").exists
         if ranks.is_first and not begun:
@@ -300,9 +327,13 @@ def _run_jobs(
 
 def _check_output(jobs: Sequence[Job], output: OutputOptions) -> None:
     """Raises ValueError where the command cannot write what its options say."""
+    options = jobs[0].options
     names = [name_of(job.algorithm) for job in jobs]
     known = output.baseline in (None, *names)
     require(known, "baseline", "one of the algorithms that run", output.baseline)
+    has_baseline = output.baseline is not None
+    require_tracker(output.track)
+    require_columns(output.columns, column_names(options.metrics, has_baseline))
     if output.out is not None:
         _check_folder(output.out, output)
     has_folder = not output.resume or output.out is not None
@@ -376,7 +407,7 @@ def _prepare_folder(
                 done.add(f"{recorded.algorithm}, seed {recorded.header.get('seed')}")
                 for line in recorded.lines():
                     record.write(line)
-    moved = _move_outputs_aside(folder, complete_record=not begun)
+    moved = _move_outputs_aside(folder, output, complete_record=not begun)
     if moved:
         progress.say(moved)
     return done
@@ -418,7 +449,7 @@ def _try_jobs(jobs: Sequence[Job], data: Federation, model: Model) -> list[str]:
     return plans
 
 
-def _complete_runs(folder: Path, command: Facts) -> list[Run]:
+def _complete_runs(folder: Path, command: Facts) -> list[History]:
     """The complete runs in the record of a folder.
 
     Raises ValueError where the folder is another command's, or a checkpoint is damaged.
@@ -475,19 +506,33 @@ class _JobRunner:
                     continue
                 history = self.run_job(job, checkpoints / str(i))
                 if history.interrupted:
-                    raise KeyboardInterrupt
+                    is_whole = job is jobs[-1] and history.stopped is None
+                    return self._end_after_interrupt(is_whole)
+                if self.output.export:
+                    has_stopped |= not self.export_models(job, history)
                 has_stopped = has_stopped or bool(history.stopped)
                 has_failed = has_failed or history.failed
                 del history  # the next one needs the memory
         except KeyboardInterrupt:
-            self.progress.say(
-                "Interrupted; the record is whole up to here, and --resume goes on "
-                "from the last checkpoint."
-            )
-            return 130
+            return self._end_after_interrupt(is_whole=False)
         if self.ranks.is_first and not has_failed:
             shutil.rmtree(checkpoints, ignore_errors=True)
         return 1 if has_stopped else 0
+
+    def _end_after_interrupt(self, is_whole: bool) -> int:
+        """Says what the record holds after Ctrl-C or SIGTERM; returns the exit code.
+
+        Args:
+            is_whole: True where the signal came after the last round of all jobs.
+        """
+        text = (
+            "Interrupted; the record is whole up to here, and --resume goes on from "
+            "the last checkpoint."
+        )
+        if is_whole:
+            text = "Interrupted after the last round; the record is whole."
+        self.progress.say(text)
+        return 130
 
     def run_job(self, job: Job, folder: Path) -> History:
         """The history of a job, played from its checkpoint in `folder`.
@@ -507,6 +552,8 @@ class _JobRunner:
         self.progress.say(_plan_line(header))
         self.progress.name(job.name)
         played = 0
+        track_name = self.output.track if self.ranks.is_first else None
+        tracking = tracker_of(track_name, job.name, header, self.folder)
 
         def count_round(_: int, line: Line) -> None:
             nonlocal played
@@ -520,13 +567,18 @@ class _JobRunner:
             history = job.play(simulation, self.data, count_round, place)
             for line in history.rounds:
                 self.record.write(line)
+                tracker(line["round"], line)
             return history
 
+        def track_and_count(round: int, line: Line) -> None:
+            tracker(round, line)
+            count_round(round, line)
+
         try:
-            with warnings.catch_warnings():
+            with tracking as tracker, warnings.catch_warnings():
                 # The text of this warning is printed below.
                 warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
-                history: History = self.record.run(header, play, count_round)
+                history: History = self.record.run(header, play, track_and_count)
         except Exception as e:
             raise RunFailed(self._failure(job, e)) from e
         if history.stopped:
@@ -535,6 +587,25 @@ class _JobRunner:
         if self.ranks.is_first and not (history.interrupted or history.failed):
             shutil.rmtree(folder, ignore_errors=True)
         return history
+
+    def export_models(self, job: Job, history: History) -> bool:
+        """Writes the models of a job's clients; returns False where it cannot.
+
+        The record is complete by then, so a full disk loses nothing but the models.
+        """
+        name = f"{name_of(job.algorithm)}-{job.options.seed}"
+        folder = self.folder / MODELS_FOLDER / _file_name(name)
+        count = 0 if history.models is None else len(history.models)
+        if count < self.data.n:
+            self.progress.say(f"{job.name}: the run left no models to export")
+            return False
+        try:
+            history.export(folder)
+        except OSError as e:
+            self.progress.say(str(e))
+            return False
+        self.progress.say(f"{job.name}: models in {folder}")
+        return True
 
     def _failure(self, job: Job, error: Exception) -> str:
         """The message on a job that an error has ended."""
@@ -550,7 +621,7 @@ class _JobRunner:
 def _write_report(
     runs: Runs, folder: Path, output: ReportOptions, data: Federation | None = None
 ) -> None:
-    """Prints the table, and writes table.md and the pictures.
+    """Prints the table, and writes it and the pictures.
 
     Without matplotlib there are no pictures. Raises RunFailed where the files cannot be
     written.
@@ -561,11 +632,13 @@ def _write_report(
         output: The options of the table.
         data: The federation of the runs, which gets a picture; None for none.
     """
-    text = table.table(runs, output.last, output.baseline)
-    paths = [folder / TABLE_FILE]
+    text = table.table(
+        runs, output.last, output.baseline, output.columns, output.format
+    )
+    paths = [folder / output.table_file]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / TABLE_FILE, text)
+        write_text(paths[0], text)
         paths += pictures.draw(runs, folder)
         if data is not None:
             paths.append(_draw_federation(data, folder))
@@ -585,7 +658,7 @@ def _write_report(
 
 def _draw_federation(data: Federation, folder: Path) -> Path:
     """Draws which client holds which training samples; the path of the PNG."""
-    return pictures.save(data.plot(), folder / FEDERATION_PICTURE)
+    return save(data.plot(), folder / FEDERATION_PICTURE)
 
 
 def report(argv: Sequence[str]) -> int:
@@ -596,7 +669,7 @@ def report(argv: Sequence[str]) -> int:
     rest = argv[len(places) :]
     values = parse("pflcore report FOLDER ...", about, groups, rest)
     options = ReportOptions(**values["report"])
-    runs: list[Run] = []
+    runs: list[History] = []
     for place in places:
         runs += read(place)
     words = "folders or .jsonl files that hold a record"
@@ -607,7 +680,7 @@ def report(argv: Sequence[str]) -> int:
         first = Path(places[0])
         folder = first if first.is_dir() else first.parent
     _check_folder(folder, options)
-    moved = _move_outputs_aside(folder, complete_record=False)
+    moved = _move_outputs_aside(folder, options, complete_record=False)
     if moved:
         print(moved, file=sys.stderr)
     _write_report(runs, folder, options)
@@ -617,12 +690,12 @@ def report(argv: Sequence[str]) -> int:
 def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
     """A folder below runs/ that is made by this call.
 
-    Its name is one that every file system accepts.
+    Its name is made of the command's words.
     """
     command = algorithms[0] if len(set(algorithms)) == 1 else "compare"
     partition = partition.replace("*", "star")
     words = f"{command}-{data}-{partition}".rstrip("-")
-    stem = re.sub(r"[^\w.-]", "_", words)
+    stem = _file_name(words)
     for number in count(1):
         name = stem if number == 1 else f"{stem}-{number}"
         folder = Path("runs") / name
@@ -631,6 +704,11 @@ def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
             folder.mkdir(parents=True)
             break
     return folder
+
+
+def _file_name(words: str) -> str:
+    """The words as a name that every file system accepts."""
+    return re.sub(r"[^\w.-]", "_", words)
 
 
 def _check_folder(folder: Path, output: ReportOptions) -> None:
@@ -657,9 +735,9 @@ def _check_folder(folder: Path, output: ReportOptions) -> None:
         elif begun:
             remedy = f"go on by --resume, {remedy}"
         raise ValueError(f"out: {folder} holds {names}; {remedy}.")
-    if _is_foreign_table(folder / TABLE_FILE) and not goes_on:
+    if _is_foreign_table(folder, output) and not goes_on:
         raise ValueError(
-            f"out: {folder} has a table.md that this command did not write "
+            f"out: {folder} has a {output.table_file} that this command did not write "
             "(reproduce's, perhaps); name another with --out, or add --overwrite, "
             "which moves it aside."
         )
@@ -677,31 +755,36 @@ def _resumable_paths(folder: Path) -> list[Path]:
     return paths
 
 
-def _is_foreign_table(path: Path) -> bool:
-    """True for a table that `_write_report` did not write.
+def _is_foreign_table(folder: Path, output: ReportOptions) -> bool:
+    """True where the folder has a table that `_write_report` did not write.
 
     A file that ends within the first letters of a table counts as written by it: the
     writing was interrupted.
     """
+    name, table_start = TABLE_FILES[output.format]
+    path = folder / name
     if not path.is_file():
         return False
     with open(path, encoding="utf-8", errors="replace") as file:
-        start = file.read(len(TABLE_START))
-    return not TABLE_START.startswith(start)
+        start = file.read(len(table_start))
+    return not table_start.startswith(start)
 
 
-def _move_outputs_aside(folder: Path, complete_record: bool) -> str:
+def _move_outputs_aside(
+    folder: Path, output: ReportOptions, complete_record: bool
+) -> str:
     """Renames files that must not be lost; returns a message.
 
     The message is "" where there is no file to rename.
 
     Args:
         folder: The folder of the files.
+        output: The options of the folder.
         complete_record: True to rename a record and its checkpoints, too.
     """
     paths = _resumable_paths(folder) if complete_record else []
-    if _is_foreign_table(folder / TABLE_FILE):
-        paths.append(folder / TABLE_FILE)
+    if _is_foreign_table(folder, output):
+        paths.append(folder / output.table_file)
     if not paths:
         return ""
     moves = []

@@ -10,7 +10,6 @@ table or a pool, m in a piece of it; S clients are chosen of N.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -29,9 +28,16 @@ from pflcore.check import (
     Seed32,
     checked,
     ids_of,
+    reject,
     require,
 )
-from pflcore.data._frames import column_names, read_columns
+from pflcore.data._frames import (
+    column_names,
+    feature_names,
+    order_of,
+    read_columns,
+    text_names,
+)
 from pflcore.data._inputs import (
     Fields,
     has_single_step,
@@ -50,11 +56,22 @@ from pflcore.data._pools import Partition
 from pflcore.data._ragged import Ragged
 from pflcore.data._samples import SPLITS, ClientSamples, Scaling
 
+
+def _has_clients(value: Any) -> bool:
+    """True for an iterable of clients' data, or a dict of them by name.
+
+    A dict of samples by split is the data of one client.
+    """
+    if not isinstance(value, Mapping):
+        return hasattr(value, "__iter__") and not isinstance(value, str)
+    are_names = all(isinstance(name, str | int) for name in value)
+    return are_names and not ("train" in value and set(value) <= set(SPLITS))
+
+
 PerClientData = Annotated[
     Any,
     Expectation(
-        "each client's data in a list (of a dict give its values)",
-        lambda v: hasattr(v, "__iter__") and not isinstance(v, str | Mapping),
+        "each client's data in a list, or in a dict by the client's name", _has_clients
     ),
 ]
 # From a number of samples n to the positions in 0..n-1 of each split.
@@ -110,6 +127,9 @@ class Federation(ClientSamples):
             have none
         scaling: each client's statistics by which `standardize` shifted and scaled its
             features; None for raw features
+        columns: names of the features, where they came from a table with named columns;
+            None otherwise
+        class_names: names of the classes 0, 1, ...; None where they have none
     """
 
     @classmethod
@@ -124,10 +144,14 @@ class Federation(ClientSamples):
     ) -> Self:
         """Makes a federation from one entry for each client.
 
-        An entry is a pair ``(x, y)``, a Dataset of pairs, or a dict of these by split,
+        The entries are in a list, or in a dict by the clients' names, which `names`
+        keeps. An entry is a pair ``(x, y)``, a Dataset of pairs, or a dict of these by
+        split,
         ``{"train": (x, y), "test": (x, y), "val": ...}``. x and y are arrays, tensors
         or lists; x may be a dict of them. A list of tuples is read as a list of samples
-        (x_j, y_j). Datasets are read once, so a random transform is drawn once.
+        (x_j, y_j). Datasets are read once, so a random transform is drawn once. Where
+        each x is a data frame, `columns` keeps the names of its columns, and other
+        frames are read in the same order.
 
         What targets and inputs become is decided for all clients together
         (docs/data.md):
@@ -138,19 +162,24 @@ class Federation(ClientSamples):
         - Floats are regression targets; they are labels where ``classes`` is a number
           and all of them are whole.
         - With ``classes=None`` all targets are regression targets.
-        - Strings and complex numbers are refused.
+        - Strings are labels where ``classes`` lists the names of the classes. Other
+          strings, and complex numbers, are refused.
 
         Inputs are floats, or integers that become int64 (tokens); uint8 is refused. To
         hold out samples for testing: ``.split(test=0.2)``.
 
         Args:
             clients: the data of each client, in the order of the clients' numbers
-            classes: number of classes; "infer" for the largest label plus one; None for
-                regression
+            classes: number of classes, or the list of their names; "infer" for the
+                largest label plus one; None for regression
             dtype: dtype that floats are converted to; None keeps the dtype they have
             name: name of the data, for summaries and records
         """
-        return cls._from_reader(clients, ReaderOptions(classes, dtype), name)
+        names = None
+        if isinstance(clients, Mapping):
+            names = list(clients)
+            clients = clients.values()
+        return cls._from_reader(clients, ReaderOptions(classes, dtype), name, names)
 
     @classmethod
     def _from_reader(
@@ -187,7 +216,21 @@ class Federation(ClientSamples):
         x = merge_inputs(xs, [piece.holder for piece in pieces], float_dtype)
         index = _index_pieces(pieces, count)
         names = None if names is None else tuple(names)
-        return cls(x, y, index, classes, name=name, fields=fields, names=names)
+        columns = _columns_of(pieces, reader)
+        # Whole numbers that stay whole are tokens, whose columns have no names.
+        has_columns = columns and x.dim() == 2 and x.is_floating_point()
+        has_columns = has_columns and len(columns or ()) == x.shape[1]
+        return cls(
+            x,
+            y,
+            index,
+            classes,
+            name=name,
+            fields=fields,
+            names=names,
+            columns=columns if has_columns else None,
+            class_names=reader.class_names,
+        )
 
     @classmethod
     @checked
@@ -210,7 +253,8 @@ class Federation(ClientSamples):
           ``dtype``, or where that is None.
         - as ``x`` alone: a data frame (pandas, polars), an Arrow table or a Hugging
           Face Dataset. Then ``y`` and ``client`` are the names of two of its columns.
-          The other columns are features (floats), or there is a single one of arrays.
+          The other columns are features (floats), whose names `columns` keeps, or there
+          is a single one of arrays.
 
         Clients are numbered in the ascending order of their ids, which `names` keeps.
         Targets and inputs become what `from_clients` makes of them.
@@ -220,31 +264,41 @@ class Federation(ClientSamples):
             y: the targets, or the name of their column; None: the column "y"
             client: ids, whole numbers or strings, or the name of their column; None:
                 the column "client"
-            classes: number of classes; "infer" for the largest label plus one; None for
-                regression
+            classes: number of classes, or the list of their names; "infer" for the
+                largest label plus one; None for regression
             dtype: dtype that floats are converted to; None keeps the dtype they have
             name: name of the data, for summaries and records
         """
-        columns = column_names(x)
-        if columns is not None:
-            x, y, client = read_columns(x, columns, y or "y", client or "client")
+        reader = ReaderOptions(classes, dtype)
+        table_columns = column_names(x)
+        columns = None
+        if table_columns is not None:
+            y_name = y or "y"
+            client_name = client or "client"
+            columns = feature_names(x, (y_name, client_name))
+            x, y, client = read_columns(x, table_columns, y_name, client_name)
         has_both = y is not None and client is not None
         require(has_both, "y and client", "a value per sample", None)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            x, fields = to_inputs(x, "x", dtype)
-            y = to_targets(y, "y")
+        x, fields = to_inputs(x, "x", dtype)
+        y = to_targets(y, "y", reader.class_names)
         lists, names = _by_client(client, len(x))
         x = x.contiguous()
         float_dtype = x.dtype if x.is_floating_point() else torch.float32
-        y, classes = interpret_targets(
-            y,
-            ReaderOptions(classes, dtype),
-            float_dtype,
-            single_step=has_single_step(x, fields),
+        y, num_classes = interpret_targets(
+            y, reader, float_dtype, single_step=has_single_step(x, fields)
         )
-        index = {"train": lists}
-        return cls(x, y, index, classes, name=name, fields=fields, names=names)
+        has_columns = x.dim() == 2 and fields is None and x.is_floating_point()
+        return cls(
+            x,
+            y,
+            {"train": lists},
+            num_classes,
+            name=name,
+            fields=fields,
+            names=names,
+            columns=columns if has_columns else None,
+            class_names=reader.class_names,
+        )
 
     @classmethod
     @checked
@@ -272,16 +326,21 @@ class Federation(ClientSamples):
             partition: the indices of each client's samples
             x_test: inputs of the test pool [n_test, ...]; None for no test pool
             y_test: their labels or targets [n_test]
-            classes: number of classes; "infer" for the largest label plus one; None for
-                regression
+            classes: number of classes, or the list of their names; "infer" for the
+                largest label plus one; None for regression
             name: name of the data, for summaries and records
         """
+        reader = ReaderOptions(classes, None)
+        columns = text_names(x)
         x = to_tensor(x, "x")
-        y = to_targets(y, "y")
+        y = to_targets(y, "y", reader.class_names)
         pool_sizes = {"train": len(y)}
         if x_test is not None:
+            test_columns = text_names(x_test)
             more_x = to_tensor(x_test, "x_test")
-            more_y = to_targets(y_test, "y_test")
+            if columns is not None and test_columns is not None:
+                more_x = more_x[:, order_of(test_columns, columns, "x_test")]
+            more_y = to_targets(y_test, "y_test", reader.class_names)
             expected = f"inputs {list(x.shape[1:])}, as x has"
             require(more_x.shape[1:] == x.shape[1:], "x_test", expected, more_x)
             x = torch.cat([x, more_x])
@@ -297,11 +356,8 @@ class Federation(ClientSamples):
         made_of = dict(partition.pool_sizes) or list(partition.index)
         require(fits, "partition", expected, made_of)
         float_dtype = x.dtype if x.is_floating_point() else torch.float32
-        y, classes = interpret_targets(
-            y,
-            ReaderOptions(classes, None),
-            float_dtype,
-            single_step=has_single_step(x),
+        y, num_classes = interpret_targets(
+            y, reader, float_dtype, single_step=has_single_step(x)
         )
         truth = {}
         if partition.group is not None:
@@ -310,11 +366,13 @@ class Federation(ClientSamples):
             x,
             y,
             partition.index,
-            classes,
+            num_classes,
             partition.relabel,
             name,
             partition.facts,
             truth=truth,
+            columns=columns if x.is_floating_point() else None,
+            class_names=reader.class_names,
         )
 
     # other federations of the same pool ---------------------------------------
@@ -388,8 +446,8 @@ class Federation(ClientSamples):
         Raises ValueError for a client with fewer than two samples.
 
         Args:
-            clients: ids [S] of the clients whose samples are halved; None for all. The
-                other clients keep their samples.
+            clients: ids or names [S] of the clients whose samples are halved; None for
+                all. The other clients keep their samples.
             seed: seeds the permutation
             of: splits whose samples are dealt; None for all
             scored: split of the evaluation half
@@ -416,7 +474,7 @@ class Federation(ClientSamples):
 
         Args:
             fraction: fraction of a client's training samples, rounded up
-            clients: ids [S] of the clients that lose samples; None for all
+            clients: ids or names [S] of the clients that lose samples; None for all
         """
 
         def rule(n: int) -> dict[str, Tensor]:
@@ -436,7 +494,8 @@ class Federation(ClientSamples):
         Args:
             rule: for a number of samples n, the positions in 0..n-1 that go to each
                 split
-            clients: ids [S] of the clients whose samples are dealt; None for all
+            clients: ids or names [S] of the clients whose samples are dealt; None for
+                all
             of: splits whose samples are dealt; None for all
         """
         ids = self._ids(clients)
@@ -482,6 +541,9 @@ class Federation(ClientSamples):
         """A federation of these clients [S] alone, which shares the pool.
 
         They are renumbered from 0 in the given order.
+
+        Args:
+            clients: ids or names of the clients
         """
         ids = self._ids(clients)
 
@@ -538,6 +600,25 @@ class Federation(ClientSamples):
         groups = [group.sort().values for group in order.split([*counts, left])]
         return ClientGroups(val=groups[0], test=groups[1], train=groups[2])
 
+    def with_columns(self, columns: Sequence[str]) -> Self:
+        """The federation with its features in the order of these columns.
+
+        Raises ValueError where its columns have other names.
+
+        Args:
+            columns: names of all features, in the wanted order
+        """
+        expected = "a federation whose features have names"
+        names = self.columns
+        if names is None:
+            reject("columns", expected, self)
+        columns = tuple(columns)
+        order = order_of(names, columns, "columns")
+        scaling = self.scaling
+        if scaling is not None:
+            scaling = Scaling(scaling.mean[:, order], scaling.deviation[:, order])
+        return self._copy_with(x=self.x[:, order], scaling=scaling, columns=columns)
+
     def standardize(self) -> Self:
         """A federation of standardized features, in a pool of its own.
 
@@ -581,7 +662,7 @@ class Federation(ClientSamples):
         """
         if clients is None:
             return torch.arange(self.n)
-        return ids_of("clients", clients, self.n)
+        return ids_of("clients", clients, self.n, self.names)
 
     def _all_lists(self, of: Sequence[str] | None) -> Ragged:
         """Lists of each client's samples of the splits `of`, on the CPU.
@@ -633,6 +714,7 @@ class _Piece(NamedTuple):
         x: inputs [m, ...]
         y: targets [m, ...]
         fields: fields of the inputs, if they were given as a dict
+        columns: names of the inputs' columns, if they were given as a table
     """
 
     owner: int
@@ -641,23 +723,48 @@ class _Piece(NamedTuple):
     x: Tensor
     y: Tensor
     fields: Fields | None
+    columns: tuple[str, ...] | None
 
 
 def _read_pieces(
     clients: Any, reader: ReaderOptions, names: Sequence[str | int] | None
 ) -> tuple[list[_Piece], int]:
-    """The samples of all clients in pieces, and the number of clients."""
+    """The samples of all clients in pieces, and the number of clients.
+
+    All tables have their columns in the order of the first one, or in that of the
+    reader.
+    """
     count = 0
     pieces = []
+    columns = reader.columns
     for i, entry in enumerate(clients):
         count = i + 1
         name = i if names is None else names[i]
         holder = f"client {name}"
         for split, pair in _by_split(holder, entry).items():
-            x, y, fields = to_pair(pair, f"{holder} ({split})", reader.dtype)
-            if len(y):
-                pieces.append(_Piece(i, holder, split, x, y, fields))
+            place = f"{holder} ({split})"
+            samples = to_pair(pair, place, reader.dtype, reader.class_names)
+            if not len(samples.y):
+                continue
+            x = samples.x
+            if samples.columns is not None:
+                columns = columns or samples.columns
+                order = order_of(samples.columns, columns, place)
+                x = x[:, order]
+            pieces.append(_Piece(i, holder, split, *samples._replace(x=x)))
     return pieces, count
+
+
+def _columns_of(
+    pieces: Sequence[_Piece], reader: ReaderOptions
+) -> tuple[str, ...] | None:
+    """The names of the columns of all samples, or None without tables.
+
+    They are in the order in which the columns were read.
+    """
+    if reader.columns is not None:
+        return reader.columns
+    return next((p.columns for p in pieces if p.columns is not None), None)
 
 
 def _index_pieces(pieces: Sequence[_Piece], count: int) -> dict[str, Ragged]:

@@ -1,20 +1,21 @@
 """Tables with named columns: data frames, Arrow tables, Hugging Face Datasets.
 
 Their packages are not imported. A table must have names for its columns, and must give
-a column by its name, which numpy then reads.
+a column by its name, which numpy then reads. Names are strings: the numbers that a data
+frame without names has for its columns say nothing but their order.
 
 Symbols: a table has n rows, one per sample, and D columns of features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pflcore.check import reject, require
+from pflcore.check import Words, reject, require
 
 Array = NDArray[Any]
 
@@ -33,6 +34,69 @@ def column_names(table: Any) -> list[Any] | None:
     has_splits = isinstance(table, Mapping) or isinstance(names, Mapping)
     require(not has_splits, "x", "one table, as x['train'] is", names)
     return list(names)
+
+
+def text_names(table: Any) -> tuple[str, ...] | None:
+    """The names of a table's columns, where each is a string that it has alone."""
+    if isinstance(table, Mapping):
+        return None
+    names = column_names(table)
+    if not names or not all(isinstance(name, str) for name in names):
+        return None
+    return tuple(names) if len(set(names)) == len(names) else None
+
+
+def feature_names(table: Any, others: Sequence[str]) -> tuple[str, ...] | None:
+    """The names of the columns of features, or None where they have no names.
+
+    Args:
+        others: names of the columns that are no features
+    """
+    names = text_names(table)
+    if names is None:
+        return None
+    return tuple(name for name in names if name not in others)
+
+
+def order_of(names: Sequence[str], wanted: Sequence[str], holder: str) -> list[int]:
+    """The positions in `names` of the columns `wanted`.
+
+    Raises ValueError where one is missing, or where there are others.
+
+    Args:
+        names: the columns that a table has
+        wanted: the columns in the order in which they are needed
+        holder: name of the table in errors
+    """
+    missing = [name for name in wanted if name not in names]
+    others = [name for name in names if name not in wanted]
+    expected = f"the columns {list(wanted)}, as other samples have"
+    require(not missing and not others, holder, expected, list(names))
+    return [names.index(name) for name in wanted]
+
+
+def select_columns(table: Any, wanted: Sequence[str], name: str) -> Array:
+    """The columns `wanted` of a table or a dict, in this order, as floats [n, D].
+
+    Other columns of the table are ignored. Raises ValueError where one is missing, or
+    is not of numbers.
+
+    Args:
+        table: a table, or a dict of columns
+        wanted: the names of the columns
+        name: name of the table in errors
+    """
+    names = list(table) if isinstance(table, Mapping) else column_names(table) or []
+    missing = [column for column in wanted if column not in names]
+    if missing:
+        expected = f"the columns {', '.join(wanted)}"
+        got = Words(f"a table without {', '.join(map(repr, missing))}")
+        reject(name, expected, got)
+    columns = [_read_column(table, column) for column in wanted]
+    for column, values in zip(wanted, columns, strict=True):
+        is_number = values.dtype.kind in "fiub"
+        require(is_number, f"{name}[{column!r}]", "a column of numbers", values)
+    return _stack_columns(columns)
 
 
 def read_columns(

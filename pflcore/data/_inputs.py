@@ -9,6 +9,7 @@ sequence has T steps, or t_i before it is padded.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset, TensorDataset
 
 from pflcore.check import Number, PositiveInt, checked, reject, require
+from pflcore.data._frames import text_names
 
 IGNORED_LABEL = -100  # the label of a masked step, as in torch's cross entropy
 INPUT_HINT = (
@@ -158,14 +160,22 @@ def _read_array(value: Any) -> Tensor:
     # torch accepts no negative strides, and only the byte order of the machine.
     array = np.asarray(value, order="C")
     native_dtype = array.dtype.newbyteorder("=")
-    return torch.as_tensor(array.astype(native_dtype, copy=False))
+    with warnings.catch_warnings():
+        # Columns of data frames and mapped files are read, and never written to.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.as_tensor(array.astype(native_dtype, copy=False))
 
 
-def to_targets(value: Any, name: str) -> Tensor:
+def to_targets(
+    value: Any, name: str, class_names: Sequence[str] | None = None
+) -> Tensor:
     """Targets [n, ...]: unchanged floats, or int64 for whole numbers and bool.
 
-    Raises ValueError for other values, and for whole numbers that int64 does not hold.
+    With `class_names`, a word becomes the number of the class that it names. Raises
+    ValueError for other values, and for whole numbers that int64 does not hold.
     """
+    if class_names is not None and not isinstance(value, Tensor):
+        value = _words_as_labels(value, name, class_names)
     targets = to_tensor_or_bool(value, name)
     require(not targets.is_complex(), name, "real numbers", targets)
     if targets.is_floating_point():
@@ -176,22 +186,61 @@ def to_targets(value: Any, name: str) -> Tensor:
     return whole
 
 
+def _words_as_labels(value: Any, name: str, class_names: Sequence[str]) -> Any:
+    """Words as numbers of the classes that they name; other values stay.
+
+    Raises ValueError for a word that names no class.
+    """
+    array = np.asarray(value)
+    # Of words with a missing value numpy makes objects, or the word "nan".
+    if array.dtype.kind not in "UTO":
+        return value
+    label_of = {word: label for label, word in enumerate(class_names)}
+    words = array.ravel().tolist()
+    unknown = [word for word in words if word not in label_of]
+    if unknown:
+        expected = f"one of the classes {', '.join(class_names)}"
+        reject(name, expected, unknown[0], class_names)
+    labels = np.array([label_of[word] for word in words], dtype=np.int64)
+    return labels.reshape(array.shape)
+
+
+class Pair(NamedTuple):
+    """The samples of a client, as they were read.
+
+    Attributes:
+        x: inputs [n, ...]
+        y: targets [n, ...]
+        fields: fields of x, where it was a dict
+        columns: names of the columns of x, where it was a table
+    """
+
+    x: Tensor
+    y: Tensor
+    fields: Fields | None
+    columns: tuple[str, ...] | None
+
+
 def to_pair(
-    value: Any, name: str, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, Fields | None]:
-    """The tensors x [n, ...] and y [n, ...], and the fields of x.
+    value: Any,
+    name: str,
+    dtype: torch.dtype | None,
+    class_names: Sequence[str] | None = None,
+) -> Pair:
+    """The tensors x [n, ...] and y [n, ...], and the fields or columns of x.
 
     The value is the tuple (x, y), or a list or Dataset of tuples (x_j, y_j), which is
     read once. Both tensors are [0] where there are no samples. Raises ValueError unless
     there is one target for each input.
     """
     x, y = value if _is_pair(value, name) else _read_samples(value, name)
+    columns = text_names(x)
     x, fields = to_inputs(x, f"x of {name}", dtype)
-    y = to_targets(y, f"y of {name}")
+    y = to_targets(y, f"y of {name}", class_names)
     fits = x.dim() and y.dim() and len(x) == len(y)
     shapes = [list(x.shape), list(y.shape)]
     require(fits, name, "one target for each input", shapes)
-    return x, y, fields
+    return Pair(x, y, fields, columns)
 
 
 def _is_pair(value: Any, name: str) -> bool:

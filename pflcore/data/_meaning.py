@@ -22,6 +22,8 @@ words, dates, complex      refused                        refused
 `classes` is the number of classes. Where it is to be inferred, it is the largest label
 plus one, and more classes than labels are refused: the numbers are prices, years or
 ids. With `classes=None` all targets are numbers, which are predicted by regression.
+With the names of the classes their number is known, and words among the targets of
+objects are labels.
 
 Inputs become:
 
@@ -38,15 +40,28 @@ Inputs become:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pflcore.check import PositiveInt, reject, require
+from pflcore.check import Expectation, PositiveInt, reject, require
 from pflcore.data._inputs import IGNORED_LABEL
 
-Classes = PositiveInt | Literal["infer"] | None
+
+def _are_class_names(value: Any) -> bool:
+    """True for a list of different strings, at least one."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not all(isinstance(name, str) for name in value):
+        return False
+    return 0 < len(value) == len(set(value))
+
+
+ClassNames = Annotated[
+    Sequence[str],
+    Expectation("a list of the classes' names, each once", _are_class_names),
+]
+Classes = PositiveInt | Literal["infer"] | ClassNames | None
 MAX_EXACT_FLOAT32 = 2**24  # whole numbers up to here are exact in float32
 # Larger whole numbers in floats are clamped to this before they become int64, which
 # could not hold all of them. No number of classes is as large, so they are refused.
@@ -57,18 +72,33 @@ class ReaderOptions(NamedTuple):
     """Options that say which column of the table a reader uses.
 
     Attributes:
-        classes: number of classes; "infer" for the largest label plus one; None for
-            numbers to predict
+        classes: number of classes, or their names; "infer" for the largest label plus
+            one; None for numbers to predict
         dtype: dtype that floats are converted to; None keeps the dtype they have
         from_files: True for the column "of files", False for "of objects"
         single_client: True for one client of a federation whose other clients are not
             seen
+        columns: order of the columns of tables; None for that of the first table
     """
 
     classes: Classes = "infer"
     dtype: torch.dtype | None = torch.float32
     from_files: bool = False
     single_client: bool = False
+    columns: tuple[str, ...] | None = None
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of the classes, where `classes` has them."""
+        classes = self.classes
+        has_names = isinstance(classes, Sequence) and not isinstance(classes, str)
+        return tuple(classes) if has_names else None  # type: ignore[arg-type]
+
+    @property
+    def num_classes(self) -> int | Literal["infer"] | None:
+        """`classes`, with the number of classes in place of their names."""
+        names = self.class_names
+        return self.classes if names is None else len(names)  # type: ignore[return-value]
 
 
 def interpret_targets(
@@ -95,22 +125,23 @@ def interpret_targets(
     """
     is_column = y.dim() == 2 and y.shape[1] == 1 and not single_step
     one_per_sample = y.dim() == 1 or is_column
-    infers_classes = reader.classes == "infer"
+    num_classes = reader.num_classes
+    infers_classes = num_classes == "infer"
     has_untyped_numbers = reader.from_files or not infers_classes
-    may_be_labels = reader.classes is not None and has_untyped_numbers
+    may_be_labels = num_classes is not None and has_untyped_numbers
     if may_be_labels and one_per_sample and _are_whole_numbers(y):
         y = y.clamp(-MAX_LABEL, MAX_LABEL).long()
-    if reader.classes is None or y.is_floating_point():
+    if num_classes is None or y.is_floating_point():
         stays = y.is_floating_point() and reader.dtype is None
         numbers = y if stays else y.to(reader.dtype or float_dtype)
         # Floats with a number of classes are refused later, by the checks of the pool.
-        return numbers, None if reader.classes == "infer" else reader.classes
+        return numbers, None if num_classes == "infer" else num_classes
     if is_column:
         y = y[:, 0]
-    if reader.from_files and reader.classes in ("infer", 2) and _are_signs(y):
+    if reader.from_files and num_classes in ("infer", 2) and _are_signs(y):
         return (y > 0).long(), 2
-    if reader.classes != "infer":
-        return y, reader.classes
+    if num_classes != "infer":
+        return y, num_classes
     return y, _count_classes(y, reader, name)
 
 

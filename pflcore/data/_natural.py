@@ -134,8 +134,8 @@ def leaf(
 
     Args:
         path: the file or the folder
-        classes: number of classes; infer takes the largest label plus one; None reads
-            targets as numbers to predict
+        classes: number of classes, or their names; infer takes the largest label plus
+            one; None reads targets as numbers to predict
         name: name of the data, for summaries and records
     """
     base = Path(path)
@@ -179,20 +179,22 @@ def folder(
     Args:
         path: the folder with the files, or with a folder for each split
         target: the CSV column of the targets, by number or by its name in the header
-        classes: number of classes; infer takes the largest label plus one; None reads
-            targets as numbers to predict
+        classes: number of classes, or their names; infer takes the largest label plus
+            one; None reads targets as numbers to predict
         name: name of the data, for summaries and records
     """
     base = Path(path)
     clients = Pairs()
     first_header: tuple[str, ...] = ()
+    first_columns: tuple[str, ...] = ()
     for split, part in _split_folders(base, ".csv", ".npz").items():
         for file in _list_files(part, ".csv", ".npz"):
             if file.suffix == ".npz":
                 pairs = _npz(file, split)
             else:
-                header, pair = _csv(file, target)
+                header, columns, pair = _csv(file, target)
                 first_header = first_header or header
+                first_columns = first_columns or columns
                 expected = f"the columns of other files, {first_header}"
                 require(header in ((), first_header), str(file), expected, header)
                 pairs = {split: pair}
@@ -201,7 +203,10 @@ def folder(
             expected = f"samples that {file.stem} has in no other file"
             require(not twice, str(file), expected, twice)
             client |= pairs
+    has_names = first_columns and len(set(first_columns)) == len(first_columns)
     reader = ReaderOptions(classes, from_files=True)
+    if has_names:
+        reader = reader._replace(columns=first_columns)
     return _federation(clients, reader, name or base.name)
 
 
@@ -366,8 +371,12 @@ def _npz(path: Path, split: str) -> dict[str, tuple[Any, Any]]:
         return arrays
 
 
-def _csv(path: Path, target: int | str) -> tuple[tuple[str, ...], tuple[Any, Any]]:
-    """The header (or ()), the inputs x and the targets y.
+def _csv(
+    path: Path, target: int | str
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, Any]]:
+    """The header, the names of the inputs, and the inputs x and the targets y.
+
+    Without a header the names are ().
 
     Header and rows are read by one grammar, that of Python's csv module. A header has
     no number, or counts its columns, as pandas writes it for an array.
@@ -385,8 +394,10 @@ def _csv(path: Path, target: int | str) -> tuple[tuple[str, ...], tuple[Any, Any
     require(len(first) > 1 and len(columns) == 1, "target", expected, target)
     x = np.delete(rows, columns[0], 1)
     y = rows[:, columns[0]]
-    header = first if has_header else ()
-    return header, (x, y)
+    if not has_header:
+        return (), (), (x, y)
+    names = tuple(name for i, name in enumerate(first) if i != columns[0] % len(first))
+    return first, names, (x, y)
 
 
 def _read_table(reader: Any) -> tuple[tuple[str, ...], bool, Any]:
@@ -412,6 +423,43 @@ def _read_table(reader: Any) -> tuple[tuple[str, ...], bool, Any]:
         _append_numbers(values, row, line)
     require(values, "rows", "at least one", 0)
     return first, has_header, np.frombuffer(values).reshape(-1, len(first))
+
+
+def read_csv_rows(path: Path) -> Any:
+    """The numbers of a CSV file, float64 [n, D], with or without a line of names.
+
+    Raises ValueError for a cell that is no number, and OSError for the file.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        _, _, rows = _read_table(csv.reader(file, strict=True))
+        return rows.copy()
+
+
+def read_csv_columns(path: Path, columns: Sequence[str]) -> dict[str, Any]:
+    """Those of the named columns that a CSV file has, float64 [n] each.
+
+    Other columns of the file may hold anything. Raises ValueError for a cell of these
+    columns that is no number, and for a name that two columns have.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        rows = (row for row in reader if not _is_blank(row))
+        header = [cell.strip() for cell in next(rows, ())]
+        twice = [name for name in columns if header.count(name) > 1]
+        require(not twice, "columns", "each once in the first line", twice)
+        positions = {name: header.index(name) for name in columns if name in header}
+        values: dict[str, list[float]] = {name: [] for name in positions}
+        for row in rows:
+            line = f"line {reader.line_num}"
+            expected = f"{len(header)} values, as the first line has"
+            require(len(row) == len(header), line, expected, len(row))
+            for name, position in positions.items():
+                cell = row[position]
+                place = f"{line}, column {name!r}"
+                hint = _number_hint(cell)
+                require(_is_number(cell), place, f"a number{hint}", cell)
+                values[name].append(float(cell))
+    return {name: np.array(numbers) for name, numbers in values.items()}
 
 
 def _is_blank(row: Sequence[str]) -> bool:

@@ -200,7 +200,8 @@ def mask_ignored_label(data: Federation, label: int) -> Federation:
     if classes == label + 1:
         known = y[y != IGNORED_LABEL]
         classes = int(known.max()) + 1 if known.numel() else 1
-    return data._copy_with(y=y, classes=classes)
+    class_names = data.class_names and data.class_names[:classes]
+    return data._copy_with(y=y, classes=classes, class_names=class_names)
 
 
 def single_client_federation(samples: Any, **options: Any) -> Federation:

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
 from pflcore._device import to_device
-from pflcore.check import PositiveInt, check_fields, reject, require
+from pflcore._html import html_table
+from pflcore.check import PositiveInt, check_fields, client_id, reject, require
 from pflcore.data._inputs import (
     DENSE_TEXT,
     IGNORED_LABEL,
@@ -88,6 +89,8 @@ class ClientSamples:
     fields: Fields | None = None
     names: tuple[str | int, ...] | None = None
     scaling: Scaling | None = None
+    columns: tuple[str, ...] | None = None
+    class_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         x = self.x
@@ -104,6 +107,7 @@ class ClientSamples:
             index[split] = _to_ragged(f"index[{split!r}]", lists, x.device)
         self.__dict__.update(y=mask_labels(self.y, x, fields), index=index)
         self._check_index()
+        self._check_names()
         self._check_pool()
         self._check_clients()
 
@@ -175,20 +179,41 @@ class ClientSamples:
         counts = torch.bincount(cell, minlength=num_cells + 1)[:num_cells]
         return counts.view(-1, self.classes).cpu()
 
-    def labels(self, i: int, split: str = "train") -> Tensor:
+    def client_id(self, client: int | str) -> int:
+        """The id of a client that is given by its id or by its name.
+
+        Raises ValueError where there is no such client.
+        """
+        return client_id("client", client, self.n, self.names)
+
+    def names_of(self, ids: Sequence[int]) -> list[str | int]:
+        """The names of clients; their ids where they have no names."""
+        names = self.names
+        return [*ids] if names is None else [names[i] for i in ids]
+
+    def labels(self, i: int | str, split: str = "train") -> Tensor:
         """Client i's own labels (after `relabel`) or targets: [n_i] or [n_i, ...].
 
         Raises ValueError where there is no such client or split.
+
+        Args:
+            i: id or name of the client
+            split: split of the samples
         """
-        require(0 <= i < self.n, "client", f"a number from 0 to {self.n - 1}", i)
+        i = self.client_id(i)
         y = self.y[self.lists(split)[i]]
         return y if self.relabel is None else self.relabel[i][y]
 
-    def client(self, i: int, split: str = "train") -> tuple[Tensor, Tensor]:
+    def client(self, i: int | str, split: str = "train") -> tuple[Tensor, Tensor]:
         """Client i's samples x [n_i, ...] and y [n_i, ...], with its own labels.
 
         The tensors are copies, so writing to them does not change the pool.
+
+        Args:
+            i: id or name of the client
+            split: split of the samples
         """
+        i = self.client_id(i)
         y = self.labels(i, split)
         return self.x[self.lists(split)[i]], y
 
@@ -268,6 +293,14 @@ class ClientSamples:
     def __repr__(self) -> str:
         size = f"n={self.n}, splits={list(self.splits)}, shape={list(self.shape)}"
         return f"Federation({self.name!r}, {size}, classes={self.classes})"
+
+    def _repr_html_(self) -> str:
+        """The lines of `summary` as a table, for notebooks."""
+        rows = [("fact", "value")]
+        for line in self.summary().splitlines()[1:]:
+            fact, _, value = line.partition(": ")
+            rows.append((fact, value))
+        return html_table(f"Federation {self.name}", rows)
 
     def to(self, device: str | torch.device) -> Self:
         """The same federation with its pool and index lists on `device`."""
@@ -370,8 +403,12 @@ class ClientSamples:
             return
         in_sample = (~values.isfinite()).reshape(len(values), -1).any(1)
         sample = int(in_sample.nonzero()[0])
-        holder = self._describe_holder(sample)
-        reject(name, f"finite numbers, also in sample {sample}{holder}", values[sample])
+        column = ""
+        if name == "x" and self.columns is not None and values.dim() == 2:
+            position = int((~values[sample].isfinite()).nonzero()[0])
+            column = f", column {self.columns[position]!r}"
+        place = f"sample {sample}{column}{self._describe_holder(sample)}"
+        reject(name, f"finite numbers, also in {place}", values[sample])
 
     def _check_labels(self, classes: int) -> None:
         """Raises ValueError unless labels are int64 in 0..classes-1, or ignored."""
@@ -403,16 +440,28 @@ class ClientSamples:
             if positions:
                 client = int(lists.owners()[positions[0]])
                 number = positions[0] - int(lists.begin[client])
-                return f", number {number} of client {client}'s {split} samples"
+                if self.names is None or len(self.names) != self.n:
+                    return f", number {number} of client {client}'s {split} samples"
+                name = self.names[client]
+                return f", number {number} of the {split} samples of client {name!r}"
         return ""
 
     def _check_clients(self) -> None:
-        """Raises ValueError unless `truth`, `names` and `relabel` fit the clients."""
+        """Raises ValueError unless what is known of the clients fits them."""
         for key, value in {**self.truth, "names": self.names}.items():
             fits = value is None or (np.ndim(value) > 0 and len(value) == self.n)
             require(fits, key, f"a row for each of {self.n} clients", value)
         if self.relabel is not None:
             self._check_relabel(self.relabel)
+
+    def _check_names(self) -> None:
+        """Raises ValueError unless columns and classes have one name each."""
+        width = self.shape[0] if len(self.shape) == 1 and self.fields is None else 0
+        counts = {"columns": width, "class_names": self.classes or 0}
+        for key, count in counts.items():
+            names = getattr(self, key)
+            fits = names is None or len(set(names)) == len(names) == count
+            require(fits, key, f"{count} different names", names)
 
     def _check_relabel(self, relabel: Tensor) -> None:
         """Raises ValueError unless each client has a label for every class.

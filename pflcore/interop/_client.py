@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ from pflcore.interop._message import (
     fingerprint,
     prepare_net,
 )
+from pflcore.interop._sides import (
+    identity_of,
+    load_side,
+    save_side,
+    with_prefix,
+    without_prefix,
+)
+from pflcore.simulation._describe import Record
 from pflcore.simulation._models import Personalized, client_facts, embed_tensor
 from pflcore.simulation._settings import Hardware
 from pflcore.simulation._state import batch_norm_policy
@@ -120,7 +129,8 @@ class Client:
         net = self._context.net
         classes = self.data.classes
         is_relabeled = self.data.relabel is not None
-        if classes is not None and not is_relabeled and net.head_name is not None:
+        is_open = not is_relabeled and self.data.class_names is None
+        if classes is not None and is_open and net.head_name is not None:
             # One client may lack samples of some classes that the head scores.
             self.data = replace(self.data, classes=max(classes, net.classes))
         self._fingerprint = fingerprint(self.algorithm, net, self.averages)
@@ -170,7 +180,7 @@ class Client:
         tensors = {key: rows[0] for key, rows in model.items()}
         facts = client_facts(self.data, 0)
         return Personalized(
-            self.algorithm, clients.net, tensors, clients.buffers[0], *facts
+            self.algorithm, clients.net, tensors, clients.buffers[0], **facts
         )
 
     def evaluate(
@@ -227,6 +237,51 @@ class Client:
         self._buffers = state["statistics"]
         self._pending = state["pending"]
 
+    def save(self, folder: str | Path) -> None:
+        """Writes a checkpoint into `folder`, in place of one that is there.
+
+        Save it after `train`, before the upload is sent. Raises OSError where it cannot
+        be written; then the earlier checkpoint stands.
+        """
+        tensors = with_prefix("own.", self._client_state)
+        tensors |= with_prefix("", {"statistics": self._buffers})
+        round = None
+        if self._pending is not None:
+            round, client_state, buffers = self._pending
+            tensors |= with_prefix("pending.", client_state)
+            tensors |= with_prefix("", {"pending_statistics": buffers})
+        save_side(folder, self._identity(), tensors, {"pending": round})
+
+    def restore(self, folder: str | Path) -> Client:
+        """Takes up the checkpoint in `folder`, and returns the client itself.
+
+        Raises ValueError, and changes nothing, for a checkpoint that is absent,
+        damaged, or of a client with another algorithm, model or option.
+        """
+        tensors, facts = load_side(folder, self._identity())
+        device = self._buffers.device
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        pending = None
+        if facts["pending"] is not None:
+            client_state = without_prefix("pending.", tensors)
+            pending = (facts["pending"], client_state, tensors["pending_statistics"])
+        self._client_state = without_prefix("own.", tensors)
+        self._buffers = tensors["statistics"]
+        self._pending = pending
+        return self
+
+    def _identity(self) -> Record:
+        """The description by which a checkpoint tells clients apart."""
+        context = self._context
+        return identity_of(
+            "client",
+            self.algorithm,
+            context.net,
+            self.averages,
+            seed=context.seed,
+            training=context.training,
+        )
+
     @contextmanager
     def _reproducible(self) -> Iterator[None]:
         """A context in which the client's work repeats bit by bit.
@@ -253,7 +308,9 @@ class Client:
         down = Download(payload)
         self._settle(header)
         client_state = self._state_for_round(down, header)
-        buffers = self._buffers if sent_buffers is None else sent_buffers[None]
+        buffers = self._statistics_for_round(header)
+        if sent_buffers is not None:
+            buffers = sent_buffers[None]
         data = single_client_view(self.data, header.number, header.n)
         context = self._context._replace(data=data, rounds=header.rounds)
         number = torch.tensor([header.number])
@@ -287,6 +344,14 @@ class Client:
             else:
                 client_state[key] = row.clone()
         return client_state
+
+    def _statistics_for_round(self, header: MessageHeader) -> Tensor:
+        """The client's own statistics [1, b] before the round.
+
+        Until the server has used an upload, they are the model's, as the state is a new
+        client's. So a state of another run is never read.
+        """
+        return self._buffers if header.accepted else self._context.net.b0[None]
 
     def _settle(self, header: MessageHeader) -> None:
         """Keeps the last training's state if the server used its upload.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Hashable, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from flwr.app import (
@@ -24,12 +26,14 @@ from pflcore.check import are_names, checked, require
 from pflcore.interop._client import Client
 from pflcore.interop._flower_messages import only_record, record_of
 from pflcore.simulation._models import Personalized
+from pflcore.simulation.checkpoint import Checkpoint
 
 # The key in Context.state of a client's state between rounds.
 STATE_RECORD = "pflcore.client"
 # Making a client anew is slow, so this many are kept in memory. Their states are in
 # their contexts.
 MAX_CACHED_CLIENTS = 32
+Folder = str | Path
 Evaluate = Callable[[Personalized, Context], dict[str, float]]
 
 
@@ -46,6 +50,7 @@ def client_app(
     evaluate: Evaluate | None = None,
     client_id: Callable[[Context], Hashable] = number_of,
     mods: list[Any] | None = None,
+    checkpoint: Folder | Callable[[Context], Folder | None] | None = None,
 ) -> ClientApp:
     """The ClientApp of `PflStrategy`.
 
@@ -64,9 +69,21 @@ def client_app(
         client_id: Returns the id of a node's client, a string or a whole number. The
             default is the node's "partition-id", or else the node's id.
         mods: The mods of Flower's ClientApp.
+        checkpoint: A folder on the node, where the state of each client is also saved,
+            for a run that goes on by `PflStrategy(checkpoint=)`: Flower gives a new run
+            an empty `Context.state`. Or a function that returns the folder of a node,
+            or None. By default nothing is saved.
     """
     app = ClientApp(mods=mods or [])
     client_of = client_cache(make)
+
+    def folder_of(context: Context) -> Checkpoint | None:
+        folder = checkpoint(context) if callable(checkpoint) else checkpoint
+        if folder is None:
+            return None
+        # The repr tells the ids 1 and "1" apart.
+        name = quote(repr(client_id(context)), safe="")
+        return Checkpoint(Path(folder) / f"client-{name}")
 
     @app.query("pflcore")  # type: ignore[untyped-decorator]
     def identify(message: Message, context: Context) -> Message:
@@ -76,9 +93,12 @@ def client_app(
     @app.train()  # type: ignore[untyped-decorator]
     def train(message: Message, context: Context) -> Message:
         key, record = only_record(message, "the server's message")
-        client = client_of(context)
+        folder = folder_of(context)
+        client = client_of(context, folder)
         upload, num_samples = client.train(record.to_torch_state_dict())
         context.state[STATE_RECORD] = ConfigRecord({"bytes": client_bytes(client)})
+        if folder is not None:
+            client.save(folder.folder)
         metrics = MetricRecord({"num-examples": num_samples})
         content = RecordDict({key: record_of(upload), "metrics": metrics})
         return Message(content, reply_to=message)
@@ -87,7 +107,7 @@ def client_app(
     def test(message: Message, context: Context) -> Message:
         _, record = only_record(message, "the server's message")
         download = record.to_torch_state_dict()
-        client = client_of(context)
+        client = client_of(context, folder_of(context))
         if evaluate is None:
             values = client.evaluate(download)
         else:
@@ -98,14 +118,18 @@ def client_app(
     return app
 
 
-def client_cache(make: Callable[[Context], Client]) -> Callable[[Context], Client]:
+def client_cache(
+    make: Callable[[Context], Client],
+) -> Callable[[Context, Checkpoint | None], Client]:
     """A function from a context to its client, in the context's state.
 
-    It keeps up to `MAX_CACHED_CLIENTS` clients, and forgets the oldest beyond that.
+    Where the context has no state, that of the checkpoint counts if there is one. The
+    function keeps up to `MAX_CACHED_CLIENTS` clients, and forgets the oldest beyond
+    that.
     """
     clients: dict[tuple[int, int], Client] = {}
 
-    def client_of(context: Context) -> Client:
+    def client_of(context: Context, checkpoint: Checkpoint | None = None) -> Client:
         key = (context.run_id, context.node_id)
         if key not in clients:
             clients[key] = make(context)
@@ -119,6 +143,8 @@ def client_cache(make: Callable[[Context], Client]) -> Callable[[Context], Clien
         if STATE_RECORD in context.state:
             data = io.BytesIO(context.state[STATE_RECORD]["bytes"])
             client.load_state_dict(torch.load(data, weights_only=True))
+        elif checkpoint is not None and checkpoint.exists:
+            client.restore(checkpoint.folder)
         return client
 
     return client_of

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import WARNING
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAvg, MultiKrum
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg, MultiKrum, Result
 from flwr.supercore import log
+from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms._feddwa import FedDWA
@@ -19,10 +21,88 @@ from pflcore.interop._flower_messages import (
     sender_of,
     usable_replies,
 )
-from pflcore.interop._packing import pack
-from pflcore.interop._personalize import Krum, method_of, min_models, personalize
+from pflcore.interop._flower_sending import OneByOneGrid, OneTimeMessages
+from pflcore.interop._packing import (
+    ModelTemplate,
+    Shapes,
+    mix_statistics,
+    pack,
+    split_row,
+)
+from pflcore.interop._personalize import (
+    Krum,
+    MixedModels,
+    method_of,
+    min_models,
+    mix_models,
+)
 
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
+
+
+class StoredModel(NamedTuple):
+    """One node's personalized model as numbers, from which a record is built.
+
+    Attributes:
+        template: The node's upload without the numbers that are in the rows.
+        parts: The shapes of the tensors in a row, and the row. The first part has the
+            weights, and a second one has running statistics.
+    """
+
+    template: ModelTemplate
+    parts: list[tuple[Shapes, Tensor]]
+
+    def record(self) -> ArrayRecord:
+        """The model as a new record of Flower."""
+        pieces: dict[str, Tensor] = {}
+        for shapes, row in self.parts:
+            pieces |= split_row(shapes, row)
+        record: ArrayRecord = self.template.like(pieces, copies=True)
+        return record
+
+    def detached(self) -> StoredModel:
+        """The model without the memory of other nodes' rows."""
+        parts = []
+        for shapes, row in self.parts:
+            has_own_memory = row.untyped_storage().nbytes() == row.nbytes
+            parts.append((shapes, row if has_own_memory else row.clone()))
+        return StoredModel(self.template, parts)
+
+
+class PersonalModels(Mapping[int, ArrayRecord]):
+    """The personalized models by node id; a record is built when it is read.
+
+    The models lie in memory as the rows that the mix returned. A record would be a
+    second copy of each.
+    """
+
+    def __init__(self) -> None:
+        self._stored: dict[int, StoredModel] = {}
+
+    def __getitem__(self, node: int) -> ArrayRecord:
+        return self._stored[node].record()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._stored  # that of Mapping would build the record
+
+    def update(self, mixed: MixedModels) -> None:
+        """Takes over the models of a round; those of other nodes stay."""
+        form = mixed.form
+        statistics = mix_statistics(form, mixed.mixing.weight, mixed.mixing.index)
+        # A row is a view, so it would keep the whole matrix of an earlier round.
+        for node in self._stored.keys() - set(form.ids):
+            self._stored[node] = self._stored[node].detached()
+        for i, node in enumerate(form.ids):
+            parts = [(form.columns, mixed.rows[i])]
+            if statistics is not None:
+                parts.append((form.averaged, statistics[i]))
+            self._stored[node] = StoredModel(form.models[i], parts)
 
 
 class FilteredFedAvg(FedAvg):  # type: ignore[misc]
@@ -64,11 +144,18 @@ class PersonalStrategy(FilteredFedAvg):
         super().__init__(**flower)
         self.method = method
         self.chosen: dict[str, Any] = {"include": include, "exclude": exclude}
-        self.models: dict[int, ArrayRecord] = {}  # the personalized models, by node id
-        # The last upload of each node, by node id
+        self.models = PersonalModels()
+        # The last upload of each node, by node id, where the method looks back
         self._last: dict[int, ArrayRecord] = {}
         # The layout of the models: that of the model that was sent, or of most uploads.
         self._expected_layout: Any = None
+
+    def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
+        """The result of Flower's `start`, with the same arguments.
+
+        A node's message is built when it is sent.
+        """
+        return super().start(OneByOneGrid(grid), *args, **options)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -100,22 +187,27 @@ class PersonalStrategy(FilteredFedAvg):
         previous = None
         if self._looks_back:
             previous = {node: self._last.get(node, uploads[node]) for node in uploads}
-        models = personalize(uploads, self.method, previous=previous, **self.chosen)
-        self.models.update(models)
-        self._last.update(uploads)
+        mixed = mix_models(uploads, self.method, previous=previous, **self.chosen)
+        self.models.update(mixed)
+        if self._looks_back:
+            self._last.update(uploads)
 
     def _construct_messages(
         self, record: RecordDict, node_ids: list[int], message_type: str
     ) -> Iterable[Message]:
-        """The messages of FedAvg, each with the model of its node."""
+        """The messages of FedAvg, each with the model of its node.
+
+        Each is built when it is read.
+        """
         key = self.arrayrecord_key
         self._expected_layout = self._expected_layout or model_layout(record)[0]
-        messages = []
-        for node in node_ids:
-            model = self.models.get(node, record[key])
+
+        def message_of(node: int) -> Message:
+            model = self.models[node] if node in self.models else record[key]
             content = RecordDict({**record, key: model})
-            messages.append(Message(content, node, message_type))
-        return messages
+            return Message(content, node, message_type)
+
+        return OneTimeMessages(message_of(node) for node in node_ids)
 
 
 def select_multikrum(

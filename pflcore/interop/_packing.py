@@ -228,22 +228,32 @@ def unpack(
     require(rows.shape == (n, width), "rows", wanted, rows)
     if not form.models:
         return rows.detach().cpu().numpy() if form.outer == "array" else rows
-    parts = [(form.columns, rows)]
-    if form.statistics is not None:
-        if weight is None:
-            weight = torch.full((n, n), 1 / n, dtype=torch.float64)
-        require(len(weight) == n, "weight", f"a row for each of {n} clients", weight)
-        device = form.statistics.device
-        index = None if index is None else index.to(device)
-        mixed = ops.aggregate(form.statistics, weight.to(device), index)
-        parts.append((form.averaged, mixed))
+    statistics = mix_statistics(form, weight, index)
     models = []
     for i, template in enumerate(form.models):
-        pieces: Tensors = {}
-        for shapes, matrix in parts:
-            pieces |= split_row(shapes, matrix[i])
-        models.append(template.like(pieces, copy))
+        pieces = split_row(form.columns, rows[i])
+        if statistics is not None:
+            pieces |= split_row(form.averaged, statistics[i])
+        models.append(template.like(pieces, copies=copy))
     return form.wrap(models)
+
+
+def mix_statistics(
+    form: ModelForm, weight: Tensor | None, index: Tensor | None = None
+) -> Tensor | None:
+    """The mixed running statistics [N, b], or None where none are averaged.
+
+    The arguments are those of `unpack`.
+    """
+    if form.statistics is None:
+        return None
+    n = len(form.ids)
+    if weight is None:
+        weight = torch.full((n, n), 1 / n, dtype=torch.float64)
+    require(len(weight) == n, "weight", f"a row for each of {n} clients", weight)
+    device = form.statistics.device
+    index = None if index is None else index.to(device)
+    return ops.aggregate(form.statistics, weight.to(device), index)
 
 
 def collect_models(uploads: Any) -> tuple[ModelForm, list[Any]]:

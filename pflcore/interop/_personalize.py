@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +109,20 @@ METHODS_BY_NAME: dict[str, Callable[..., Method]] = {
 }
 
 
+class MixedModels(NamedTuple):
+    """The clients' personalized models as rows, for `unpack`.
+
+    Attributes:
+        rows: The personalized models [N, P].
+        form: The form of the uploads.
+        mixing: The weights of the uploads in each model.
+    """
+
+    rows: Tensor  # [N, P]
+    form: ModelForm
+    mixing: MixingWeights
+
+
 @checked
 def personalize(  # noqa: PLR0913 (what a mix has)
     uploads: Models,
@@ -155,6 +169,36 @@ def personalize(  # noqa: PLR0913 (what a mix has)
             ranks need it. The models themselves are mixed.
         options: Options of the method that `method` names.
     """
+    mixed = mix_models(
+        uploads,
+        method,
+        guidance=guidance,
+        previous=previous,
+        base=base,
+        include=include,
+        exclude=exclude,
+        batch_norm=batch_norm,
+        directions=directions,
+        **options,
+    )
+    mixing = mixed.mixing
+    return unpack(mixed.rows, mixed.form, mixing.weight, mixing.index)
+
+
+def mix_models(  # noqa: PLR0913 (what a mix has)
+    uploads: Models,
+    method: Any = "fedamp",
+    *,
+    guidance: Models | None = None,
+    previous: Models | None = None,
+    base: Any = None,
+    include: Names = (),
+    exclude: Names = (),
+    batch_norm: str = "auto",
+    directions: bool = False,
+    **options: Any,
+) -> MixedModels:
+    """The models of `personalize`, which has the same arguments, as rows."""
     alg = method_of(method, options)
     policy: Any = batch_norm
     if batch_norm == "auto":
@@ -182,7 +226,7 @@ def personalize(  # noqa: PLR0913 (what a mix has)
         compared = F.normalize(rows.double())
         guides = [F.normalize(guide.double()) for guide in guides]
     mixing = _mixing_weights(alg, compared, guides, base is not None)
-    return unpack(mixing.aggregate(rows), form, mixing.weight, mixing.index)
+    return MixedModels(mixing.aggregate(rows), form, mixing)
 
 
 def method_of(method: Any, options: dict[str, Any]) -> Method:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from numbers import Integral
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import annotated_types as at
@@ -39,6 +40,14 @@ from pflcore.interop._message import (
     layout_of,
     prepare_net,
 )
+from pflcore.interop._sides import (
+    identity_of,
+    load_side,
+    save_side,
+    with_prefix,
+    without_prefix,
+)
+from pflcore.simulation._describe import Record
 from pflcore.simulation._models import with_new_client
 from pflcore.simulation._state import (
     batch_norm_policy,
@@ -322,6 +331,78 @@ class Server:
         for key in SAVED_FIELDS:
             setattr(self, f"_{key}", copy(state[key]))
 
+    def save(self, folder: str | Path) -> None:
+        """Writes a checkpoint into `folder`, in place of one that is there.
+
+        It holds all that the next round needs. Save it after each round: a client keeps
+        what it learnt as soon as a message tells it that its upload was used. Raises
+        OSError where it cannot be written; then the earlier checkpoint stands.
+        """
+        self.save_with_facts(folder, {})
+
+    def restore(self, folder: str | Path) -> Server:
+        """Takes up the checkpoint in `folder`, and returns the server itself.
+
+        The rounds that follow give the same numbers as those of an unbroken run. Raises
+        ValueError, and changes nothing, for a checkpoint that is absent, damaged, or of
+        a server with another algorithm, model or option. `num_clients` may differ.
+        """
+        self.restore_with_facts(folder)
+        return self
+
+    def save_with_facts(self, folder: str | Path, facts: Mapping[str, Any]) -> None:
+        """Writes a checkpoint with further facts, for `restore_with_facts`."""
+        tensors = with_prefix("state.", flatten_state(self._state))
+        tensors |= with_prefix("report.", self._report)
+        tensors |= with_prefix("net.", {"w0": self.net.w0, "b0": self.net.b0})
+        accepted = [[i, *values] for i, values in self._accepted.items()]
+        numbers = [_plain_id(i) for i in self._numbers]
+        own_facts = {
+            "round": self._state.round,
+            "void": self._state.void_rounds,
+            "accepted": accepted,
+            "clients": [*zip(numbers, self._numbers.values(), strict=True)],
+            "retired": self._retired,
+            "upload": _layout_facts(self._upload_layout),
+        }
+        save_side(folder, self._identity(), tensors, {**facts, **own_facts})
+
+    def restore_with_facts(self, folder: str | Path) -> Record:
+        """Takes up a checkpoint as `restore` does, and returns all of its facts."""
+        tensors, facts = load_side(folder, self._identity())
+        saved = without_prefix("state.", tensors)
+        before = flatten_state(self._state)
+        # A tensor that the server added during the run has no device before it.
+        for name, tensor in saved.items():
+            saved[name] = tensor.to(before.get(name, self._state.buffers).device)
+        state = unflatten_state(saved, facts["round"], facts["void"])
+        check_state(state, self.algorithm, self.net, len(state.participated))
+        # A server that was given a module drew its first weights anew.
+        net = self.net.to(self.net.w0.device)
+        net.w0 = tensors["net.w0"].to(net.w0.device)
+        net.b0 = tensors["net.b0"].to(net.b0.device)
+        self.net = net
+        self._state = state
+        self._report = without_prefix("report.", tensors)
+        self._accepted = {i: (round, part) for i, round, part in facts["accepted"]}
+        self._numbers = {client: number for client, number in facts["clients"]}
+        self._retired = list(facts["retired"])
+        self._upload_layout = _layout_of_facts(facts["upload"])
+        self._round_started = False
+        return facts
+
+    def _identity(self) -> Record:
+        """The description by which a checkpoint tells servers apart."""
+        return identity_of(
+            "server",
+            self.algorithm,
+            self.net,
+            self.averages,
+            rounds=self.rounds,
+            seed=self.seed,
+            clip=self.clip,
+        )
+
     def _cohort(
         self,
         ids: Sequence[int],
@@ -501,6 +582,30 @@ class Server:
         if buffers is not None:
             tensors[BUFFERS_KEY] = buffers
         return Upload(number, tensors, int(num_samples))
+
+
+def _plain_id(client: Hashable) -> str | int:
+    """A client's id as a string or an int, without classes such as NumPy's."""
+    return client if isinstance(client, str) else int(client)  # type: ignore[call-overload, no-any-return]
+
+
+def _layout_facts(layout: UploadLayout | None) -> list[Any] | None:
+    """A layout of uploads as values that JSON can hold."""
+    if layout is None:
+        return None
+    return [
+        [key, list(shape), str(dtype).removeprefix("torch.")]
+        for key, (shape, dtype) in layout.items()
+    ]
+
+
+def _layout_of_facts(facts: list[Any] | None) -> UploadLayout | None:
+    """The layout of uploads that `_layout_facts` has described."""
+    if facts is None:
+        return None
+    return {
+        key: (torch.Size(shape), getattr(torch, dtype)) for key, shape, dtype in facts
+    }
 
 
 class RefusedUpload(ValueError):

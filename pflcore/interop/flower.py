@@ -16,8 +16,10 @@ a node, known by the id that `client_app` sends.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partialmethod
-from logging import WARNING
+from logging import INFO, WARNING
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +33,7 @@ except ImportError:
     ) from None
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import sample_nodes
@@ -53,10 +55,12 @@ from pflcore.interop._flower_personal import (
     PersonalStrategy,
     select_multikrum,
 )
+from pflcore.interop._flower_sending import OneByOneGrid, OneTimeMessages
 from pflcore.interop._server import Server
 from pflcore.simulation._loop import MAX_VOID_ROUNDS
 from pflcore.simulation._state import RunConfig
 from pflcore.simulation._uploads import RoundOutcome
+from pflcore.simulation.checkpoint import Checkpoint, lock
 from pflcore.simulation.round import sample_cohort
 from pflcore.train._random import draw_without_replacement
 
@@ -95,15 +99,24 @@ class PflStrategy(FilteredFedAvg):
       part while it is connected.
     - Raises ValueError where three rounds in a row are skipped, because all nodes fail
       or a required client is absent.
+    - With `checkpoint`, a new strategy goes on where a killed one has ended, to the
+      same models. Raises ValueError where the folder holds the checkpoint of another
+      algorithm, model or option.
 
     Args:
         server: The server, with the model and the seed of the clients'
             `pflcore.Client`.
+        checkpoint: The folder that the server's state is written into after each round,
+            and taken up from if it holds one. Where the algorithm keeps state at the
+            clients, give `client_app` a `checkpoint`, too. By default nothing is
+            written.
         flower: The arguments of Flower's FedAvg. By default `min_available_nodes` is
             the server's number of clients, so the strategy waits for all of them.
     """
 
-    def __init__(self, server: Server, **flower: Any) -> None:
+    def __init__(
+        self, server: Server, checkpoint: str | Path | None = None, **flower: Any
+    ) -> None:
         least = {
             "min_train_nodes": 1,
             "min_evaluate_nodes": 1,
@@ -116,8 +129,43 @@ class PflStrategy(FilteredFedAvg):
         # Nodes whose client was known from another node before.
         self._duplicate_nodes: set[int] = set()
         self._skipped_rounds = 0  # the number of skipped rounds in a row
+        # The rounds that Flower counted before it began anew, with a restored server.
+        self._earlier_rounds = 0
         # The argument `timeout` of Flower's calls, set by `start`.
         self._timeout_options: dict[str, float] = {}
+        self._checkpoint = None if checkpoint is None else Checkpoint(checkpoint)
+        if self._checkpoint is not None and self._checkpoint.exists:
+            self._restore(self._checkpoint.folder)
+
+    def _restore(self, folder: str | Path) -> None:
+        """Takes up the checkpoint in `folder`."""
+        facts = self.server.restore_with_facts(folder)
+        flower: Any = facts.get("flower")
+        wanted = "the checkpoint of a PflStrategy"
+        require(isinstance(flower, dict), "checkpoint", wanted, "that of a Server")
+        self.clients = {node: client for node, client in flower["nodes"]}
+        self._skipped_rounds = flower["skipped"]
+        self._earlier_rounds = flower["round"]
+        text = "checkpoint: %s holds round %d; the run goes on after it"
+        log(INFO, text, folder, self.server.round)
+
+    def _save(self, server_round: int) -> None:
+        """Writes the checkpoint after a round, where there is a folder for it.
+
+        It must be written before a message tells clients that the round is over,
+        because they then give up the state from before the round.
+        """
+        if self._checkpoint is None:
+            return
+        flower = {
+            "nodes": [*self.clients.items()],
+            "skipped": self._skipped_rounds,
+            "round": self._earlier_rounds + server_round,
+        }
+        try:
+            self.server.save_with_facts(self._checkpoint.folder, {"flower": flower})
+        except OSError as error:
+            log(WARNING, "%s The run goes on.", error)
 
     def start(
         self,
@@ -127,6 +175,9 @@ class PflStrategy(FilteredFedAvg):
         **options: Any,
     ) -> Result:
         """The result of Flower's `start`, with the model of the server.
+
+        With a restored server the rounds of the result continue those before. Where no
+        round is left, the models are only evaluated.
 
         Args:
             grid: Flower's grid of nodes.
@@ -140,15 +191,49 @@ class PflStrategy(FilteredFedAvg):
             num_rounds = self.server.rounds - self.server.round
         default_timeout = 3600  # Flower's own
         self._timeout_options = {"timeout": options.get("timeout", default_timeout)}
-        return super().start(grid, ArrayRecord(), num_rounds, **options)
+        one_by_one: Any = OneByOneGrid(grid)
+        in_folder: Any = nullcontext()
+        if self._checkpoint is not None:
+            in_folder = lock(self._checkpoint.folder, "checkpoint")
+        with in_folder:
+            result = super().start(one_by_one, ArrayRecord(), num_rounds, **options)
+            if num_rounds == 0 and self._earlier_rounds:
+                config = options.get("evaluate_config") or ConfigRecord()
+                self._evaluate_again(one_by_one, config, result)
+        return self._continued(result)
+
+    def _evaluate_again(self, grid: Grid, config: ConfigRecord, result: Result) -> None:
+        """Evaluates the models of the last round, whose evaluation may have ended."""
+        messages = self.configure_evaluate(0, ArrayRecord(), config, grid)
+        replies = grid.send_and_receive(messages, **self._timeout_options)
+        metrics = self.aggregate_evaluate(0, replies)
+        if metrics is not None:
+            result.evaluate_metrics_clientapp[0] = metrics
+
+    def _continued(self, result: Result) -> Result:
+        """The result, with rounds that continue those before a restart."""
+        earlier = self._earlier_rounds
+        for name, value in vars(result).items():
+            if earlier and isinstance(value, dict):
+                later = {round + earlier: metrics for round, metrics in value.items()}
+                setattr(result, name, later)
+        return result
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> Aggregated:
-        """Plays the server's round, and returns the mean metrics.
+        """Plays the server's round, saves it, and returns the mean metrics.
 
         There is no single model that it could return.
         """
+        metrics = self._play_round(server_round, replies)
+        self._save(server_round)
+        return None, metrics
+
+    def _play_round(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Plays the server's round, and returns the mean metrics."""
         valid, failed = self._check_and_log_replies(
             replies, is_train=True, validate=False
         )
@@ -160,20 +245,23 @@ class PflStrategy(FilteredFedAvg):
         uploads: dict[Any, Any] = {}
         for reply in valid:
             client = self.clients[sender_of(reply)]
-            metrics: Any = next(iter(reply.content.metric_records.values()), {})
-            num_samples = metrics.get(self.weighted_by_key)
+            counts: Any = next(iter(reply.content.metric_records.values()), {})
+            num_samples = counts.get(self.weighted_by_key)
             uploads.setdefault(client, (decode_tensors(reply.content), num_samples))
         if not uploads:
-            return None, None
+            return None
         self._skipped_rounds = 0
         outcome = self.server.aggregate(uploads, strict=False)
         self._log_outcome(server_round, outcome)
         accepted = [r for r in valid if self.clients[sender_of(r)] in outcome.ids]
         accepted = usable_replies(accepted, self.weighted_by_key, models=False)
         if not accepted:
-            return None, None
+            return None
         contents = [reply.content for reply in accepted]
-        return None, self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+        metrics: MetricRecord = self.train_metrics_aggr_fn(
+            contents, self.weighted_by_key
+        )
+        return metrics
 
     def _log_outcome(self, server_round: int, outcome: RoundOutcome) -> None:
         """Logs the dropped clients, and the reason for a void round."""
@@ -192,8 +280,10 @@ class PflStrategy(FilteredFedAvg):
         arrays: ArrayRecord,
         config: ConfigRecord,
         grid: Grid,
-    ) -> list[Message]:
+    ) -> Iterable[Message]:
         """The messages of a round, one for each client that takes part.
+
+        Each is built when it is read, from the server's state at that time.
 
         Args:
             kind: "train" or "evaluate".
@@ -208,21 +298,23 @@ class PflStrategy(FilteredFedAvg):
         if not node_of:
             return []
         available = torch.tensor(sorted(node_of), dtype=torch.long)
+        server_round += self._earlier_rounds
         if is_training:
             ids = self._train_cohort(available)
         else:
             ids = self._evaluation_cohort(available, server_round)
         config["server-round"] = server_round
-        purpose: Any = "train" if is_training else "evaluation"
-        messages = []
-        for number in ids.tolist():
-            node = node_of[number]
-            record = record_of(self.server.download(self.clients[node], purpose))
-            content = RecordDict(
-                {self.arrayrecord_key: record, self.configrecord_key: config}
-            )
-            messages.append(Message(content, node, kind))
-        return messages
+        nodes = [node_of[number] for number in ids.tolist()]
+        return OneTimeMessages(self._message(kind, node, config) for node in nodes)
+
+    def _message(self, kind: str, node: int, config: ConfigRecord) -> Message:
+        """The message for one node, with its client's download."""
+        purpose: Any = "train" if kind == "train" else "evaluation"
+        record = record_of(self.server.download(self.clients[node], purpose))
+        content = RecordDict(
+            {self.arrayrecord_key: record, self.configrecord_key: config}
+        )
+        return Message(content, node, kind)
 
     def _can_train(self, node_of: Mapping[int, int]) -> bool:
         """True where the connected nodes suffice; otherwise skips the round.

@@ -1,5 +1,6 @@
 """Results of runs: records, tables and pictures."""
 
-from pflcore.results.record import Run, read
+from pflcore.results._history import History
+from pflcore.results.record import read
 
-__all__ = ["Run", "read"]
+__all__ = ["History", "read"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ def rows(
     samples. Raises ValueError where `per` is neither "round" nor "client".
     """
     run = {"algorithm": header.get("algorithm"), "seed": header.get("seed")}
+    names = header.get("names")
     metrics: dict[str, None] = {}  # in the order in which the records have them
     for record in rounds:
         metrics |= dict.fromkeys(evaluated_values(record))
@@ -37,7 +39,7 @@ def rows(
         if per == "round":
             table.append({**run, **_round_row(record, list(metrics))})
         else:
-            table += [{**run, **row} for row in _client_rows(record)]
+            table += [{**run, **row} for row in _client_rows(record, names)]
     return table
 
 
@@ -56,16 +58,15 @@ def _round_row(record: Line, metrics: Sequence[str]) -> dict[str, Any]:
     return row
 
 
-def _client_rows(record: Line) -> list[dict[str, Any]]:
-    """A row for each evaluated client of a round."""
+def _client_rows(record: Line, names: Sequence[Any] | None) -> list[dict[str, Any]]:
+    """A row for each evaluated client of a round, with its name where it has one."""
     rows = []
     for index, client in enumerate(evaluated_clients(record)):
-        row = {
-            "round": record["round"],
-            "client": client,
-            "took_part": client in record["cohort"],
-            "dropped": client in record["dropped"],
-        }
+        row = {"round": record["round"], "client": client}
+        if names is not None:
+            row["name"] = names[client]
+        row["took_part"] = client in record["cohort"]
+        row["dropped"] = client in record["dropped"]
         for metric, values in record["eval"].items():
             if metric != "clients":
                 row[metric] = values[index]
@@ -154,3 +155,17 @@ def summary_writer(folder: str | Path) -> Any:
     """
     import_optional("tensorboard")
     return import_optional("torch.utils.tensorboard").SummaryWriter(str(folder))
+
+
+def to_tensorboard(
+    rounds: Sequence[Line], folder: str | Path, clients: bool = False
+) -> None:
+    """Writes the rounds as TensorBoard's events into `folder`.
+
+    Args:
+        clients: True adds a curve for each client.
+    """
+    with contextlib.closing(summary_writer(folder)) as writer:
+        for record in rounds:
+            for name, value in scalars(record, clients).items():
+                writer.add_scalar(name, value, record["round"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from pflcore.results.record import DATA_FIELDS, Line, Run, Runs
+from pflcore.results._history import History
+from pflcore.results.record import DATA_FIELDS, Line, Runs, to_json
 
 # Fields of a header that hold options, in the order in which labels name them.
 OPTION_GROUPS = ("model_options", "training", "options")
@@ -29,20 +30,20 @@ COMPARED_FIELDS = (
 )
 
 
-def label_runs(runs: Runs) -> dict[str, list[Run]]:
+def label_runs(runs: Runs) -> dict[str, list[History]]:
     """Groups of runs that differ in the seed alone, by label.
 
     A label is the algorithm's name, followed by the options in which the group differs
     from other groups: from those of the same algorithm in the algorithm's options, and
     from all in the `COMPARED_FIELDS`.
     """
-    by_options: dict[str, list[Run]] = {}
+    by_options: dict[str, list[History]] = {}
     for run in runs:
-        key = json.dumps([run.algorithm, run_options(run)], sort_keys=True)
+        key = json.dumps(to_json([run.algorithm, run_options(run)]), sort_keys=True)
         by_options.setdefault(key, []).append(run)
     groups = list(by_options.values())
     options = [run_options(members[0]) for members in groups]
-    by_label: dict[str, list[Run]] = {}
+    by_label: dict[str, list[History]] = {}
     for members, own_options in zip(groups, options, strict=True):
         algorithm = members[0].algorithm
         namesakes = []
@@ -76,7 +77,7 @@ def _distinctive_options(
     return distinctive
 
 
-def find_runs(groups: Mapping[str, list[Run]], name: str) -> list[Run] | None:
+def find_runs(groups: Mapping[str, list[History]], name: str) -> list[History] | None:
     """The group with this label, or the first of this algorithm.
 
     None where there is no such group.
@@ -86,7 +87,7 @@ def find_runs(groups: Mapping[str, list[Run]], name: str) -> list[Run] | None:
     return next((runs for runs in groups.values() if runs[0].algorithm == name), None)
 
 
-def run_options(run: Run) -> Line:
+def run_options(run: History) -> Line:
     """The options of a run except its seed, the algorithm's last."""
     header = run.header
     shared_names = [*COMPARED_FIELDS, "parameters"]
@@ -102,3 +103,36 @@ def run_options(run: Run) -> Line:
             if name != "clip" or value is not None:
                 options[name] = value
     return options
+
+
+def settings_of(runs: Runs) -> dict[str, list[History]]:
+    """The runs of each setting, by the setting's title."""
+    settings: dict[str, list[History]] = {}
+    for run in runs:
+        settings.setdefault(setting_title(run), []).append(run)
+    return settings
+
+
+def setting_words(run: History) -> list[str]:
+    """The words for a run's setting: data, partition, model and clients."""
+    header = run.header
+    words = []
+    if header.get("data"):
+        words.append(str(header["data"]))
+    for key in ("partition", "model"):
+        if header.get(key):
+            words.append(f"{key} {header[key]}")
+    if "n" in header:
+        words.append(f"{header['n']} clients")
+    return words
+
+
+def setting_title(run: History) -> str:
+    """The title of a run's setting."""
+    return ", ".join(setting_words(run)) or "runs"
+
+
+def split_name(run: History) -> str:
+    """The word for the split that a run was evaluated on."""
+    names = {"test": "test", "val": "validation"}
+    return names.get(run.header.get("eval_split", "test"), "training")

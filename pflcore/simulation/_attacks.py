@@ -14,7 +14,15 @@ from torch import Tensor
 
 from pflcore._device import to_device
 from pflcore.algorithms._protocol import Tensors, Traits
-from pflcore.check import Ids, PositiveFloat, check_fields, ids_of, reject, require
+from pflcore.check import (
+    Ids,
+    PositiveFloat,
+    check_fields,
+    ids_of,
+    known_id,
+    reject,
+    require,
+)
 from pflcore.data._federation import Federation
 from pflcore.simulation._uploads import CohortResult, update_origins
 from pflcore.train._random import generator_of
@@ -59,7 +67,7 @@ class Adversary:
     Args:
         attack: The name of the attack.
         clients: The ids of the clients that attack, each a whole number from 0 to N -
-            1.
+            1, or their names.
         strength: The factor s of the attack; None for its default. "label_flip" has
             none.
     """
@@ -72,9 +80,17 @@ class Adversary:
         check_fields(self)
         fits = self.strength is None or self.attack != "label_flip"
         require(fits, "strength", "None, as labels are flipped or not", self.strength)
-        object.__setattr__(self, "clients", tuple(map(int, self.clients)))
+        clients = [i if isinstance(i, str) else int(i) for i in self.clients]
+        object.__setattr__(self, "clients", tuple(clients))
         strength = self.strength or DEFAULT_STRENGTH.get(self.attack)
         object.__setattr__(self, "strength", strength)
+
+    def with_ids(self, data: Federation) -> Adversary:
+        """The adversary with the ids of its clients in place of their names."""
+        if not any(isinstance(client, str) for client in self.clients):
+            return self
+        ids = ids_of("adversary", self.clients, data.n, data.names)
+        return replace(self, clients=ids.tolist())
 
     def honest_clients(self, n: int) -> Tensor:
         """The ids [H] of the honest clients of n, ascending.
@@ -103,7 +119,7 @@ class Adversary:
             labels = torch.arange(data.classes, device=data.device)
             relabel = labels.expand(data.n, -1)
         flipped = relabel.clone()
-        bad = list(self.clients)
+        bad = [known_id("adversary", client) for client in self.clients]
         flipped[bad] = data.classes - 1 - flipped[bad]
         return replace(data, relabel=flipped)
 

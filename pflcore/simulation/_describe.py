@@ -7,11 +7,10 @@ engine, a federation and a model.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,8 @@ from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged
 from pflcore.metrics import human_bytes
 from pflcore.ops import __version__, backend
-from pflcore.results.record import OUTLIER_RATIO, to_json
+from pflcore.results._updates import OUTLIER_RATIO, longest_update
+from pflcore.results.record import to_json
 from pflcore.simulation._setup import RunOptions, peak_bytes, row_bytes
 from pflcore.simulation._state import RunConfig, State
 from pflcore.simulation._uploads import RoundOutcome
@@ -54,7 +54,10 @@ NOT_IDENTITY = (
     "clients_per_block",
     "path",
     "tf32",
+    "names",
 )
+# Fields of a federation that decide no result.
+NO_SAMPLES = ("name", "facts", "columns", "class_names")
 VERSIONS = {"pflcore": __version__, "torch": torch.__version__}
 # Keys of records that are also names of an attribute: of the options, of an outcome.
 RUN_FIELDS = ("training", "clients", "rounds", "participation", "seed")
@@ -130,6 +133,8 @@ class RunDescription:
             "versions": VERSIONS,
             "peak_bytes": self.peak_bytes(),
         }
+        if data.names is not None:
+            record["names"] = data.names
         if net.w0.device.type == "cuda":
             record["tf32"] = allows_tf32()
         if isinstance(alg, SplitModel):
@@ -285,34 +290,6 @@ def round_report(run: RunDescription, state: State, outcome: RoundOutcome) -> Re
     return record
 
 
-class RelativeUpdate(NamedTuple):
-    """The length of one update; a longer update is larger.
-
-    Attributes:
-        ratio: The norm of the update over the median norm of its round.
-        client: The id of the client.
-        round: The round, from 1.
-    """
-
-    ratio: float
-    client: int
-    round: int
-
-
-def longest_update(records: Iterable[Record]) -> RelativeUpdate | None:
-    """The longest update in the records of rounds; None without updates."""
-    updates = itertools.chain.from_iterable(map(_updates_of_round, records))
-    return max(updates, default=None)
-
-
-def _updates_of_round(record: Record) -> Iterator[RelativeUpdate]:
-    """Each update of a round that has a relative norm."""
-    norms = record["relative_update_norm"] or []
-    for client, norm in zip(record["cohort"], norms, strict=False):
-        if norm is not None:
-            yield RelativeUpdate(norm, client, record["round"])
-
-
 def explain_void(
     run: RunDescription, state: State, records: Sequence[Record], outcome: RoundOutcome
 ) -> str:
@@ -331,15 +308,18 @@ def explain_void(
     rounds = f"round {last} was" if first == last else f"rounds {first} to {last} were"
     if outcome.void_reason is not None:
         return f"{rounds.capitalize()} void: {outcome.void_reason}"
-    reason = f"client(s) {outcome.dropped} sent updates that are not finite"
+    data = run.options.data
+    dropped = data.names_of(outcome.dropped)
+    reason = f"client(s) {dropped} sent updates that are not finite"
     if outcome.non_finite_state:
         names = ", ".join(outcome.non_finite_state)
         reason = f"the server's {names} would not be finite"
     remedy = f"lower the learning rate ({run.context.training.lr})"
     longest = longest_update(records)
     if longest is not None and longest.ratio > OUTLIER_RATIO:
+        (name,) = data.names_of([longest.client])
         remedy = (
-            f"client {longest.client}'s update was {longest.ratio:.3g} times the "
+            f"client {name}'s update was {longest.ratio:.3g} times the "
             f"median in round {longest.round}: look at its data or set clip"
         )
     return f"The run diverged: {rounds} void, because {reason}; {remedy}."
@@ -363,7 +343,7 @@ def memory_line(config: RunConfig, peak: int) -> str:
 
 def describe_data(data: Federation) -> Record:
     """The description that tells federations apart, whatever their names."""
-    names = [f.name for f in fields(data) if f.name not in ("name", "facts")]
+    names = [f.name for f in fields(data) if f.name not in NO_SAMPLES]
     contents = {name: getattr(data, name) for name in names}
     return {
         "clients": data.n,

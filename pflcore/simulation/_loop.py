@@ -33,14 +33,14 @@ from pflcore.check import (
 from pflcore.data._federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.ops import backend
+from pflcore.results import History
 from pflcore.simulation import _describe as describe
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation._describe import Record, RunDescription
 from pflcore.simulation._evaluate import evaluate, evaluate_clients
-from pflcore.simulation._history import History
 from pflcore.simulation._log import log_engine, log_round
-from pflcore.simulation._models import LazyModels
 from pflcore.simulation._ranks import local_device
+from pflcore.simulation._run_models import RunModels
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._setup import (
     ModelSource,
@@ -49,6 +49,7 @@ from pflcore.simulation._setup import (
     prepare_run,
     select_eval_clients,
     training_data,
+    with_client_ids,
 )
 from pflcore.simulation._signals import defer_signals
 from pflcore.simulation._state import (
@@ -91,7 +92,7 @@ class Simulation:
             most 1. Of n eligible clients these are max(1, floor(participation * n +
             0.5)).
         clients: The ids of the clients that may take part, each a whole number from 0
-            to N - 1 for a federation of N clients; None for all.
+            to N - 1 for a federation of N clients, or their names; None for all.
         seed: The seed of all random numbers, a whole number of 64 bits.
         evaluation: When, on what and for which clients models are evaluated.
         robustness: What is done about long updates, and clients that attack.
@@ -118,7 +119,7 @@ class Simulation:
     training: Training = field(default_factory=Training)
     rounds: PositiveInt = 100
     participation: Fraction = 1.0
-    clients: Tensor | Sequence[int] | None = None
+    clients: Tensor | Sequence[int | str] | None = None
     seed: Seed = 0
     evaluation: Evaluation = field(default_factory=Evaluation)
     robustness: Robustness = field(default_factory=Robustness)
@@ -129,7 +130,11 @@ class Simulation:
     def __post_init__(self) -> None:
         check_fields(self)
         check_torch_modes()
-        self.algorithm = algorithm_of(self.algorithm)
+        self.algorithm = with_client_ids(algorithm_of(self.algorithm), self.data)
+        adversary = self.robustness.adversary
+        if adversary is not None:
+            adversary = adversary.with_ids(self.data)
+            self.robustness = replace(self.robustness, adversary=adversary)
         check_training(self.algorithm, self.training)
         options = RunOptions(
             algorithm=self.algorithm,
@@ -149,7 +154,8 @@ class Simulation:
         self.data = training_data(options)
         clients = None
         if self.clients is not None:
-            clients = ids_of("clients", self.clients, self.data.n).sort().values
+            names = self.data.names
+            clients = ids_of("clients", self.clients, self.data.n, names).sort().values
         self.clients = clients
         self.eligible_clients = clients
         options = replace(options, data=self.data, clients=clients)
@@ -441,7 +447,7 @@ class Simulation:
             raise
         finally:
             history.state = self.state
-            history.models = LazyModels(self.config.in_process, history.state)
+            history.models = RunModels(self.config.in_process, history.state)
         if not history.interrupted:
             self._warn_of_problems(history)
         return history

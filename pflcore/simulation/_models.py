@@ -1,33 +1,33 @@
 """The personalized models of clients, and those of clients that come later.
 
 - `Personalized` is one client's model as an `nn.Module`, for every algorithm.
-- `export_models` writes such models into files.
 - `adapt` makes the model of a newcomer, for which the state grows by one client.
 
 Symbols: N clients of the federation; B samples of a batch; T steps of a sequence; K
-labels or numbers of one sample.
+labels or numbers of one sample; D features.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import inspect
-import json
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pflcore.algorithms import name_of
 from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import NonNegativeInt, checked, require
 from pflcore.data._federation import Federation
+from pflcore.data._frames import select_columns, text_names
 from pflcore.data._inputs import IGNORED_LABEL, to_inputs, to_tensor
+from pflcore.data._meaning import Classes
 from pflcore.data._protocols import (
     mask_ignored_label,
     single_client_federation,
@@ -35,7 +35,6 @@ from pflcore.data._protocols import (
 )
 from pflcore.data._samples import Scaling
 from pflcore.nn._context import forward_context
-from pflcore.results._files import atomic_write
 from pflcore.simulation._evaluate import has_custom_predict, personalized_models
 from pflcore.simulation._state import (
     RunConfig,
@@ -45,7 +44,6 @@ from pflcore.simulation._state import (
     unflatten_state,
 )
 from pflcore.simulation._uploads import RoundOutcome, accept
-from pflcore.simulation.checkpoint import safetensors_bytes
 from pflcore.simulation.round import client_changes, commit, step, train_cohort
 from pflcore.train import Clients, Net
 from pflcore.train._first_batch import plan_single_samples
@@ -99,14 +97,6 @@ def embed_tensor(old: Tensor, large: Tensor) -> Tensor:
 ELEMENTWISE_LOSSES = hinge, binary_cross_entropy
 PREDICT_BATCH_SIZE = 125  # samples of one forward pass
 NO_LABEL = -1  # the answer without a label; accuracies use the same number
-LOAD_HINT = (
-    "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the "
-    "run's class; model.eval()(x) gives the scores."
-)
-SCALING_HINT = (
-    "The model takes standardized features: of raw ones x = ((raw.double() - mean) / "
-    "deviation).float(), by the client's mean and deviation here. "
-)
 
 
 class Standardizer(nn.Module):
@@ -146,7 +136,9 @@ class Personalized(nn.Module):
     model with the client's neighbours of kNN-Per, both heads of FedRoD. Batch norm uses
     the client's statistics, and dropout is off. The model always takes raw features:
     where the federation was standardized it scales them itself, by the client's
-    statistics. It cannot be trained further; `module()` gives a module that can.
+    statistics. Where the federation knows the names of columns and classes, `predict`
+    takes a data frame's columns by name, and answers with the classes' names. The model
+    cannot be trained further; `module()` gives a module that can.
 
     Args:
         algorithm: The algorithm, whose `predict` makes the scores.
@@ -157,6 +149,8 @@ class Personalized(nn.Module):
         scaling: The means and deviations by which raw features are standardized; None
             where they are not.
         name: The client's name, where the federation has names.
+        columns: The names of the features, in their order; None where they have none.
+        class_names: The names of the classes; None where they have none.
 
     Attributes:
         keys: The names of `model`.
@@ -164,7 +158,7 @@ class Personalized(nn.Module):
 
     buffer_row: Tensor
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (all that a prediction needs)
         self,
         algorithm: Algorithm,
         net: Net,
@@ -173,6 +167,8 @@ class Personalized(nn.Module):
         classes: int | None,
         scaling: Scaling | None = None,
         name: str | int | None = None,
+        columns: Sequence[str] | None = None,
+        class_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         self.algorithm = algorithm
@@ -180,6 +176,8 @@ class Personalized(nn.Module):
         self.classes = classes
         self.keys = tuple(model)
         self.name = name
+        self.columns = columns and tuple(columns)
+        self.class_names = class_names and tuple(class_names)
         self.scaling = None
         if scaling is not None:
             self.scaling = Standardizer(scaling).to(buffers.device)
@@ -231,24 +229,51 @@ class Personalized(nn.Module):
         with forward_context(train=False, buffers=self.buffer_row, single_client=True):
             return self.algorithm.predict(model, self.net, x)
 
+    @overload
+    def predict(self, x: Any, *, class_numbers: Literal[True]) -> Tensor: ...
+
+    @overload
+    def predict(self, x: Any, *, class_numbers: bool = False) -> Any: ...
+
     @torch.no_grad()
-    def predict(self, x: Any) -> Tensor:
+    def predict(self, x: Any, *, class_numbers: bool = False) -> Any:
         """The labels or values of samples.
 
         Labels are int64 [B], [B, T] of every step, or [B, K] of K yes-or-no labels. For
         numbers as targets the values are [B] or [B, K]. A score that stands alone
         (hinge, binary cross entropy, a single output) means class 1 where it is
-        positive. Where a score is NaN there is no answer: -1. Raises ValueError where
-        `x` is no batch of samples.
+        positive. Where a score is NaN there is no answer: -1.
+
+        Where the classes have names, the result is a numpy array of these instead, of
+        the same shape, with None where there is no answer.
+
+        Raises ValueError where `x` is no batch of samples, or lacks a column.
 
         Args:
             x: Samples [B, ...] with raw features, also where the federation was
                 standardized: a tensor, an array, or a dict of them where the pool has
-                several fields.
+                several fields. Where the federation has `columns`, also a data frame
+                or a dict of columns: they are taken by name, in any order, and other
+                columns are ignored.
+            class_numbers: Return labels as int64, also where the classes have names.
+        """
+        answers = self._answers(self.scores(x))
+        if self.class_names is None or answers.is_floating_point() or class_numbers:
+            return answers
+        return self._named(answers)
+
+    @torch.no_grad()
+    def scores(self, x: Any) -> Tensor:
+        """The scores of samples, whose meaning `returns` tells.
+
+        Raises ValueError where `x` is no batch of samples, or lacks a column.
+
+        Args:
+            x: Samples [B, ...] as `predict` takes them.
         """
         x = self._to_samples(x)
         try:
-            scores = self._scores(x)
+            return self._scores(x)
         except NoBatchAxis:
             raise
         except (RuntimeError, ValueError, IndexError) as e:
@@ -256,10 +281,25 @@ class Personalized(nn.Module):
                 f"x: expected samples [B, ...], got shape {list(x.shape)}; for one "
                 "sample give x[None]."
             ) from e
-        return self._answers(scores)
+
+    def _named(self, labels: Tensor) -> NDArray[np.object_]:
+        """The names of labels; None in the place of `NO_LABEL`.
+
+        A model may have more scores than there are classes: a label without a name
+        stays a number.
+        """
+        names: dict[int, str | None] = {NO_LABEL: None}
+        names |= enumerate(self.class_names or ())
+        flat = [names.get(label, label) for label in labels.flatten().tolist()]
+        array = np.empty(len(flat), dtype=object)
+        array[:] = flat
+        return array.reshape(tuple(labels.shape))
 
     def _to_samples(self, x: Any) -> Tensor:
         """The samples as a tensor, on the model's device, of its dtype."""
+        is_table = isinstance(x, Mapping) or text_names(x) is not None
+        if is_table and self.columns is not None:
+            x = torch.from_numpy(select_columns(x, self.columns, "x"))
         if isinstance(x, Mapping):
             x, fields = to_inputs(x, "x", self.net.dtype)
             if fields != self.net.fields:
@@ -371,68 +411,17 @@ class Personalized(nn.Module):
         return parts
 
 
-def client_facts(
-    data: Federation, client: int
-) -> tuple[int | None, Scaling | None, str | int | None]:
-    """The facts of a client's data for its model: classes, scaling, name."""
+def client_facts(data: Federation, client: int) -> dict[str, Any]:
+    """The facts of a client's data that `Personalized` takes, by argument."""
     scaling = None if data.scaling is None else data.scaling.for_client(client)
     name = None if data.names is None else data.names[client]
-    return data.classes, scaling, name
-
-
-def export_models(
-    models: Iterable[Personalized],
-    header: Mapping[str, Any],
-    folder: str | Path,
-) -> None:
-    """Writes the models of clients 0, 1, ... into files; see `History.export`."""
-    folder = Path(folder)
-    clients = list[dict[str, Any]]()
-    manifest = {"method": header["algorithm"]}
-    for key in ("options", "training", "data"):
-        manifest[key] = header[key]
-    manifest["clients"] = clients
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for client, model in enumerate(models):
-            clients.append(_export_model(model, client, folder))
-            manifest["returns"] = model.returns
-            manifest["predict"] = _prediction_hint(model)
-        # The manifest comes last, so that all files that it names are there.
-        with atomic_write(folder / "manifest.json") as part:
-            part.write_text(json.dumps(manifest, indent=1) + "\n")
-    except OSError as e:
-        raise OSError(
-            f"export: {folder} cannot be written ({e.strerror or e}); make room there, "
-            "or name another folder."
-        ) from None
-
-
-def _export_model(model: Personalized, client: int, folder: Path) -> dict[str, Any]:
-    """Writes one client's model; returns its entry of the manifest."""
-    # Clones: tied weights share memory, which the format does not allow.
-    tensors = {name: tensor.clone() for name, tensor in model.tensors().items()}
-    file = f"client-{client}.safetensors"
-    with atomic_write(folder / file) as part:
-        part.write_bytes(safetensors_bytes(tensors))
-    entry: dict[str, Any] = {"client": client}
-    if model.name is not None:
-        entry["name"] = model.name
-    if model.scaling is not None:
-        for name, tensor in model.scaling.state_dict().items():
-            entry[name] = tensor.tolist()
-    entry["file"] = file
-    entry["tensors"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    return entry
-
-
-def _prediction_hint(model: Personalized) -> str:
-    """The way to predict with a model's exported tensors, in words."""
-    hint = None
-    if has_custom_predict(model.algorithm):
-        hint = inspect.getdoc(model.algorithm.predict)
-    hint = hint or LOAD_HINT
-    return hint if model.scaling is None else SCALING_HINT + hint
+    return {
+        "classes": data.classes,
+        "scaling": scaling,
+        "name": name,
+        "columns": data.columns,
+        "class_names": data.class_names,
+    }
 
 
 @dataclass(frozen=True)
@@ -469,7 +458,11 @@ class LazyModels:
             place = 0
         model = {key: rows[place] for key, rows in models.items()}
         buffers = clients.buffers[place]
-        return Personalized(self.config.algorithm, context.net, model, buffers, *facts)
+        return Personalized(self.config.algorithm, context.net, model, buffers, **facts)
+
+    def adapt(self, samples: Any, rounds: int) -> Personalized:
+        """The model of a newcomer, see `History.adapt`."""
+        return adapt(self.config, self.state, samples, rounds)
 
 
 # newcomers --------------------------------------------------------------------
@@ -596,22 +589,37 @@ def with_extra_client(
         relabel,
         data.name,
         fields=data.fields,
+        names=_joined_names(data.names, newcomer.names),
         scaling=_joined_scaling(data.scaling, newcomer.scaling),
+        columns=data.columns,
+        class_names=data.class_names,
     )
+
+
+def _joined_names(
+    names: tuple[str | int, ...] | None, last: tuple[str | int, ...] | None
+) -> tuple[str | int, ...] | None:
+    """The names of all clients and of one more; None where one has no name."""
+    return None if names is None or last is None else names + last
 
 
 def _newcomer_data(data: Federation, samples: Any, ignored_label: int) -> Federation:
     """One client's samples as a federation that fits `data`.
 
-    They are standardized where `data` is. Raises ValueError where they do not fit.
+    They are standardized where `data` is, and their columns have the same order. Raises
+    ValueError where they do not fit.
     """
     float_dtypes = [t.dtype for t in (data.x, data.y) if t.is_floating_point()]
     dtype = float_dtypes[0] if float_dtypes else None
-    classes = data.classes
-    if classes is not None and ignored_label != IGNORED_LABEL:
-        # The ignored label may be one more class.
-        classes = max(classes, ignored_label + 1)
-    newcomer = single_client_federation(samples, classes=classes, dtype=dtype)
+    classes: Classes = data.class_names or data.classes
+    if data.classes is not None and ignored_label != IGNORED_LABEL:
+        # The ignored label may be one more class, which has no name.
+        classes = max(data.classes, ignored_label + 1)
+    newcomer = single_client_federation(
+        samples, classes=classes, dtype=dtype, columns=data.columns
+    )
+    if newcomer.columns is not None and data.columns is not None:
+        newcomer = newcomer.with_columns(data.columns)
     newcomer = mask_ignored_label(newcomer, ignored_label)
     kind = _sample_kind(newcomer)
     wanted = _sample_kind(data)

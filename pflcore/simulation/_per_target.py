@@ -18,11 +18,12 @@ from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._protocol import Algorithm
 from pflcore.check import Model, checked, require
 from pflcore.data._federation import Federation
-from pflcore.results.record import dense_weights
+from pflcore.results import History
+from pflcore.results._weights import dense_weights
 from pflcore.simulation._describe import Record
-from pflcore.simulation._history import History
 from pflcore.simulation._loop import Simulation
 from pflcore.simulation._models import Personalized
+from pflcore.simulation._run_models import TargetModels
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training
 
@@ -133,7 +134,7 @@ def _merge_runs(
         stopped=stopped or None,
         interrupted=runs[-1].interrupted,
         failed=runs[-1].failed,
-        models=models,
+        models=TargetModels(models),
         rank=runs[0].rank,
     )
 

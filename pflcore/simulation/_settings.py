@@ -32,8 +32,9 @@ class Evaluation:
         split: The split on which the personalized models are evaluated: "train", "val"
             or "test".
         clients: The ids of the clients that are evaluated, each a whole number from 0
-            to N - 1. Or a number of clients, which are drawn once, before round 1, by
-            the run's seed, among the clients with samples. None for all.
+            to N - 1, or their names. Or a number of clients, which are drawn once,
+            before round 1, by the run's seed, among the clients with samples. None for
+            all.
         train_loss: Also compute the loss on the training data of every client.
         metrics: More metrics, beside the loss and, for labels, the accuracy. Names for
             labels are "auc", "f1" and "balanced_accuracy", for numbers "mae", "rmse"

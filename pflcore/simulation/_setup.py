@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms._protocol import Algorithm
-from pflcore.check import EXPECT_MODEL, ids_of, require
+from pflcore.check import EXPECT_MODEL, client_id, ids_of, require
 from pflcore.data._federation import Federation
 from pflcore.data._protocols import mask_ignored_label, with_validation
 from pflcore.data._samples import SPLITS
@@ -45,6 +45,8 @@ from pflcore.train._workers import Workers
 
 # A model: with its loss, alone, or as a function that makes it.
 ModelSource = Annotated[Net | nn.Module | Callable[[], nn.Module], EXPECT_MODEL]
+# Options of algorithms that are a client, by its id or its name.
+CLIENT_OPTIONS = ("target", "trusted_client")
 # Rows of the size of a model that a run holds besides the state: the model of the user,
 # the one that the run starts from, the copies of the threads, the rows of a kernel, and
 # those that an allocator keeps after they are freed.
@@ -90,6 +92,19 @@ class RunOptions:
     loss: Loss | None
 
 
+def with_client_ids(algorithm: Algorithm, data: Federation) -> Algorithm:
+    """The algorithm with the ids of clients that its options name.
+
+    Raises ValueError where an option names no client of the federation.
+    """
+    ids = {}
+    for option in CLIENT_OPTIONS:
+        client = getattr(algorithm, option, None)
+        if isinstance(client, str):
+            ids[option] = client_id(option, client, data.n, data.names)
+    return replace(algorithm, **ids) if ids else algorithm
+
+
 def training_data(options: RunOptions) -> Federation:
     """The federation that a run trains on.
 
@@ -131,7 +146,8 @@ def select_eval_clients(options: RunOptions) -> Tensor | None:
     if choice is None:
         return None if adversary is None else honest
     if not isinstance(choice, int):
-        return ids_of("evaluation.clients", choice, data.n).sort().values
+        ids = ids_of("evaluation.clients", choice, data.n, data.names)
+        return ids.sort().values
     split = options.evaluation.split
     if split not in data.index:
         split = "train"

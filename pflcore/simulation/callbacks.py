@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from pflcore import metrics
 from pflcore.algorithms._protocol import Stop
 from pflcore.check import NonNegativeFloat, PositiveInt, checked, reject, require
-from pflcore.results._export import scalars, summary_writer
+from pflcore.simulation._trackers import MLflow, TensorBoard, Tracker, Wandb
 
-__all__ = ["EarlyStopping", "Stop", "TensorBoard"]
+__all__ = ["EarlyStopping", "MLflow", "Stop", "TensorBoard", "Tracker", "Wandb"]
 Record = dict[str, Any]
 Callback = Callable[[int, Record], None]
 
@@ -106,25 +105,3 @@ class EarlyStopping:
                 f"Stopped early after round {round}: {best} for {self.patience} "
                 "evaluations."
             )
-
-
-@checked
-class TensorBoard:
-    """Writes each round's numbers into a folder for `tensorboard --logdir`.
-
-    It needs the package tensorboard.
-
-    Args:
-        folder: The folder for the events.
-        clients: Add a curve for each client to the means over clients.
-    """
-
-    def __init__(self, folder: str | Path, clients: bool = False) -> None:
-        self.clients = clients
-        self._writer = summary_writer(folder)
-
-    def __call__(self, round: int, record: Record) -> None:
-        """Writes one round's record."""
-        for name, value in scalars(record, self.clients).items():
-            self._writer.add_scalar(name, value, round)
-        self._writer.flush()

@@ -113,26 +113,26 @@ class Checkpoint:
 
 @checked
 @contextlib.contextmanager
-def lock(folder: str | Path) -> Iterator[None]:
+def lock(folder: str | Path, name: str = "out") -> Iterator[None]:
     """Keeps other runs out of `folder` during the block.
 
-    The lock also ends with the process. The folder is made. Raises ValueError where
-    another run is in it, or where it cannot be written.
+    The lock also ends with the process. The folder is made. Raises ValueError, which
+    begins with `name`, where another run is in it, or where it cannot be written.
     """
     path = Path(folder) / ".lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "ab")  # noqa: SIM115 (closed below)
     except OSError:
-        reject("out", "a folder that can be written", str(folder))
+        reject(name, "a folder that can be written", str(folder))
     with file:
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"out: another run is writing into {folder}; wait until it has ended, "
-                "or name another folder."
+                f"{name}: another run is writing into {folder}; wait until it has "
+                "ended, or name another folder."
             ) from None
         except OSError:
             pass  # a file system without locks

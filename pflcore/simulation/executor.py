@@ -66,7 +66,7 @@ class CohortWork:
 
     @property
     def work(self) -> Tensor:
-        """How much work each client is, such as its number of samples, int64 [S]."""
+        """The work that each client is, such as its number of samples, int64 [S]."""
         return self._plan.work
 
     @property

@@ -51,8 +51,8 @@ def pictures(tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as without:
-        without.setattr("pflcore.results._pictures.draw", lambda *_: [])
         without.setattr("pflcore.cli._run._draw_federation", lambda *_: Path("none"))
+        without.setattr("pflcore.results._run_pictures.draw", lambda *_: [])
         yield without.undo
 
 
@@ -690,7 +690,9 @@ def test_a_signal_after_the_last_round_leaves_a_whole_record(monkeypatch, capsys
     assert command(f"run fedavg {DIGITS} --out o") == 130
     (run,) = read("o")
     assert run.complete and len(run.rounds) == 3 and run.stopped is None
-    assert "stopped" not in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "stopped" not in said.out
+    assert "Interrupted after the last round; the record is whole." in said.err
     monkeypatch.setattr(FedAvg, "update", honest)
     before = Path("o/record.jsonl").read_bytes()
     assert command(f"run fedavg {DIGITS} --out o --resume") == 0

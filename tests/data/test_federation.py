@@ -420,7 +420,7 @@ PAIR = "[[[1.0], [2.0]], [0, 1]]"
 # Clients (two lists are a pair (x, y)), and the beginning of the error message.
 BAD_CLIENTS = """\
 [] | clients: expected the data of at least one client
-{"a": PAIR} | clients: expected each client's data in a list (of a dict give its values)
+{"train": PAIR, "test": PAIR} | clients: expected each client's data in a list, or in a dict by the client's name
 [PAIR, [[[1.0, 2.0]], [0]]] | client 1: expected inputs and targets [1] and [] (int64), as client 0
 [PAIR, [[[1.0]], [0.5]]] | client 1: expected inputs and
 [[[[1.0]], [0, 1]]] | client 0 (train): expected one target for each input, got [[1, 1], [2]

@@ -39,7 +39,7 @@ from pflcore.interop._flower_client import STATE_RECORD
 
 folder, rounds, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 played = eval(sys.argv[4])
-shared = {"clients": 8, "rounds": rounds, "seed": seed}
+shared = {"clients": 8, "rounds": rounds, "seed": seed, "checkpoint": ""}
 settings = {n: shared | {"algorithm": n, "participation": p, "export": str(folder / n)}
             for n, p in played.items()}
 server = ServerApp()
@@ -131,5 +131,6 @@ def test_what_flower_looks_for_is_there(app):
     for key, kind in (("serverapp", ServerApp), ("clientapp", ClientApp)):
         module, _, name = parts[key].partition(":")
         assert isinstance(getattr(importlib.import_module(module), name), kind)
-    options = {"algorithm", "clients", "rounds", "participation", "seed", "export"}
+    options = {"algorithm", "clients", "rounds", "participation", "seed"}
+    options |= {"export", "checkpoint"}
     assert {*project["tool"]["flwr"]["app"]["config"]} == options

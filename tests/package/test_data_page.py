@@ -16,7 +16,13 @@ SECTIONS = dict(
 # Sections whose examples run. Those of the others need data of the reader's own.
 RUN = "\n".join(
     SECTIONS[title]
-    for title in ("See the cut", "Your own data", "A folder of files", "LEAF's files")
+    for title in (
+        "See the cut",
+        "Your own data",
+        "Columns, names and scaling",
+        "A folder of files",
+        "LEAF's files",
+    )
 )
 FILES = re.findall(r"^`([\w/.]+)`:\n```\n(.*?)```", RUN, re.DOTALL | re.MULTILINE)
 CODE = re.findall(r"^```python\n(.*?)```", RUN, re.DOTALL | re.MULTILINE)
@@ -48,7 +54,7 @@ def test_the_code_runs(capsys):
     for number, code in enumerate(CODE):
         exec(compile(code, f"docs/data.md, example {number}", "exec"), names)
 
-    assert len(CODE) == 6 and "clients: 3" in capsys.readouterr().out
+    assert len(CODE) == 7 and "clients: 3" in capsys.readouterr().out
     assert names["history"].rounds[-1]["round"] == 2
 
 

@@ -37,6 +37,8 @@ def test_the_page_holds_all_that_it_shows(page):
     urls = [url for pair in loads for url in pair if url]
     assert all(url.startswith("data:") for url in urls), urls
     assert len(re.findall("<h2", text)) == text.count("<svg") == 6
+    assert text.count('<svg role="img" aria-label="') == text.count("Data: ") == 6
+    assert '<meta name="viewport"' in text
     assert "nan" not in re.findall(r"<td>(.*?)</td>", text)
 
 

@@ -82,6 +82,8 @@ def cells(text, algorithm):
     rows = []
     for row_text in text.splitlines():
         if row_text.startswith("| "):
-            rows.append([cell.strip() for cell in row_text.strip("|").split("|")])
+            row = [cell.strip() for cell in row_text.strip("|").split("|")]
+            # The best of a column is bold.
+            rows.append([cell.removeprefix("**").removesuffix("**") for cell in row])
     values = next(row for row in rows if row[0] == algorithm)
     return dict(zip(rows[0], values, strict=True))

@@ -300,7 +300,7 @@ def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
         len(history.rounds) == run.state.round == last and history.model(0) is not None
     )
     assert history.interrupted is (error is PRESSED)
-    assert list(history.lines())[-1] == {"stopped": history.stopped}
+    assert list(history.lines())[-1]["stopped"] == history.stopped
     last_record = history.rounds[-1]
     assert (last_record["eval"] is None) == (place == "evaluate")
     added_keys = ("eval", "gap", "many", "row")

@@ -1,13 +1,39 @@
 """A history gives its series, tables, problems and a short repr."""
 
+import math
+import re
+
 import pytest
 import torch
 from entry_points import sentence
+from hypothesis import given
+from hypothesis import strategies as st
 from parts.user import simulation
 from small import images
 from torch import nn
 
-from pflcore import Evaluation, Federation, Simulation
+from pflcore import (
+    Evaluation,
+    Federation,
+    History,
+    Simulation,
+    Training,
+    cross_silo,
+    tune,
+)
+from pflcore.results import read
+from pflcore.results import record as records
+from pflcore.results.table import table
+
+
+def regression():
+    """A federation whose targets are numbers."""
+    gen = torch.Generator().manual_seed(0)
+    clients = []
+    for _ in range(3):
+        x = torch.randn(12, 6, generator=gen)
+        clients.append({"train": (x, x.sum(1)), "test": (x, x.sum(1))})
+    return Federation.from_clients(clients)
 
 
 def unheld():
@@ -100,3 +126,120 @@ def test_a_misspelt_split_is_no_reason_to_hold_samples_out():
         Simulation(
             "fedavg", nn.Linear(6, 4), images(), evaluation=Evaluation(split="dev")
         )
+
+
+# a run that was played, and the same run read from its file ---------------------------
+def read_again(history, path):
+    """The history of the same run, read from a file."""
+    with records.RecordWriter(path) as record:
+        for one in history.lines():
+            record.write(one)
+    (run,) = read(path)
+    return run
+
+
+def same(got, want):
+    """Asserts that numbers are equal, NaN to NaN."""
+    torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
+
+
+PLAYED = {
+    "classes": {"algorithm": "feddwa", "evaluation": Evaluation(every=2)},
+    "numbers": {"data": regression(), "model": lambda: nn.Linear(6, 1)},
+    "clients": {"evaluation": Evaluation(clients=[0, 2])},
+}
+
+
+@pytest.mark.parametrize("options", PLAYED.values(), ids=PLAYED)
+def test_a_run_read_from_its_file_tells_the_same(options, tmp_path):
+    history = simulation(**options).run()
+
+    run = read_again(history, tmp_path / "record.jsonl")
+
+    assert type(run) is History and repr(run) == repr(history)
+    assert run.keys == history.keys and run.main_metric == history.main_metric
+    for key in (None, *history.keys):
+        rounds, values = history.series(key)
+        again = run.series(key)
+        assert again[0] == rounds
+        same(again[1], values)
+        same(run.curve(0, key)[1], history.curve(0, key)[1])
+        same(run.last_values(key), history.last_values(key))
+    for one, other in zip(history.weights()[1], run.weights()[1], strict=True):
+        assert torch.equal(one.double(), other)
+    assert run.cumulative_bytes() == history.cumulative_bytes()
+    assert run.problems() == history.problems()
+    assert (run.complete, run.unfinished) == (history.complete, history.unfinished)
+    assert table([run]) == table([history])
+    run.to_csv(tmp_path / "a.csv")
+    history.to_csv(tmp_path / "b.csv")
+    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
+
+
+@given(st.lists(st.lists(st.floats(), min_size=2, max_size=2), min_size=1, max_size=3))
+def test_losses_that_are_not_finite_read_as_they_were(losses):
+    rounds = []
+    for round, loss in enumerate(losses, 1):
+        rounds.append({"round": round, "eval": {"loss": loss, "size": [5, 0]}})
+    history = History({"n": 2}, rounds)
+
+    (run,) = records.group_runs(history.lines())
+
+    before = history.series("loss")[1]
+    after = run.series("loss")[1]
+    # A client with samples whose loss is NaN or infinite has diverged.
+    assert (before[:, 0] == after[:, 0]).all() or (before[:, 0] == -math.inf).any()
+    assert not after[:, 0].isnan().any()
+
+
+@pytest.mark.parametrize("end", ["interrupted", "failed", None])
+def test_the_way_in_which_a_run_ended_is_read_again(end, tmp_path):
+    history = simulation(rounds=1).run()
+    history.stopped = "That will do."
+    if end is not None:
+        setattr(history, end, True)
+    run = read_again(history, tmp_path / "record.jsonl")
+    for name in ("interrupted", "failed", "unfinished", "stopped", "complete"):
+        assert getattr(run, name) == getattr(history, name), name
+
+
+def test_what_a_file_does_not_hold_is_one_sentence(tmp_path):
+    run = read_again(simulation(rounds=1).run(), tmp_path / "record.jsonl")
+    words = "model: expected a history with models, .* a record of a run holds no model"
+    with sentence(words):
+        run.model(0)
+    with sentence(words):
+        run.predict(0, torch.zeros(1, 6))
+    with sentence(words):
+        run.export(tmp_path / "models")
+    with sentence("adapt: expected a history with models"):
+        run.adapt(images().client(0))
+    with sentence("state: expected a history with the run's state, .* a checkpoint"):
+        print(run.state)
+    with sentence("key: got 'acuracy', did you mean 'accuracy'"):
+        run.curve(key="acuracy")
+    assert not (tmp_path / "models").exists()
+
+
+# notebooks ------------------------------------------------------------------------
+def test_a_notebook_shows_small_tables_without_markup():
+    history = simulation(rounds=7).run()
+    history.header["data"] = "<script>"
+    text = history._repr_html_()
+    assert "<script>" not in text and "&lt;script&gt;" in text
+    rows = re.findall("<tr><td>(\\d+)</td>", text)
+    assert rows == ["3", "4", "5", "6", "7"]  # the last ones
+    assert "<th>mean accuracy</th>" in text and "<th>mean loss</th>" in text
+    assert "History(0 rounds)" in History()._repr_html_()
+    data = Federation.from_clients([images().client(0)] * 2, name="<b>")
+    text = data._repr_html_()
+    assert "<b>" not in text and "<td>clients</td><td>2</td>" in text
+
+
+def test_what_was_tuned_is_a_line():
+    protocol = cross_silo(images((20, 20)))
+    grid = {"lam": [0.1, 1.0]}
+    tuned = tune(protocol, nn.Linear(6, 4), "ditto", Training(), grid, rounds=1)
+    assert re.fullmatch(
+        r"Tuned\(2 candidates, best: lam [\d.]+, score [\d.]+\)", repr(tuned)
+    )

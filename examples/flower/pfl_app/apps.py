@@ -27,7 +27,8 @@ def play(grid: Grid, context: Context) -> None:
         rounds=options.rounds,
         seed=options.seed,
     )
-    strategy = PflStrategy(rule, fraction_train=options.participation)
+    folder = task.checkpoint_of(context, "server")
+    strategy = PflStrategy(rule, folder, fraction_train=options.participation)
     result = strategy.start(
         grid,
         train_config=ConfigRecord({"algorithm": options.algorithm}),
@@ -36,7 +37,8 @@ def play(grid: Grid, context: Context) -> None:
     for round, scores in result.evaluate_metrics_clientapp.items():
         print(
             f"{options.algorithm}, round {round:2}: mean accuracy of the clients' own "
-            f"models {scores['accuracy']:.2f}"
+            f"models {scores['accuracy']:.2f}",
+            flush=True,
         )
 
 
@@ -67,4 +69,9 @@ def evaluate(model: Personalized, context: Context) -> dict[str, float]:
     return {"size": len(y), "accuracy": correct.double().mean().item()}
 
 
-client = client_app(one, evaluate=evaluate)
+def folder(context: Context) -> Path | None:
+    """The folder for the states of this node's client."""
+    return task.checkpoint_of(context, "clients")
+
+
+client = client_app(one, evaluate=evaluate, checkpoint=folder)

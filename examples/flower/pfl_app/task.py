@@ -5,6 +5,7 @@ model is right for all clients.
 """
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ class Options(NamedTuple):
         participation: fraction of the clients that train in a round
         seed: seed of the whole run
         export: folder for the personalized models; empty: they are not saved
+        checkpoint: folder for what a run needs to go on after its server was killed;
+            empty: nothing is saved
     """
 
     algorithm: str
@@ -34,6 +37,7 @@ class Options(NamedTuple):
     participation: float
     seed: int
     export: str
+    checkpoint: str
 
 
 def options_of(context: Context) -> Options:
@@ -46,7 +50,14 @@ def options_of(context: Context) -> Options:
         float(config["participation"]),
         int(config["seed"]),
         str(config["export"]),
+        str(config["checkpoint"]),
     )
+
+
+def checkpoint_of(context: Context, side: str) -> Path | None:
+    """The folder of the checkpoints of a side, "server" or "clients"."""
+    folder = options_of(context).checkpoint
+    return Path(folder) / side if folder else None
 
 
 def number_of(context: Context) -> int:

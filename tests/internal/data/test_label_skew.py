@@ -8,8 +8,8 @@ import torch
 from places import tabled
 
 from bench.papers import table
+from pflcore import History
 from pflcore.cli import main
-from pflcore.results.record import Run
 
 
 def test_subpopulations():
@@ -37,7 +37,9 @@ def run(*values, measure="accuracy"):
     """
     line = {"seconds": 2.0, "bytes_down": 10, "bytes_up": 0, "cohort": [0]}
     seen = [{"accuracy": [None], measure: v, "size": [1] * len(v)} for v in values]
-    return Run(HEAD, [line | {"round": r, "eval": e} for r, e in enumerate(seen, 1)])
+    return History(
+        HEAD, [line | {"round": r, "eval": e} for r, e in enumerate(seen, 1)]
+    )
 
 
 # The metric, the values of one client, and the bytes until it is near enough.

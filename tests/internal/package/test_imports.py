@@ -25,17 +25,18 @@ PACKAGE = ROOT / "pflcore"
 # Each package, and the packages that it imports. They stand above its line.
 TABLE = """\
 _device:
+_html:
 _install:
 check: _install
 ops: _install check
 metrics: check
-data: _device check
+data: _device _html check
 nn: check ops
-results: check metrics
+results: _html check metrics
 train: _device check ops metrics data nn
 algorithms: _device check ops data nn train
 simulation: _device check ops metrics data nn results train algorithms
-interop: _install check ops data train algorithms simulation
+interop: _install check ops data train algorithms results simulation
 testing: check data train algorithms simulation
 tuning: check metrics data train algorithms results simulation
 cli: _install check ops data metrics nn train algorithms results simulation
@@ -98,7 +99,7 @@ before = set(sys.modules)  # torch itself takes tqdm where there is one
 import pflcore, pflcore.interop.lowrank, pflcore.nn.models, pflcore.results.table, pflcore.nn
 import pflcore.simulation.callbacks, pflcore.testing
 heavy = "matplotlib peft transformers torchvision tyro tqdm mlxtend scipy sklearn flwr pandas"
-heavy += " safetensors tensorboard"
+heavy += " safetensors tensorboard wandb mlflow"
 print(*{*heavy.split()} & sys.modules.keys() - before)
 """  # noqa: E501
 

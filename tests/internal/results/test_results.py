@@ -1,5 +1,6 @@
 """Tests of figures and of values in records."""
 
+import itertools
 import json
 import math
 import re
@@ -11,8 +12,9 @@ from parts.results import N, a_long_run, a_run, line, write
 from parts.user import simulation
 from places import ROOT
 
-from pflcore.results import _pictures as pictures
+from pflcore.results import _run_pictures as pictures
 from pflcore.results._export import scalars
+from pflcore.results._pictures import line_styles
 from pflcore.results.record import group_runs, read, to_json
 
 
@@ -55,21 +57,117 @@ def test_every_picture(tmp_path):
     )
 
 
-@pytest.mark.parametrize("partition", ["iid", "a long name of a partition"])
-def test_long_names_take_a_place_of_their_own(partition, tmp_path, monkeypatch):
-    """Long names stand below the curves, and in lines below the boxes."""
-    pytest.importorskip("matplotlib")
+METHODS = ("fedavg", "local", "feddwa", "waffle", "scaffold", "ditto", "fedprox")
+LONG = {"options": {"weighting": "uniform", "lam": 0.123456789}, "clip": 10.0}
+
+
+def many_runs(settings, methods, seeds, long):
+    """Runs of several settings, methods and seeds."""
+    lines = []
+    for setting, method, seed in itertools.product(
+        range(settings), METHODS[:methods], range(seeds)
+    ):
+        lines += a_run(
+            method,
+            seed,
+            shift=0.01 * METHODS.index(method),
+            target=None,
+            partition=f"partition number {setting}",
+        )
+        if long:  # the same method with other options, so that labels name them
+            lines += a_run(method, seed, target=None, **LONG)
+    return group_runs(lines)
+
+
+def figures(monkeypatch, tmp_path, runs):
+    """The drawn figures of the curves and of the clients."""
     drawn = []
     monkeypatch.setattr(pictures, "save", lambda figure, _: drawn.append(figure))
-    runs = group_runs([*a_run(partition=partition), *a_run(partition="C")])
     pictures.curves(runs, tmp_path)
     pictures.clients(runs, tmp_path)
-    curves, boxes = drawn
-    long = partition != "iid"
-    assert [len(curves.legends), curves.axes[0].get_legend() is None] == [long, long]
-    names = [label.get_text() for label in boxes.axes[0].get_xticklabels()]
-    assert all(len(line) <= 32 for name in names for line in name.split("\n"))
-    assert any("\n" in name for name in names) == long
+    for figure in drawn:
+        pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+        figure.canvas.draw()
+    return drawn
+
+
+@pytest.mark.parametrize(
+    "settings, methods, seeds, long",
+    [
+        (1, 2, 1, False),
+        (2, 7, 2, False),
+        pytest.param(1, 3, 2, True),
+        pytest.param(4, 7, 1, True, marks=pytest.mark.deep("large pictures")),
+    ],
+)
+def test_no_label_is_cut_off_or_hides_a_line(
+    settings, methods, seeds, long, tmp_path, monkeypatch
+):
+    pytest.importorskip("matplotlib")
+    for figure in figures(
+        monkeypatch, tmp_path, many_runs(settings, methods, seeds, long)
+    ):
+        # All that is drawn, in inches.
+        drawn = figure.get_tightbbox()
+        width, height = figure.get_size_inches()
+        assert drawn.x0 >= 0 and drawn.y0 >= 0
+        assert drawn.x1 <= width and drawn.y1 <= height
+        for axis in figure.axes:
+            legend = axis.get_legend()
+            if legend is not None:
+                assert not legend.get_window_extent().overlaps(axis.bbox)
+
+
+def test_curves_have_a_panel_for_each_setting(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    curves, boxes = figures(monkeypatch, tmp_path, many_runs(2, 3, 2, long=False))
+    for figure in (curves, boxes):
+        titles = [axis.get_title() for axis in figure.axes]
+        assert ["number 0" in titles[0], "number 1" in titles[1]] == [True, True]
+        assert figure.get_suptitle() == "digits, 4 clients"
+    legends = [axis.get_legend() for axis in curves.axes]
+    for axis, legend in zip(curves.axes, legends, strict=True):
+        names = [text.get_text() for text in legend.get_texts()]
+        assert names == ["feddwa", "local", "fedavg"]  # as the lines end
+        assert legend.get_title().get_text() == "band: ± std over 2 seeds"
+        ticks = axis.get_xticks()
+        assert (ticks == ticks.round()).all()
+    colours = [
+        {line.get_label(): line.get_color() for line in axis.lines}
+        for axis in curves.axes
+    ]
+    assert [*colours[0].values()] == [*colours[1].values()]
+
+
+def test_lines_differ_without_colours():
+    styles = line_styles(28)
+    assert len({(s.linestyle, s.marker) for s in styles}) == len(styles)
+
+
+def test_the_mean_leaves_out_a_model_for_one_client(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    lines = [*a_run(model_target=1), *a_run("local", model_target=None)]
+    curves = figures(monkeypatch, tmp_path, group_runs(lines))[0]
+    mean, target = curves.axes
+    assert target.get_title() == "client 1, the target"
+    names = [
+        [text.get_text() for text in axis.get_legend().get_texts()]
+        for axis in (mean, target)
+    ]
+    assert names[0] == ["local"] and sorted(names[1]) == ["local", "waffle"]
+    alone = figures(monkeypatch, tmp_path, group_runs(a_run(model_target=1)))[0]
+    assert [axis.get_title() for axis in alone.axes] == ["client 1, the target"]
+
+
+def test_runs_without_weights_have_no_picture_of_them(tmp_path):
+    pytest.importorskip("matplotlib")
+    lines = a_run("local")
+    for one in lines[1:]:
+        one["report"] = {}
+    assert pictures.weights(group_runs(lines), tmp_path / "weights.png") is None
+    assert pictures.weights([], tmp_path / "weights.png") is None
+    both = group_runs([*lines, *a_run()])
+    assert pictures.weights(both, tmp_path / "weights.png").is_file()
 
 
 def test_pictures_of_little(tmp_path):
@@ -94,7 +192,7 @@ def test_a_full_disk_leaves_the_pictures_that_were_there(tmp_path, monkeypatch):
     path = tmp_path / "curves.png"
     pictures.curves(runs, path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    assert {*before} == {"curves.png", "curves.svg"}
+    assert {*before} == {"curves.png", "curves.svg", "curves.pdf"}
 
     def half(self, file, **_):
         file.write_bytes(b"half")

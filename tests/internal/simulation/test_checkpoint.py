@@ -18,7 +18,7 @@ from parts.memory import fails
 from small import equals, layers
 
 from pflcore import cli
-from pflcore.results import _pictures as pictures
+from pflcore.results import _run_pictures as pictures
 from pflcore.results.record import RecordWriter
 from pflcore.simulation._evaluate import has_custom_predict
 

@@ -1,0 +1,143 @@
+"""`pflcore predict`: a client's exported model on new samples in a file."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+from pflcore.algorithms import import_object
+from pflcore.check import require
+from pflcore.cli._options import POSITIONAL, parse
+from pflcore.data._natural import read_csv_columns, read_csv_rows
+from pflcore.data._sources import explain_read_errors
+from pflcore.results._files import atomic_write
+from pflcore.simulation._exported import client_names, load_model, read_manifest
+from pflcore.simulation._models import Personalized
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """The model, the samples, and the place of the predictions.
+
+    Args:
+        folder: folder that History.export or --export has written
+        data: CSV file with a line of names, of which those of the model's columns are
+            taken; for models without names of columns CSV of numbers, .npy or .npz
+            (array x)
+        client: the client whose model predicts, by name or number
+        model: package.module:function that makes the model, where the manifest cannot
+            rebuild it
+        algorithm: package.module:Class of an algorithm of your own that mixes models
+        out: CSV file to write; printed if not said
+        scores: also write the scores of each class
+    """
+
+    folder: Path = field(metadata=POSITIONAL)
+    data: Path = field(metadata=POSITIONAL)
+    client: str
+    model: str | None = None
+    algorithm: str | None = None
+    out: Path | None = None
+    scores: bool = False
+
+
+def predict(argv: Sequence[str]) -> int:
+    """Predicts by a client's exported model, and prints the predictions as CSV."""
+    about = inspect.getdoc(predict) or ""
+    values = parse("pflcore predict", about, {"predict": PredictOptions}, argv)
+    options = PredictOptions(**values["predict"])
+    client = _client(options)
+    make_model = None
+    if options.model is not None:
+        make_model = import_object(options.model, "model")
+    model = load_model(options.folder, client, make_model, options.algorithm)
+    lines = list(_prediction_lines(model, options))
+    if options.out is None:
+        _write_lines(sys.stdout, lines)
+        return 0
+    with (
+        atomic_write(options.out) as part,
+        open(part, "w", newline="", encoding="utf-8") as file,
+    ):
+        _write_lines(file, lines)
+    return 0
+
+
+def _client(options: PredictOptions) -> int | str:
+    """The client by its number, or by its name where the clients have names.
+
+    A number is a client's place only where no name is a number, too.
+    """
+    client = options.client
+    names = client_names(read_manifest(options.folder)) or []
+    has_numbers = any(name.isdecimal() for name in names)
+    if client.isdecimal() and not has_numbers:
+        return int(client)
+    return client
+
+
+def _prediction_lines(
+    model: Personalized, options: PredictOptions
+) -> Iterator[list[Any]]:
+    """The lines of the CSV: names, then a line for each sample."""
+    samples = read_samples(options.data, model)
+    answers = _columns(np.asarray(model.predict(samples)))
+    names = _numbered("prediction", answers.shape[1])
+    if not options.scores:
+        yield names
+        yield from answers.tolist()
+        return
+    scores = _columns(model.scores(samples).numpy())
+    count = scores.shape[1]
+    classes = model.class_names or ()
+    if len(classes) == count:
+        names += [f"score {name}" for name in classes]
+    else:
+        names += _numbered("score", count)
+    yield names
+    for answer, numbers in zip(answers.tolist(), scores.tolist(), strict=True):
+        yield answer + numbers
+
+
+def read_samples(path: Path, model: Personalized) -> Any:
+    """The samples of a file, as `Personalized.predict` takes them.
+
+    Raises ValueError or OSError where it holds none.
+    """
+    require(path.is_file(), "data", "a file that is there", str(path))
+    is_known = path.suffix in (".csv", ".npy", ".npz")
+    require(is_known, "data", "a file .csv, .npy or .npz", path.name)
+    text = f"{path}: expected numbers in UTF-8, got others"
+    with explain_read_errors(text):
+        if path.suffix == ".npy":
+            return np.load(path, allow_pickle=False)
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                require("x" in file.files, "arrays", "an array x", file.files)
+                return file["x"]
+        if model.columns is None:
+            return torch.from_numpy(read_csv_rows(path))
+        return read_csv_columns(path, model.columns)
+
+
+def _columns(values: Any) -> Any:
+    """Values [n] or [n, ...] as rows [n, K]."""
+    return values.reshape(len(values), -1)
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    """The names of `count` columns; a single one has no number."""
+    return [name] if count == 1 else [f"{name} {k}" for k in range(count)]
+
+
+def _write_lines(file: TextIO, lines: Sequence[Sequence[Any]]) -> None:
+    """Writes lines as CSV; None is an empty field."""
+    csv.writer(file, lineterminator="\n").writerows(lines)

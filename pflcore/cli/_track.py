@@ -1,0 +1,48 @@
+"""The tracker of a command's runs, by its name on the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pflcore.check import import_optional
+from pflcore.results.record import Facts
+from pflcore.simulation.callbacks import MLflow, TensorBoard, Tracker, Wandb
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+TENSORBOARD_FOLDER = "tensorboard"  # of the events in the folder of a record
+
+
+def require_tracker(name: TrackerName | None) -> None:
+    """Raises ImportError where the tracker's package is missing."""
+    if name is not None:
+        import_optional(name, what=f"--track {name}")
+
+
+class NoTracker(Tracker):
+    """A tracker that sends nothing."""
+
+    def log(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Sends nothing."""
+
+
+def tracker_of(
+    name: TrackerName | None, job: str, header: Facts, folder: Path
+) -> Tracker:
+    """The tracker of one run.
+
+    Args:
+        name: The name of the tracker; None for no tracker.
+        job: The name of the run.
+        header: The header of the run.
+        folder: The folder of the record.
+    """
+    if name is None:
+        return NoTracker()
+    if name == "tensorboard":
+        file_name = re.sub(r"[^\w.-]+", "-", job)
+        return TensorBoard(folder / TENSORBOARD_FOLDER / file_name)
+    options: dict[str, Any] = {"name": job, "config": header}
+    return Wandb(**options) if name == "wandb" else MLflow(**options)

@@ -1,0 +1,210 @@
+"""Trackers: callbacks that send each round's numbers to TensorBoard, W&B or MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pflcore.check import checked, import_optional, warn_caller
+from pflcore.results._export import scalars, summary_writer
+from pflcore.results.record import to_json
+
+Record = dict[str, Any]
+MAX_PARAMETERS = 100  # of one call of MLflow
+MAX_PARAMETER_LETTERS = 250  # of a value in MLflow's table of parameters
+
+
+@checked
+class Tracker:
+    """A callback that sends each round's numbers to a service.
+
+    The names of the numbers are those of `History.to_tensorboard`: "eval/accuracy",
+    "train/loss", "traffic/bytes_up", and so on. A round that cannot be sent is a
+    warning, and the run goes on.
+
+    The tracker is a context manager, whose end closes it:
+
+        with Wandb("my project") as tracker:
+            simulation.run(tracker)
+
+    A tracker of your own derives from this class and has the method `log`.
+
+    Args:
+        clients: True adds each client's numbers to the means over clients.
+    """
+
+    def __init__(self, clients: bool = False) -> None:
+        self.clients = clients
+
+    def __call__(self, round: int, record: Record) -> None:
+        """Sends one round's record."""
+        try:
+            self.log(round, scalars(record, self.clients))
+        except Exception as e:
+            reason = next(iter(str(e).strip().splitlines()), "")
+            warn_caller(
+                f"{type(self).__name__}: round {round} was not sent "
+                f"({type(e).__name__}: {reason}). The run goes on.",
+                RuntimeWarning,
+            )
+
+    def log(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Sends the numbers of one round, by name."""
+        raise NotImplementedError
+
+    def close(self, failed: bool = False) -> None:
+        """Ends the run of the service.
+
+        Args:
+            failed: True where the run ended with an error.
+        """
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=error is not None)
+
+
+@checked
+class TensorBoard(Tracker):
+    """Writes each round's numbers into a folder for `tensorboard --logdir`.
+
+    It needs the package tensorboard.
+
+    Args:
+        folder: The folder for the events.
+        clients: Add a curve for each client to the means over clients.
+    """
+
+    def __init__(self, folder: str | Path, clients: bool = False) -> None:
+        super().__init__(clients)
+        self._writer = summary_writer(folder)
+
+    def log(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Writes the numbers of one round."""
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, round)
+        self._writer.flush()
+
+    def close(self, failed: bool = False) -> None:
+        """Closes the file of events."""
+        self._writer.close()
+
+
+@checked
+class Wandb(Tracker):
+    """Sends each round's numbers to Weights & Biases, or to its files offline.
+
+    It needs the package wandb, and where it is to send, a login (`wandb login`). With
+    the environment variable WANDB_MODE=offline it writes files for `wandb sync`.
+
+    Args:
+        project: The project; None for that of the variable WANDB_PROJECT.
+        name: The name of the run; None for one that W&B makes up.
+        config: The facts on the run, such as `simulation.header()`.
+        clients: Add a curve for each client to the means over clients.
+        options: More options of `wandb.init`: entity, group, tags, mode, dir, ...
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        clients: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(clients)
+        wandb = import_optional("wandb")
+        config = to_json(config or {})
+        self._run = wandb.init(project=project, name=name, config=config, **options)
+
+    def log(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Sends the numbers of one round."""
+        self._run.log(dict(numbers), step=round)
+
+    def close(self, failed: bool = False) -> None:
+        """Ends the run of W&B."""
+        self._run.finish(exit_code=int(failed))
+
+
+@checked
+class MLflow(Tracker):
+    """Sends each round's numbers to an MLflow server, a database or a folder.
+
+    It needs the package mlflow. MLflow's active run stays as it is.
+
+    Args:
+        experiment: The experiment, which is made where it does not exist; None for
+            that of the variable MLFLOW_EXPERIMENT_NAME, else "Default".
+        name: The name of the run; None for one that MLflow makes up.
+        config: The facts on the run, such as `simulation.header()`. They become the
+            run's parameters, without lists that are long.
+        clients: Add a curve for each client to the means over clients.
+        tracking_uri: The server or file, such as "sqlite:///mlflow.db"; None for that
+            of MLflow itself (the variable MLFLOW_TRACKING_URI).
+    """
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        clients: bool = False,
+        tracking_uri: str | None = None,
+    ) -> None:
+        super().__init__(clients)
+        mlflow = import_optional("mlflow")
+        self._entities = mlflow.entities
+        self._client = mlflow.MlflowClient(tracking_uri)
+        experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+        found = self._client.get_experiment_by_name(experiment)
+        if found is None:
+            experiment_id = self._client.create_experiment(experiment)
+        else:
+            experiment_id = found.experiment_id
+        run = self._client.create_run(experiment_id, run_name=name)
+        self._run_id = run.info.run_id
+        # Times count from the run's start, because the clock of the machine can jump.
+        self._start = run.info.start_time  # milliseconds
+        self._began = time.monotonic()
+        parameters = []
+        for key, value in flat_parameters(to_json(config or {})).items():
+            parameters.append(mlflow.entities.Param(key, value))
+        for start in range(0, len(parameters), MAX_PARAMETERS):
+            some = parameters[start : start + MAX_PARAMETERS]
+            self._client.log_batch(self._run_id, params=some)
+
+    def log(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Sends the numbers of one round."""
+        now = self._start + int(1000 * (time.monotonic() - self._began))
+        metric = self._entities.Metric
+        metrics = [metric(key, value, now, round) for key, value in numbers.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self, failed: bool = False) -> None:
+        """Ends the run of MLflow."""
+        status = "FAILED" if failed else "FINISHED"
+        self._client.set_terminated(self._run_id, status)
+
+
+def flat_parameters(config: Mapping[str, Any]) -> dict[str, str]:
+    """Values of nested dicts as text, by names such as "training.lr".
+
+    Values whose text is long, such as the sizes of all clients, are left out.
+    """
+    parameters = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            for name, text in flat_parameters(value).items():
+                parameters[f"{key}.{name}"] = text
+            continue
+        text = value if isinstance(value, str) else json.dumps(value)
+        if len(text) <= MAX_PARAMETER_LETTERS:
+            parameters[str(key)] = text
+    return parameters
