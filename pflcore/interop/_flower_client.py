@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Hashable, Sequence
 from fnmatch import fnmatchcase
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import torch
 from flwr.app import (
@@ -81,9 +81,9 @@ def client_app(
         folder = checkpoint(context) if callable(checkpoint) else checkpoint
         if folder is None:
             return None
-        # The repr tells the ids 1 and "1" apart.
-        name = quote(repr(client_id(context)), safe="")
-        return Checkpoint(Path(folder) / f"client-{name}")
+        # The repr tells the ids 1 and "1" apart. An id may be no name of a file.
+        digest = sha256(repr(client_id(context)).encode()).hexdigest()
+        return Checkpoint(Path(folder) / f"client-{digest[:16]}")
 
     @app.query("pflcore")  # type: ignore[untyped-decorator]
     def identify(message: Message, context: Context) -> Message:
