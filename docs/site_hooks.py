@@ -1,4 +1,6 @@
-"""What the site has beside the documents: a first page, and the reference by module.
+"""What the site has beside the documents.
+
+It has a first page, the reference by module, and a page for each notebook.
 
 MkDocs calls these functions when it builds the site, see mkdocs.yml.
 """
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from notebook_pages import notebook_page
 
 ROOT = Path(__file__).parents[1]
 # What docs/api.md says of a public module begins so.
@@ -18,7 +21,7 @@ HEADING = re.compile(r"^## `(pflcore[\w.]*)`", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds README.md as the first page, and a page for each public module."""
+    """Adds README.md as the first page, and pages of public modules and notebooks."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     readme = readme.replace("](docs/", "](")
     files.append(File.generated(config, "index.md", content=readme))
@@ -26,6 +29,12 @@ def on_files(files: Files, config: Any) -> Files:
         content = f"# {module}\n\n::: {module}\n{OPTIONS}"
         path = f"reference/{module}.md"
         files.append(File.generated(config, path, content=content))
+    for path in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
+        page = notebook_page(path)
+        contents = {f"{path.stem}.md": page.markdown, **page.pictures}
+        for name, content in contents.items():
+            file = File.generated(config, f"tutorials/{name}", content=content)
+            files.append(file)
     return files
 
 
