@@ -30,11 +30,19 @@ def executed(path: Path) -> Any:
         coalesce_streams=True,
     )
     client.execute()
+    for cell in notebook.cells:
+        remove_warnings(cell)
     # Neither versions nor paths of this machine belong into the file.
     notebook.metadata = nbformat.from_dict(
         {"kernelspec": KERNEL, "language_info": {"name": "python"}}
     )
     return notebook
+
+
+def remove_warnings(cell: Any) -> None:
+    """Removes what a cell wrote to stderr: warnings that name this machine's paths."""
+    if cell.cell_type == "code":
+        cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
 
 
 def main(names: list[str]) -> None:
