@@ -6,7 +6,7 @@ BIN := .venv/bin
 WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-deep lint hooks build docs portability wheels ranks sharded flower flower-deploy lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
+.PHONY: demo test test-deep lint hooks build docs tutorials portability wheels ranks sharded flower flower-deploy lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
 
 # torch comes first: the kernels are built against the torch that is there; ninja, on the path, compiles files side by side
 .venv/tools: pyproject.toml
@@ -54,6 +54,11 @@ portability:
 docs: build
 	$(BIN)/pip install --quiet mkdocs-material "mkdocstrings[python]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# executes the notebooks of docs/tutorials, and stores what they print and draw, in some three minutes
+tutorials: build
+	$(BIN)/pip install --quiet nbclient ipykernel pandas
+	$(BIN)/python docs/make_tutorials.py
 
 # wheels of the CPU kernels for x86-64 and aarch64, each for every Python and every torch >= 2.10, and tries of them: gigabytes of downloads
 wheels: build

@@ -9,6 +9,7 @@ from places import ROOT
 from pflcore.algorithms import ALGORITHMS
 
 MAKER = runpy.run_path(str(ROOT / "docs" / "make_methods.py"))
+TUTORIALS = ROOT / "docs" / "tutorials"
 NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
 
 
@@ -37,4 +38,5 @@ def test_every_method_but_local_names_its_paper():
 def test_the_site_lists_every_page():
     listed = set(re.findall(r"[\w/]+\.md", NAV))
     pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
-    assert listed == pages | {"index.md"}
+    notebooks = {f"tutorials/{p.stem}.md" for p in TUTORIALS.glob("*.ipynb")}
+    assert notebooks and listed == pages | notebooks | {"index.md"}

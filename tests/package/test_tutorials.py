@@ -47,26 +47,31 @@ def output_texts(cell):
     return texts
 
 
+def output_kinds(cell):
+    """The media types of each output; none for printed text."""
+    return [sorted(output.get("data", ())) for output in cell["outputs"]]
+
+
 def words_and_numbers(text):
     """The words of a text with a mark in place of each number, and the numbers.
 
-    Digests of models differ between machines, and are left out. So are the spaces and
-    rules of tables, which depend on the length of numbers.
+    Digests of models differ between machines, and are left out. So are the spaces,
+    rules and bold numbers of tables, which depend on the numbers.
     """
     text = DIGEST.sub("DIGEST", text)
     numbers = NUMBER.findall(text)
-    return re.sub(r"[\s|:-]+", " ", NUMBER.sub("#", text)), numbers
+    return re.sub(r"[\s|:*-]+", " ", NUMBER.sub("#", text)), numbers
 
 
 def are_close(got, want):
     """True for numbers that another processor may print.
 
-    Whole numbers are counts and are equal. Accuracies differ by a few points, in
-    percent or in shares.
+    Whole numbers are counts and are equal. Others are shares or percent, of clients or
+    of samples: one of twelve clients is 8.3 points.
     """
     if "." not in want and "e" not in want:
         return got == want
-    allowed = 0.05 if abs(float(want)) <= 1 else 5 + 0.02 * abs(float(want))
+    allowed = 0.09 if abs(float(want)) <= 1 else 9
     return abs(float(got) - float(want)) <= allowed
 
 
@@ -137,16 +142,15 @@ def test_a_tutorial_prints_what_is_stored(name):
 
     stored = code_cells(read_notebook(name))
     for cell, want in zip(code_cells(got), stored, strict=True):
-        assert_same_outputs(cell, want)
+        # The tag says that other processors print something else.
+        if "varies" not in want["metadata"].get("tags", ()):
+            assert_same_outputs(cell, want)
 
 
 def assert_same_outputs(got, want):
     """Raises AssertionError, with the cell's source, where the outputs differ."""
     source = "".join(want["source"])
-    kinds = [output.get("data", {}).keys() for output in got["outputs"]]
-    assert kinds == [output.get("data", {}).keys() for output in want["outputs"]], (
-        source
-    )
+    assert output_kinds(got) == output_kinds(want), source
     for mine, theirs in zip(output_texts(got), output_texts(want), strict=True):
         words, numbers = words_and_numbers(mine)
         stored_words, stored_numbers = words_and_numbers(theirs)
