@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 NOTEBOOK_LINK = re.compile(r"\]\(([\w/]+)\.ipynb")
 STYLE = re.compile(r"<style.*?</style>\s*", re.DOTALL)
+# The site's own style applies to tables without attributes.
+TABLE = re.compile(r"<table [^>]*>")
 
 
 class Page(NamedTuple):
@@ -54,13 +56,14 @@ def notebook_page(path: Path) -> Page:
 def text_output(output: dict[str, Any]) -> str:
     """What a cell printed or returned, as Markdown.
 
-    A table of HTML stays what it is, without its style.
+    A table of HTML stays one, in the style of the site.
     """
     data = output.get("data", {"text/plain": output.get("text", "")})
     if "text/markdown" in data:
         return "".join(data["text/markdown"])
     if "text/html" in data:
-        return STYLE.sub("", "".join(data["text/html"]))
+        html = STYLE.sub("", "".join(data["text/html"]))
+        return TABLE.sub("<table>", html)
     return code_block("".join(data["text/plain"]).rstrip("\n"), "text")
 
 

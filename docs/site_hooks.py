@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
-from notebook_pages import notebook_page
+from notebook_pages import NOTEBOOK_LINK, notebook_page
 
 ROOT = Path(__file__).parents[1]
 # What docs/api.md says of a public module begins so.
@@ -48,8 +48,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """The text of a page, with links that the site can follow.
 
     A link to a file outside of docs/ becomes the file's name: the site has no such
-    page. In docs/api.md a module's heading becomes a link to its page.
+    page. In docs/api.md a module's heading becomes a link to its page. A link to a
+    notebook leads to its page; the page itself links to the notebook.
     """
+    if not page.file.src_path.startswith("tutorials/"):
+        markdown = NOTEBOOK_LINK.sub(r"](\1.md", markdown)
     if page.file.src_path == "api.md":
         markdown = HEADING.sub(r"## [`\1`](reference/\1.md)", markdown)
     known = {file.src_path for file in files.documentation_pages()}
