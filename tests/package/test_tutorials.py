@@ -156,3 +156,18 @@ def assert_same_outputs(got, want):
         stored_words, stored_numbers = words_and_numbers(theirs)
         assert words == stored_words, source
         assert all(map(are_close, numbers, stored_numbers)), (source, mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("Test accuracy", "Train accuracy"), (" 88.55 ", " 48.55 "), ("12 cl", "13 cl")],
+)
+def test_another_output_is_noticed(change):
+    cells = code_cells(read_notebook("compare"))
+    cell = next(cell for cell in cells if "| fedavg" in "".join(output_texts(cell)))
+    text = json.dumps(cell)
+    assert change[0] in text
+
+    assert_same_outputs(json.loads(text), cell)
+    with pytest.raises(AssertionError):
+        assert_same_outputs(json.loads(text.replace(*change)), cell)
