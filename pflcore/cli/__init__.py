@@ -27,6 +27,7 @@ from pflcore._install import install_command, reinstall_command
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import require
 from pflcore.cli._data import data
+from pflcore.cli._diff import diff
 from pflcore.cli._predict import predict
 from pflcore.cli._run import RunFailed, compare, first_line, report, run
 from pflcore.ops import __version__, backend
@@ -127,6 +128,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "report": ("report FOLDER ... [options]", report),
     "data": ("data [NAME] [options]", data),
     "predict": ("predict FOLDER DATA --client NAME [options]", predict),
+    "diff": ("diff A B", diff),
     "reproduce": ("reproduce NAME [options]", reproduce),
     "attack": ("attack [options]", attack),
     "bench": ("bench [options]", bench),

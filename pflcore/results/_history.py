@@ -21,6 +21,7 @@ from pflcore import metrics
 from pflcore._html import html_table
 from pflcore.check import Words, client_id, reject, require
 from pflcore.results import _export as export
+from pflcore.results._compare import Comparison, compare_runs
 from pflcore.results._export import Per
 from pflcore.results._updates import OUTLIER_RATIO, longest_update, updates_of_round
 from pflcore.results._weights import dense_weights, has_weights
@@ -190,6 +191,25 @@ class History:
     def rounds_played(self) -> int:
         """The number of the last round in the record."""
         return int(self.rounds[-1]["round"]) if self.rounds else 0
+
+    def compare(self, other: History) -> Comparison:
+        """The differences from another run: in the description and in the numbers.
+
+        Its text has the first round and client that differ, and what
+        docs/determinism.md says on the fields of the headers that differ. Equal bits
+        are said, too. The seconds of rounds are left out.
+        """
+        words = "a History, as Simulation.run() and pflcore.results.read() return it"
+        require(isinstance(other, History), "other", words, other)
+        names = (f"{self.name} (first)", f"{other.name} (second)")
+        headers = (self.header, other.header)
+        return compare_runs(headers, (self.rounds, other.rounds), names)
+
+    @property
+    def name(self) -> str:
+        """The algorithm and the seed in words."""
+        seed = self.header.get("seed")
+        return self.algorithm if seed is None else f"{self.algorithm}, seed {seed}"
 
     # the clients' values ------------------------------------------------------
     @property

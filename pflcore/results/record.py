@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from pflcore.check import checked
 from pflcore.results._history import History
+from pflcore.results._json import to_json as to_json
 from pflcore.results._validate import (
     EarlierFormatError,
     check_line,
@@ -31,28 +30,6 @@ Line = dict[str, Any]
 OnRound = Callable[[int, Line], None]
 # Fields of a header that tell which samples the run used.
 DATA_FIELDS = ("data_seed", "train_samples", "test_samples", "val")
-
-
-def to_json(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
-    """A copy of `value` that JSON can represent.
-
-    Dataclasses become dicts, tensors and tuples become lists, and numbers that are not
-    finite become None. Functions and classes become their names, and any other value
-    becomes its text.
-    """
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if hasattr(value, "tolist"):
-        return to_json(value.tolist())
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, Mapping):
-        return {str(k): to_json(v) for k, v in value.items()}
-    if isinstance(value, Iterable):
-        return [to_json(v) for v in value]
-    return getattr(value, "__name__", None) or str(value)
 
 
 @checked

@@ -1,0 +1,153 @@
+"""Two runs are compared in their descriptions and in their numbers."""
+
+import copy
+import re
+from dataclasses import replace
+
+import pytest
+from entry_points import sentence
+from hypothesis import given
+from hypothesis import strategies as st
+from parts.user import TRAINING, simulation
+from places import ROOT
+from small import images
+
+from pflcore import Evaluation, Hardware
+from pflcore.results import read
+from pflcore.results._compare import EFFECTS
+from pflcore.results.record import RecordWriter, group_runs
+
+PLAYED = simulation(rounds=3).run()
+
+
+def written(history, path):
+    """The history, written into a record and read again."""
+    with RecordWriter(path) as record:
+        for line in history.lines():
+            record.write(line)
+    (run,) = read(path)
+    return run
+
+
+def effects(comparison):
+    """The first words of the explanations."""
+    return [effect.what for effect in comparison.effects]
+
+
+def test_a_repeated_run_has_equal_bits(tmp_path):
+    """A run that is repeated has equal bits, also where one is read from a record."""
+    again = simulation(rounds=3).run()
+    for other in (again, written(again, tmp_path / "r.jsonl")):
+        comparison = PLAYED.compare(other)
+        assert comparison.equal and comparison.description == {}
+        assert comparison.round is None and comparison.num_rounds == 3
+        assert "Equal bits in all 3 rounds" in repr(comparison)
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        ({"algorithm": "feddwa"}, "algorithm"),
+        ({"seed": 1}, "seed"),
+        ({"participation": 0.5}, "participation"),
+        ({"training": replace(TRAINING, lr=0.2)}, "training.lr"),
+        ({"data": images((20, 21, 22))}, "size"),
+    ],
+)
+def test_another_argument_is_another_run(other, field):
+    comparison = PLAYED.compare(simulation(rounds=3, **other).run())
+    assert not comparison.equal and comparison.round == 1
+    assert field in comparison.description
+    assert "an argument of the run" in effects(comparison)
+    assert f"{field}: " in str(comparison)
+
+
+def test_the_number_of_rounds():
+    comparison = PLAYED.compare(simulation(rounds=5).run())
+    assert comparison.round is None and not comparison.equal
+    assert comparison.num_rounds == 3 and comparison.extra_rounds == ([], [4, 5])
+    assert comparison.description["rounds"] == (3, 5)
+    assert effects(comparison) == ["the number of rounds"]
+    assert "2 round(s), from 4 on, only in" in str(comparison)
+
+
+def test_evaluation_changes_no_bit_of_training():
+    """Rounds that one run does not evaluate are compared by their other numbers."""
+    evaluation = Evaluation(every=2, clients=[1], metrics=("f1",))
+    other = simulation(rounds=3, evaluation=evaluation).run()
+    comparison = PLAYED.compare(other)
+    assert comparison.equal
+    assert {"eval_clients", "metrics"} <= {*comparison.description}
+    assert effects(comparison) == [
+        "which clients are evaluated, on which split and by which metrics"
+    ]
+
+
+def test_another_engine_is_explained():
+    runs = [
+        simulation(rounds=3, hardware=Hardware(engine=engine)).run()
+        for engine in ("loop", "vmap")
+    ]
+    comparison = runs[0].compare(runs[1])
+    assert comparison.description["engine"] == ("loop", "vmap")
+    assert "the engine (a record names it)" in effects(comparison)
+    assert "do not explain" not in str(comparison)
+
+
+@given(
+    round=st.integers(1, 3),
+    client=st.integers(0, 2),
+    key=st.sampled_from(["loss", "accuracy"]),
+    distance=st.floats(0.001, 10),
+)
+def test_the_first_number_that_differs_is_named(round, client, key, distance):
+    """The round, the client, the key and the distance of a changed number are told."""
+    other = copy.deepcopy(written_once())
+    for line in other.rounds[round - 1 :]:
+        line["eval"][key][client] += distance
+    comparison = PLAYED.compare(other)
+    assert comparison.round == round and comparison.description == {}
+    (difference,) = comparison.differences
+    assert difference.field == f"eval.{key}" and difference.clients == (client,)
+    assert difference.client == client
+    assert difference.largest == pytest.approx(distance, rel=1e-9)
+    assert "do not explain it" in str(comparison)
+    assert f"eval.{key} of client {client}" in str(comparison)
+
+
+def written_once():
+    """The played run as plain lists and numbers, as a record has it."""
+    (run,) = group_runs(PLAYED.lines())
+    return run
+
+
+def test_numbers_that_are_not_finite_are_infinitely_far():
+    other = copy.deepcopy(written_once())
+    other.rounds[1]["train_loss"] = None
+    (difference,) = PLAYED.compare(other).differences
+    assert difference.field == "train_loss" and difference.largest == float("inf")
+    assert difference.client is None
+
+
+def test_cohorts_that_differ_are_told_first():
+    others = [simulation(rounds=1, seed=s, participation=0.5).run() for s in range(4)]
+    cohorts = {tuple(run.rounds[0]["cohort"]) for run in others}
+    assert len(cohorts) > 1
+    other = next(
+        r for r in others if r.rounds[0]["cohort"] != others[0].rounds[0]["cohort"]
+    )
+    first = others[0].compare(other).differences[0]
+    assert first.field == "cohort" and first.client is None
+
+
+def test_every_explanation_is_a_line_of_the_document():
+    text = (ROOT / "docs" / "determinism.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.*?) \| (.*?) \|", text, re.M)
+    for effect in EFFECTS:
+        of_it = [row for row in rows if row[0].startswith(effect.what)]
+        assert len(of_it) == 1 and of_it[0][1].startswith(effect.effect), effect
+
+
+def test_only_a_history_can_be_compared():
+    with sentence("other: expected a History"):
+        PLAYED.compare("o/record.jsonl")
