@@ -173,12 +173,25 @@ class Tuned:
     def __repr__(self) -> str:
         best = self.best
         words = f"{len(self.trials)} candidates, best: {best.candidate}"
-        return f"Tuned({words}, score {best.score:.4g})"
+        tie = f", a tie with {len(self.ties)} more" if self.ties else ""
+        return f"Tuned({words}, score {best.score:.4g}{tie})"
 
     @property
     def best(self) -> Trial:
         """The trial with the highest score; among equal scores the first."""
         return max(self.trials, key=lambda trial: trial.score)
+
+    @property
+    def ties(self) -> list[Trial]:
+        """The other trials that have the score of the best one, in their order."""
+        best = self.best
+        return [t for t in self.trials if t is not best and t.score == best.score]
+
+    def tie_line(self) -> str:
+        """A sentence on the trials that have the score of the best one."""
+        count = len(self.ties) + 1
+        chosen = self.best.candidate
+        return f"A tie: {count} candidates have the best score; {chosen} is the first."
 
     def report(self, protocol: int = 0) -> Tensors:
         """The best candidate's test results on the clients that a protocol reports.
@@ -196,13 +209,13 @@ class Tuned:
 
     def table(self) -> str:
         """A Markdown table of the candidates, the best first."""
-        best = self.best
+        notes = {id(self.best): "chosen"}
+        for trial in self.ties:
+            notes[id(trial)] = "a tie with the chosen one"
         rows = [["candidate", "validation", "note"]]
         for trial in sorted(self.trials, key=lambda trial: -trial.score):
             score = f"{trial.score:.5f}" if math.isfinite(trial.score) else "-"
-            note = trial.stopped
-            if not note:
-                note = "chosen" if trial is best else ""
+            note = trial.stopped or notes.get(id(trial), "")
             rows.append([str(trial.candidate), score, note])
         return "\n".join([*markdown_table(rows), ""])
 

@@ -28,8 +28,10 @@ from pflcore.algorithms import ALGORITHMS
 from pflcore.check import require
 from pflcore.cli._data import data
 from pflcore.cli._diff import diff
+from pflcore.cli._options import allow_own_modules
 from pflcore.cli._predict import predict
 from pflcore.cli._run import RunFailed, compare, first_line, report, run
+from pflcore.cli._tune import tune_command
 from pflcore.ops import __version__, backend
 from pflcore.ops._library import other_torch
 from pflcore.results._progress import INTERRUPTED
@@ -38,7 +40,7 @@ from pflcore.simulation._signals import ENDING_SIGNALS
 __all__ = ["main"]
 # The modules of each extra of the package.
 EXTRAS = {
-    "cli": ("tyro", "tqdm"),
+    "cli": ("tyro", "tqdm", "tomli_w"),
     "data": ("mlxtend", "sklearn", "scipy"),
     "vision": ("torchvision",),
     "plot": ("matplotlib",),
@@ -124,10 +126,11 @@ def bench(argv: Sequence[str]) -> int:
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "run": ("run ALGORITHM [options]", run),
-    "compare": ("compare --algorithms A B C [options]", compare),
+    "compare": ("compare A B C [options]", compare),
     "report": ("report FOLDER ... [options]", report),
     "data": ("data [NAME] [options]", data),
     "predict": ("predict FOLDER DATA --client NAME [options]", predict),
+    "tune": ("tune ALGORITHM --grid lam=.1,1 [options]", tune_command),
     "diff": ("diff A B", diff),
     "reproduce": ("reproduce NAME [options]", reproduce),
     "attack": ("attack [options]", attack),
@@ -150,11 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot display ± gets a question mark.
             stream.reconfigure(errors="replace")
-    has_object_name = any(":" in word for word in argv)
-    if has_object_name and os.getcwd() not in sys.path:
-        # The module of package.module:Class may be in the working folder. Installed
-        # packages take precedence.
-        sys.path.append(os.getcwd())
+    allow_own_modules(argv)
     try:
         with _signals(), _plain_warnings():
             status = _command(argv)

@@ -492,7 +492,8 @@ def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     Jobs with equal facts give the same numbers up to rounding, on any hardware.
 
     Args:
-        todo: The jobs of a command, which have equal options except the seed.
+        todo: The jobs of a command, which have equal options of the experiment except
+            the seed.
         cut: The options of the partition, or of the reader of files.
         shape: The options of the model.
     """
@@ -503,7 +504,7 @@ def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     return {
         "runs": [*hyper],
         **options,
-        "training": asdict(todo[0].training),
+        "training": {job.name: asdict(job.training) for job in todo},
         "partition_options": dict(cut),
         "model_options": dict(shape),
         "options": hyper,
@@ -515,6 +516,7 @@ def make_jobs(
     options: Options,
     training: Training,
     hyper: Mapping[str, Facts],
+    own_training: Mapping[str, Training] | None = None,
 ) -> list[Job]:
     """One job for each algorithm and seed.
 
@@ -525,6 +527,8 @@ def make_jobs(
         options: The options of the experiment.
         training: The options of local training.
         hyper: The options of each algorithm, by its name.
+        own_training: The options of local training of algorithms that have their own,
+            by the algorithm's name.
     """
     require(algorithms, "algorithms", f"at least one of {', '.join(ALGORITHMS)}", None)
     # Both properties raise ValueError for options that are wrong.
@@ -534,7 +538,8 @@ def make_jobs(
         make_algorithm(name, hyper.get(name), options.target)
     jobs = []
     for name in dict.fromkeys(algorithms):
+        trains = (own_training or {}).get(name, training)
         for seed in range(options.seed, options.seed + options.seeds):
             seed_options = replace(options, seed=seed)
-            jobs.append(Job(name, seed_options, training, hyper.get(name, {})))
+            jobs.append(Job(name, seed_options, trains, hyper.get(name, {})))
     return jobs

@@ -7,15 +7,78 @@ docstring.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import Field, field, fields, is_dataclass, make_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, get_type_hints
 
 from pflcore.algorithms import Algorithm, fixed_options
 from pflcore.check import import_optional
 
+Facts = Mapping[str, Any]
 POSITIONAL = {"positional": True}  # the metadata of a field
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option of a command as the command line writes it.
+
+    Attributes:
+        group: The group of the option.
+        field: The field of the group's dataclass.
+        key: The name with "_" between words, and the name of a prefixed group before a
+            dot.
+        is_switch: True for an option without a value, such as --quiet.
+        default: The value where the option is not given.
+    """
+
+    group: str
+    field: str
+    key: str
+    is_switch: bool
+    default: Any
+
+    @property
+    def name(self) -> str:
+        """The word that sets the option, or switches it on."""
+        return f"--{self.key.replace('_', '-')}"
+
+    @property
+    def negative_name(self) -> str:
+        """The word that switches the option off."""
+        prefix, dot, name = self.key.rpartition(".")
+        return f"--{prefix}{dot}no-{name}".replace("_", "-")
+
+
+def flags_of(
+    groups: Mapping[str, type],
+    prefixed: Collection[str] = (),
+    reserved: Collection[str] = (),
+) -> dict[str, Flag]:
+    """The flags of all options by their keys, in the order of the groups.
+
+    Args:
+        groups: The dataclass of each group's options.
+        prefixed: The groups whose options are written `--GROUP.OPTION`.
+        reserved: Names that only the first group may use without the name of the group.
+    """
+    flags: dict[str, Flag] = {}
+    for title, cls in groups.items():
+        hints = get_type_hints(cls)
+        taken = {*flags}
+        if flags:
+            taken |= {*reserved}
+        for f in option_fields(cls):
+            key = f.name
+            if title in prefixed:
+                key = f"{title}.{f.name}"
+            elif f.name in taken:
+                key = f"{title}_{f.name}"
+            is_switch = hints[f.name] is bool
+            flags[key] = Flag(title, f.name, key, is_switch, f.default)
+    return flags
 
 
 def parse(
@@ -26,6 +89,7 @@ def parse(
     prefixed: Collection[str] = (),
     complete: bool = True,
     reserved: Collection[str] = (),
+    defaults: Mapping[str, Facts] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The values of all options, by group, which are not checked yet.
 
@@ -41,16 +105,22 @@ def parse(
         complete: True where all groups are given. If False, options that no group has
             are ignored: there may be more groups, which depend on the values of these.
         reserved: Names that only the first group may use without the name of the group.
+        defaults: The defaults of groups that have others than their dataclasses.
     """
     tyro = import_optional("tyro")
-    taken = set[str]()  # options that are written without the name of their group
+    flags = flags_of(groups, prefixed, reserved).values()
+    keys = {(flag.group, flag.field): flag.key for flag in flags}
     types = dict[str, Any]()
     for title, cls in groups.items():
         if title in prefixed:
-            types[title] = _group_type(title, cls, taken=())
+            group_defaults = (defaults or {}).get(title, {})
+            types[_identifier(title)] = _group_type(title, cls, {}, group_defaults)
             continue
-        types[title] = tyro.conf.OmitArgPrefixes[_group_type(title, cls, taken)]
-        taken |= {f.name for f in option_fields(cls)} | {*reserved}
+        renamed = {}
+        for f in option_fields(cls):
+            if keys[title, f.name] != f.name:
+                renamed[f.name] = keys[title, f.name]
+        types[title] = tyro.conf.OmitArgPrefixes[_group_type(title, cls, renamed, {})]
     parsed = tyro.cli(
         make_dataclass("Options", types.items()),
         prog=prog,
@@ -62,31 +132,56 @@ def parse(
     )
     # Incomplete groups give a pair: the options, and the words that are unknown.
     options = parsed if complete else parsed[0]
-    return {title: vars(values) for title, values in vars(options).items()}
+    return {title: vars(getattr(options, _identifier(title))) for title in groups}
 
 
-def _group_type(title: str, cls: type, taken: Collection[str]) -> Any:
+def _identifier(title: str) -> str:
+    """The name of a group as an attribute, without a dot."""
+    return title.replace(".", "__")
+
+
+def _group_type(
+    title: str,
+    cls: type,
+    renamed: Mapping[str, str],
+    defaults: Facts,
+) -> Any:
     """The annotated dataclass from which tyro makes a group of options.
 
     Args:
         title: The name of the group.
         cls: The dataclass of its options.
-        taken: The names that options of earlier groups have. An option with one of
-            these gets the group's name before its own.
+        renamed: The names of options that are not those of their fields, because an
+            earlier group has an option of that name.
+        defaults: Defaults of options that are not those of their fields.
     """
     arg = import_optional("tyro").conf.arg
     hints = get_type_hints(cls)
     comments = field_comments(cls)
     options: list[tuple[str, Any, Any]] = []
     for f in option_fields(cls):
-        name = f"{title}-{f.name}" if f.name in taken else None
+        name = renamed.get(f.name)
         details = arg(name=name, help=comments.get(f.name))
+        option = copy(f)
+        if f.name in defaults:
+            option = field(default=defaults[f.name])
         hint: Any = Annotated[hints[f.name], details]
         if f.metadata == POSITIONAL:
             hint = import_optional("tyro").conf.Positional[hint]
-        options.append((f.name, hint, copy(f)))
+        options.append((f.name, hint, option))
     about = (inspect.getdoc(cls) or "").partition("\n\nArgs:")[0]
-    return Annotated[make_dataclass(title, options), arg(name=title, help=about)]
+    group = make_dataclass(_identifier(title), options)
+    return Annotated[group, arg(name=title, help=about)]
+
+
+def allow_own_modules(words: Iterable[str]) -> None:
+    """Lets package.module:Class be in the working folder, where a word is of that form.
+
+    Installed packages take precedence.
+    """
+    has_object_name = any(":" in word for word in words)
+    if has_object_name and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def option_fields(cls: type) -> list[Field[Any]]:

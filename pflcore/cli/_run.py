@@ -31,9 +31,25 @@ from pflcore.check import (
     require,
 )
 from pflcore.cli import _experiment as experiment
-from pflcore.cli._experiment import Job, NamedFunction, Options
+from pflcore.cli._config import (
+    CONFIG_FILE,
+    CONFIG_FILES,
+    Config,
+    ConfigOptions,
+    config_text,
+    read_choice,
+    read_config,
+    write_config,
+)
+from pflcore.cli._experiment import Job, Options
 from pflcore.cli._follow import NoProgress, NoRecord
-from pflcore.cli._options import dataclass_of_arguments, option_fields, parse
+from pflcore.cli._options import (
+    allow_own_modules,
+    dataclass_of_arguments,
+    flags_of,
+    option_fields,
+    parse,
+)
 from pflcore.cli._track import TrackerName, require_tracker, tracker_of
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation
 from pflcore.metrics import human_bytes
@@ -86,6 +102,7 @@ TABLE_FILES = {
 }
 OUTPUT_FILES = (
     RECORD_FILE,
+    CONFIG_FILE,
     *(name for name, _ in TABLE_FILES.values()),
     *(FEDERATION_PICTURE.replace(".png", suffix) for suffix in FORMATS),
     *(name + suffix for name in pictures.PICTURE_NAMES for suffix in FORMATS),
@@ -96,11 +113,16 @@ OUTPUT_FILES = (
 class CompareOptions:
     """The algorithms to compare; an algorithm's own options are --ALGORITHM.OPTION.
 
+    Local training of one algorithm alone is --ALGORITHM.training.OPTION.
+
     Args:
         algorithms: names of algorithms, or package.module:Class
+        tuned: folders of `pflcore tune`, the chosen options of which their algorithms
+            take; without names, these algorithms are compared
     """
 
     algorithms: tuple[str, ...] = ()
+    tuned: tuple[Path, ...] = ()
 
 
 @checked
@@ -177,7 +199,14 @@ def run(argv: Sequence[str]) -> int:
 
 def compare(argv: Sequence[str]) -> int:
     """Runs several algorithms with equal data, initial weights, cohorts and batches."""
-    return _run_command(compare, [], argv)
+    names = [*takewhile(lambda word: not word.startswith("-"), argv)]
+    rest = argv[len(names) :]
+    if names:
+        is_given_twice = any(word.startswith("--algorithms") for word in rest)
+        words = "the names once, at the front or behind --algorithms"
+        require(not is_given_twice, "algorithms", words, names)
+        rest = ["--algorithms", *names, *rest]
+    return _run_command(compare, [], rest)
 
 
 def _run_command(
@@ -191,34 +220,96 @@ def _run_command(
         argv: The other words of the command line.
     """
     is_run = command is run
-    prog = "pflcore compare"
-    if is_run:
-        algorithm = names[0] if names else "ALGORITHM"
-        prog = f"pflcore run {algorithm}"
     about = _about(command)
     groups: dict[str, type] = {} if is_run else {"compare": CompareOptions}
-    groups |= {"run": Options, "training": Training, "output": OutputOptions}
+    groups |= {"config": ConfigOptions, "run": Options, "training": Training}
+    groups |= {"output": OutputOptions}
     # The values of these options decide which other options there are. So these are
     # parsed alone first, and then all options together.
+    prog = f"pflcore {command.__name__}"
     first = parse(prog, about, groups, argv, complete=False)
+    config = read_config(first["config"]["config"])
+    if is_run:
+        named = config.values.pop("algorithm", None)
+        if named is not None and not names:
+            names = [str(named)]
+        prog = f"{prog} {names[0] if names else 'ALGORITHM'}"
+    # The words of the command line come last, so they override those of the file.
+    words = [*config.words(flags_of(groups)), *argv]
+    first = parse(prog, about, groups, words, complete=False)
+    configs = [config]
     if not is_run:
-        names = first["compare"]["algorithms"]
+        names, choices = _tuned_names(**first["compare"])
+        configs += choices
+    allow_own_modules([*names, *words])
     is_help = bool({"-h", "--help"} & {*argv})
     if not is_help:
         _require_names(command, names)
-    functions = _chosen_functions(first["run"])
-    for title, choice in functions.items():
-        if choice and choice.defaults:
-            groups[title] = dataclass_of_arguments(choice.function, choice.defaults)
+    groups |= chosen_groups(first["run"])
     algorithms = {name_of(name): name for name in names}  # by the group of its options
     groups |= {title: class_of(name) for title, name in algorithms.items()}
     classes = {class_of(name) for name in names}
     differ = len(classes) == len(algorithms)
     require(differ, "algorithms", "different names", ", ".join(names))
     about = _about(command, [class_of(name) for name in names])
-    prefixed = () if is_run else algorithms
-    values = parse(prog, about, groups, argv, prefixed)
-    return _run_values(values, algorithms, functions["data"])
+    prefixed = [] if is_run else [*algorithms]
+    keys = {key for config in configs for key in config.values}
+    own_training = _own_training(prefixed, keys, argv)
+    groups |= dict.fromkeys(own_training, Training)
+    prefixed += own_training
+    defaults = dict.fromkeys(own_training, first["training"])
+    flags = flags_of(groups, prefixed)
+    words = []
+    for config in configs:
+        config.check_keys(flags, prog)
+        words += config.words(flags)
+    words += argv
+    values = parse(prog, about, groups, words, prefixed, defaults=defaults)
+    if not is_run:
+        values["compare"]["algorithms"] = tuple(names)
+    named = {"algorithm": names[0]} if is_run else {}
+    text = config_text(values, flags, f"pflcore {command.__name__}", **named)
+    return _run_values(values, algorithms, text)
+
+
+def _tuned_names(
+    algorithms: Sequence[str], tuned: Sequence[Path]
+) -> tuple[list[str], list[Config]]:
+    """The algorithms to compare, and the options that `pflcore tune` chose for them.
+
+    Without names they are the tuned algorithms. Raises ValueError for a tuned algorithm
+    that is not among the names.
+
+    Args:
+        algorithms: The names of the command.
+        tuned: The folders of `pflcore tune`.
+    """
+    choices = [read_choice(folder) for folder in tuned]
+    names = [*algorithms] or [*dict.fromkeys(name for name, _ in choices)]
+    titles = {name_of(name) for name in names}
+    for name, _ in choices:
+        words = f"folders of the algorithms that run ({', '.join(names)})"
+        require(name_of(name) in titles, "tuned", words, name)
+    return names, [choice for _, choice in choices]
+
+
+def _own_training(
+    titles: Sequence[str], keys: Collection[str], argv: Sequence[str]
+) -> list[str]:
+    """The groups of algorithms that train in a way of their own, "NAME.training".
+
+    Args:
+        titles: The names of the algorithms.
+        keys: The keys of files of options.
+        argv: The words of the command line.
+    """
+    options = [*keys, *(word.removeprefix("--").replace("-", "_") for word in argv)]
+    groups = []
+    for title in titles:
+        start = f"{title}.training."
+        if any(option.startswith(start) for option in options):
+            groups.append(f"{title}.training")
+    return groups
 
 
 def _about(command: Callable[..., int], classes: Sequence[type] = ()) -> str:
@@ -241,24 +332,44 @@ def _about(command: Callable[..., int], classes: Sequence[type] = ()) -> str:
 def _run_values(
     values: Mapping[str, Line],
     algorithms: Mapping[str, str],
-    reader: NamedFunction | None,
+    config: str,
 ) -> int:
     """Plays the runs with these options, and returns the exit code.
 
     Args:
         values: The values of each group of options.
         algorithms: The name of each algorithm, by the group of its options.
-        reader: The function of the data that has options, or None.
+        config: The options as TOML.
     """
     options = Options(**values["run"])
     training = Training(**values["training"])
     hyper = {name: values[title] for title, name in algorithms.items()}
-    jobs = experiment.make_jobs([*algorithms.values()], options, training, hyper)
-    cut = values.get("partition", {})
-    if reader:  # the record names a reader's options only where they are chosen
-        cut = {k: v for k, v in values["data"].items() if v != reader.defaults[k]}
+    own_training = {}
+    for title, name in algorithms.items():
+        own_values = values.get(f"{title}.training")
+        if own_values is not None:
+            own_training[name] = Training(**own_values)
+    names = [*algorithms.values()]
+    jobs = experiment.make_jobs(names, options, training, hyper, own_training)
+    cut = cut_of(options, values)
     output = OutputOptions(**values["output"])
-    return _run_jobs(jobs, cut, values.get("model", {}), output)
+    return _run_jobs(jobs, cut, values.get("model", {}), output, config)
+
+
+def cut_of(options: Options, values: Mapping[str, Line]) -> Line:
+    """The options of the partition, or of the reader of files.
+
+    Of a reader these are the ones that differ from their defaults: a record names no
+    others.
+
+    Args:
+        options: The options of the runs.
+        values: The values of each group of options.
+    """
+    reader = experiment.data_options_of(options.data)
+    if reader is None:
+        return values.get("partition", {})
+    return {k: v for k, v in values["data"].items() if v != reader.defaults[k]}
 
 
 def _require_names(command: Callable[..., int], names: Sequence[str]) -> None:
@@ -270,17 +381,25 @@ def _require_names(command: Callable[..., int], names: Sequence[str]) -> None:
         require(names, "algorithms", f"at least one ({ALGORITHM_NAMES})", names)
 
 
-def _chosen_functions(values: Facts) -> dict[str, NamedFunction | None]:
-    """Functions that options name, by the group of their own options."""
-    return {
+def chosen_groups(values: Facts) -> dict[str, type]:
+    """The groups of options that depend on the values of other options.
+
+    They are those of the partition, of the reader of files, and of the model.
+    """
+    functions = {
         "partition": experiment.partition_of(values["data"], values["partition"]),
         "data": experiment.data_options_of(values["data"]),
         "model": experiment.model_of(values["model"]),
     }
+    groups = {}
+    for title, choice in functions.items():
+        if choice and choice.defaults:
+            groups[title] = dataclass_of_arguments(choice.function, choice.defaults)
+    return groups
 
 
 def _run_jobs(
-    jobs: Sequence[Job], cut: Facts, shape: Facts, output: OutputOptions
+    jobs: Sequence[Job], cut: Facts, shape: Facts, output: OutputOptions, config: str
 ) -> int:
     """Plays all jobs into one record; returns the exit code.
 
@@ -292,6 +411,7 @@ def _run_jobs(
         cut: The options of the partition or of the reader.
         shape: The options of the model.
         output: The options of the folder.
+        config: All options as TOML, which are written into the folder.
     """
     options = jobs[0].options
     if options.debug:
@@ -321,6 +441,7 @@ def _run_jobs(
             )
             if ranks.is_first:
                 done = _open_folder(stack, runner, jobs, to_json(command), begun)
+                write_config(runner.folder, config)
         done = ranks.from_first("the jobs that are done", lambda: done)
         return _play_and_report(runner, jobs, done)
 
@@ -363,7 +484,7 @@ def _open_folder(
     folder = output.out
     if folder is None:
         names = [name_of(job.algorithm) for job in jobs]
-        folder = _new_folder(names, options.data, options.partition or "")
+        folder = new_folder(names, options.data, options.partition or "")
     stack.enter_context(checkpoint.lock(folder))
     done = _prepare_folder(folder, output, command, begun, progress)
     path = folder / RECORD_FILE
@@ -687,7 +808,7 @@ def report(argv: Sequence[str]) -> int:
     return 0
 
 
-def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
+def new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
     """A folder below runs/ that is made by this call.
 
     Its name is made of the command's words.
@@ -780,9 +901,11 @@ def _move_outputs_aside(
     Args:
         folder: The folder of the files.
         output: The options of the folder.
-        complete_record: True to rename a record and its checkpoints, too.
+        complete_record: True to rename a record, its checkpoints and its options, too.
     """
     paths = _resumable_paths(folder) if complete_record else []
+    if paths:
+        paths += sorted(folder.glob(CONFIG_FILES))
     if _is_foreign_table(folder, output):
         paths.append(folder / output.table_file)
     if not paths:

@@ -368,7 +368,7 @@ def test_a_disk_that_is_full_at_the_end_costs_the_table_alone(capsys):
     last = capsys.readouterr().err.splitlines()[-1]
     assert "cannot be written into o (No space left on device); make room" in last
     assert last.endswith("then: pflcore report o.")
-    assert {*files_in("o")} == {"record.jsonl", "checkpoint.safetensors"}
+    assert {*files_in("o")} == {"record.jsonl", "checkpoint.safetensors", "run.toml"}
     assert command("report o") == command(f"{FIRST} --resume") == 0
     before = files_in("o")
     with full_disk():
@@ -393,7 +393,7 @@ def test_what_a_command_makes_way_for_is_moved_and_named(capsys):
     broken_off(FIRST)
     Path("o/table.md").write_text("my notes")
     before = files_in("o")
-    names = ("record.jsonl", "checkpoint.safetensors", "checkpoints")
+    names = ("record.jsonl", "checkpoint.safetensors", "checkpoints", "run.toml")
     assert command(f"{OTHER} --overwrite") == 0
     moves = ", ".join(f"{name} to {name}.1" for name in (*names, "table.md"))
     assert f"Moved aside in o: {moves}." in capsys.readouterr().err
@@ -477,7 +477,12 @@ def test_a_command_that_was_killed_before_its_first_line_begins():
     ):
         Path("o", name).write_text("")
     assert command(f"{FIRST} --resume") == 0
-    assert {*files_in("o")} == {"record.jsonl", "checkpoint.safetensors", "table.md"}
+    assert {*files_in("o")} == {
+        "record.jsonl",
+        "checkpoint.safetensors",
+        "run.toml",
+        "table.md",
+    }
 
 
 def test_tables_and_pictures_again_from_records(capsys):
@@ -813,6 +818,7 @@ def test_without_matplotlib_everything_but_the_pictures(capsys, monkeypatch, pic
         "record.jsonl",
         "table.md",
         "checkpoint.safetensors",
+        "run.toml",
         ".lock",
     }
 

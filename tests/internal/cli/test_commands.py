@@ -42,7 +42,7 @@ def test_ctrl_c_between_two_runs(monkeypatch):
 
 
 def test_two_runs_that_start_at_once_take_two_folders():
-    made = [play._new_folder(["fedavg"], "digits", "A*") for _ in range(3)]
+    made = [play.new_folder(["fedavg"], "digits", "A*") for _ in range(3)]
     want = ["fedavg-digits-Astar", "fedavg-digits-Astar-2", "fedavg-digits-Astar-3"]
     assert [p.name for p in made] == want and all(p.is_dir() for p in made)
 

@@ -1,0 +1,264 @@
+"""`pflcore tune`: a grid search over the options of an algorithm.
+
+The candidates are compared on validation data, which are a part of each client's
+training samples. Test data take no part.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pflcore.algorithms import ALGORITHMS, class_of, name_of
+from pflcore.check import PositiveInt, checked, reject, require
+from pflcore.cli import _experiment as experiment
+from pflcore.cli._config import (
+    CHOICE_FILE,
+    ConfigOptions,
+    config_text,
+    read_config,
+    tables_text,
+    write_config,
+)
+from pflcore.cli._experiment import Options
+from pflcore.cli._options import allow_own_modules, flags_of, parse
+from pflcore.cli._run import chosen_groups, cut_of, new_folder
+from pflcore.data import SOURCES, TABULAR
+from pflcore.data._protocols import StudyProtocol, cross_silo
+from pflcore.results._files import write_text
+from pflcore.train import Training
+from pflcore.tuning import Tuned, tune
+
+TABLE_FILE = "tuned.md"
+# Options of a run that a grid search has, too.
+RUN_OPTIONS = (
+    "data",
+    "partition",
+    "n",
+    "model",
+    "loss",
+    "rounds",
+    "participation",
+    "target",
+    "seed",
+    "data_seed",
+    "train_samples",
+    "test_samples",
+    "standardize",
+    "engine",
+    "workers",
+    "device",
+    "clients_per_block",
+    "graphs",
+    "ranks",
+    "rank_timeout",
+)
+
+
+@checked
+@dataclass(frozen=True)
+class TuneOptions:
+    """The grid, and the folder of its results.
+
+    Args:
+        grid: values of options, such as lam=.01,.1,1 training.lr=.05,.2; a key is an
+            option of the algorithm, or "training." and one of local training
+        seeds: number of runs of each candidate, with seed, seed + 1, ...; each has its
+            own validation samples
+        metric: metric by which candidates are compared: accuracy, loss or one of
+            --metrics of `pflcore run`; if not said, accuracy, for targets loss
+        out: folder; if not said, a new one below runs/; a second call with it plays
+            what is missing
+        quiet: print no line for each candidate
+    """
+
+    grid: tuple[str, ...] = ()
+    seeds: PositiveInt = 1
+    metric: str | None = None
+    out: Path | None = None
+    quiet: bool = False
+
+
+def run_options() -> type:
+    """The dataclass of the options of a run that a grid search has."""
+    hints = get_type_hints(Options)
+    options = []
+    for f in fields(Options):
+        if f.name in RUN_OPTIONS:
+            options.append((f.name, hints[f.name], field(default=f.default)))
+    namespace = {"__doc__": Options.__doc__}
+    return make_dataclass("RunOptions", options, namespace=namespace)
+
+
+def tune_command(argv: Sequence[str]) -> int:
+    """Searches a grid of options on validation data, and writes the best ones."""
+    names = [word for word in argv[:1] if not word.startswith("-")]
+    rest = argv[len(names) :]
+    about = inspect.getdoc(tune_command) or ""
+    groups: dict[str, type] = {"config": ConfigOptions, "tune": TuneOptions}
+    groups |= {"run": run_options(), "training": Training}
+    first = parse("pflcore tune", about, groups, rest, complete=False)
+    config = read_config(first["config"]["config"])
+    named = config.values.pop("algorithm", None)
+    if named is not None and not names:
+        names = [str(named)]
+    words = [*config.words(flags_of(groups)), *rest]
+    first = parse("pflcore tune", about, groups, words, complete=False)
+    allow_own_modules([*names, *words])
+    is_help = bool({"-h", "--help"} & {*rest})
+    if not is_help:
+        expected = f"the name of an algorithm first ({', '.join(ALGORITHMS)})"
+        require(names, "tune", expected, names)
+    groups |= chosen_groups(first["run"])
+    groups |= {name_of(name): class_of(name) for name in names}
+    prog = f"pflcore tune {names[0] if names else 'ALGORITHM'}"
+    flags = flags_of(groups)
+    config.check_keys(flags, prog)
+    values = parse(prog, about, groups, [*config.words(flags), *rest])
+    text = config_text(values, flags, "pflcore tune", algorithm=names[0])
+    return _tune_values(names[0], values, text)
+
+
+def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -> int:
+    """Searches the grid with these options, and returns the exit code.
+
+    Args:
+        name: The name of the algorithm.
+        values: The values of each group of options.
+        config: All options as TOML, which are written into the folder.
+    """
+    tuning = TuneOptions(**values["tune"])
+    options = Options(**values["run"])
+    grid = parse_grid(tuning.grid)
+    is_client = options.target != "all"
+    require(is_client, "target", "a client; a grid search has one run", options.target)
+    hyper = values[name_of(name)]
+    algorithm = experiment.make_algorithm(name, hyper, options.target)
+    protocols = _protocols(options, values, tuning.seeds)
+    data = protocols[0].data
+    make = experiment.make_model(options, data, values.get("model", {}))
+    seeds = [options.seed + j for j in range(tuning.seeds)]
+    nets = [experiment.make_net(replace(options, seed=s), data, make) for s in seeds]
+    folder = tuning.out
+    if folder is None:
+        folder = new_folder(
+            [f"tune-{name_of(name)}"], options.data, options.partition or ""
+        )
+
+    def say(text: str) -> None:
+        if not tuning.quiet:
+            print(text, file=sys.stderr)
+
+    training = Training(**values["training"])
+    try:
+        tuned = tune(
+            protocols,
+            nets,
+            algorithm,
+            training,
+            grid,
+            options.rounds,
+            participation=options.participation,
+            seed=seeds,
+            hardware=options.hardware,
+            metric=tuning.metric,
+            folder=folder,
+            log=say,
+        )
+    except ValueError:
+        if tuning.out is None:
+            # Nothing was played in the new folder where an option is wrong.
+            for path in (folder, folder.parent):
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+        raise
+    if options.started_ranks.is_first:
+        write_config(folder, config)
+        write_text(folder / TABLE_FILE, tuned.table())
+        write_text(folder / CHOICE_FILE, choice_text(name, tuned))
+        print(tuned.table())
+        if tuned.ties:
+            print(tuned.tie_line())
+        print(f"In {folder}: {TABLE_FILE}, {CHOICE_FILE}", file=sys.stderr)
+        print(f"Compare: pflcore compare --tuned {folder} ...", file=sys.stderr)
+    return 0
+
+
+def parse_grid(words: Sequence[str]) -> dict[str, list[Any]]:
+    """The values of each option, from words such as lam=.01,.1,1.
+
+    Raises ValueError for a word of another form.
+    """
+    expected = "options and their values, such as lam=.01,.1,1 training.lr=.05,.2"
+    require(words, "grid", expected, None)
+    grid: dict[str, list[Any]] = {}
+    for word in words:
+        key, _, texts = word.partition("=")
+        if not key or not texts:
+            reject("grid", expected, word)
+        require(key not in grid, "grid", "each option once", word)
+        grid[key] = [_value(text) for text in texts.split(",")]
+    return grid
+
+
+def _value(text: str) -> Any:
+    """The value of a word: a number, true, false, none, or else the word itself."""
+    constants = {"true": True, "false": False, "none": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _protocols(
+    options: Options, values: Mapping[str, dict[str, Any]], count: int
+) -> list[StudyProtocol]:
+    """The splits of the data, one for each run of a candidate.
+
+    Features are standardized after the split, so that the validation samples have no
+    part in it.
+    """
+    standardize = False
+    if options.data not in SOURCES:
+        standardize = options.standardize
+        if standardize is None:
+            standardize = options.data in TABULAR
+        options = replace(options, standardize=False)
+    data = experiment.load_federation(options, cut_of(options, values))
+    protocols = []
+    for j in range(count):
+        seed = options.data_seed + j
+        protocols.append(cross_silo(data, seed=seed, standardize=bool(standardize)))
+    return protocols
+
+
+def choice_text(name: str, tuned: Tuned) -> str:
+    """The options of the best candidate as TOML, for `pflcore compare --tuned`.
+
+    These are all options of the algorithm, and the options of local training that the
+    grid varies.
+
+    Args:
+        name: The name of the algorithm, or package.module:Class.
+        tuned: The result of the search.
+    """
+    best = tuned.best.candidate
+    title = name_of(name)
+    values: dict[str, Any] = {"algorithm": name}
+    for flag in flags_of({title: type(best.algorithm)}, [title]).values():
+        value = getattr(best.algorithm, flag.field)
+        if value is not None or flag.default is not None:
+            values[flag.key] = value
+    for key, value in best.options.items():
+        if key.startswith("training."):
+            values[f"{title}.{key}"] = value
+    score = f"{tuned.best.score:.5f} on validation data"
+    return tables_text(values, f"Chosen by `pflcore tune {name}`: {score}.")

@@ -1,0 +1,146 @@
+"""Options as a TOML file, and the file of a run, which repeats it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from parts.commands import DIGITS, command
+
+from pflcore.results import read
+
+pytest.importorskip("tyro")
+pytest.importorskip("tomli_w")
+pytest.importorskip("sklearn")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pflcore.results._run_pictures.draw", lambda *_: [])
+
+
+def config(text, name="c.toml"):
+    """A file with these options."""
+    Path(name).write_text(text)
+    return name
+
+
+def assert_equal_records(*folders):
+    """Checks that the runs have equal headers, and equal bits but for seconds."""
+    first, second = (read(folder) for folder in folders)
+    assert len(first) == len(second) > 0
+    for one, other in zip(first, second, strict=True):
+        comparison = one.compare(other)
+        assert comparison.equal and comparison.description == {}, comparison
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run ditto --lam 0.3 --lr 0.2 --no-reshuffle --participation 0.5",
+        "run waffle --target 1 --val 0.2 --eval-split val --seed 7 --metrics f1",
+        "run apfl --partition dirichlet --alpha 0.5 --apfl-alpha 0.1 --no-adaptive",
+        "compare fedavg apfl --partition dirichlet --alpha 0.5 --apfl.alpha 0.1 "
+        "--seeds 2 --baseline fedavg --momentum 0.5",
+        "run fedavg --attack noise --attack-clients 1 2 --clip 3 --engine loop",
+    ],
+)
+def test_the_file_of_a_run_repeats_it_bit_for_bit(words):
+    assert command(f"{words} {DIGITS} --out a") == 0
+    name = words.split()[0]
+    assert command(f"{name} --config a/run.toml --quiet --out b") == 0
+    assert_equal_records("a", "b")
+    assert Path("a/run.toml").read_text() == Path("b/run.toml").read_text()
+
+
+OWN = """
+from dataclasses import dataclass
+from pflcore import FedAvg
+
+@dataclass(frozen=True)
+class Half(FedAvg):
+    part: float = 0.5  # of everything
+"""
+
+
+def test_a_file_may_name_ones_own_algorithm(monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    config(OWN, "own_half.py")
+    config('algorithm = "own_half:Half"\npart = 0.25\nn = 4\ndata = "digits"')
+    words = "run --config c.toml --model linear --rounds 1 --quiet"
+    assert command(f"{words} --out a") == 0
+    (run,) = read("a")
+    assert run.header["options"]["part"] == 0.25
+    assert command("run --config a/run.toml --quiet --out b") == 0
+    assert_equal_records("a", "b")
+
+
+def test_flags_override_the_file():
+    text = 'algorithms = ["ditto", "local"]\nlr = 0.5\nrounds = 9\nseed = 3\n'
+    config(f"{text}reshuffle = false\n[ditto]\nlam = 0.7\n")
+    words = f"compare --config c.toml {DIGITS} --lr 0.2 --ditto.lam 0.1 --reshuffle"
+    assert command(f"{words} --out a") == 0
+    ditto, local = read("a")
+    assert ditto.header["options"]["lam"] == 0.1 and local.algorithm == "local"
+    assert ditto.header["training"]["lr"] == 0.2 and ditto.header["seed"] == 3
+    assert ditto.header["training"]["reshuffle"] is True
+    assert ditto.header["rounds"] == 3
+    assert command(f"run local --config a/run.toml {DIGITS}") == 2
+
+
+def test_hyphens_and_underscores_are_one_spelling():
+    for folder, size, seed in (
+        ("a", "batch_size", "data_seed"),
+        ("b", "batch-size", "data-seed"),
+    ):
+        config(f'algorithm = "fedavg"\n{size} = 4\n{seed} = 3\n')
+        assert command(f"run --config c.toml {DIGITS} --out {folder}") == 0
+    assert_equal_records("a", "b")
+    assert read("a")[0].header["training"]["batch_size"] == 4
+
+
+# Each line: a command, the text of its file, and a part of the error.
+BAD = """\
+run fedavg | lamda = 1 | config: expected an option of `pflcore run fedavg` in c.toml, got 'lamda'
+run ditto | lan = 1 | config: got 'lan', did you mean 'lam'? Expected an option of `pflcore run ditto`
+run | algorithm = "ditto"; roundz = 1 | config: got 'roundz', did you mean 'rounds'?
+run | rounds = 1 | name of an algorithm
+compare | algorithms = ["ditto"]; [ditto]; lamb = 2 | config: got 'ditto.lamb', did you mean 'ditto.lam'?
+compare | algorithm = "ditto"; algorithms = ["ditto"] | config: got 'algorithm', did you mean 'algorithms'?
+run fedavg | debug = "yes" | debug: expected true or false, got 'yes'
+run fedavg | lr = -1 | lr: expected
+run fedavg | metrics = [[1]] | metrics: expected single values in a list, got [1]
+run fedavg | lr = | config: expected a file of options in TOML, got c.toml (
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("line", BAD.splitlines())
+def test_a_wrong_file_is_one_sentence_and_leaves_nothing(line, capsys):
+    words, text, error = line.split(" | ")
+    config(text.replace("; ", "\n"))
+    assert command(f"{words} --config c.toml {DIGITS} --out o") == 2
+    err = capsys.readouterr().err
+    assert error in err and err.count("\n") == 1, err
+    assert not Path("o").exists()
+
+
+def test_a_file_that_is_not_there_is_one_sentence(capsys):
+    assert command(f"run fedavg --config nowhere.toml {DIGITS}") == 2
+    err = capsys.readouterr().err
+    assert "got nowhere.toml (No such file or directory)" in err
+
+
+def test_a_users_file_of_that_name_is_kept():
+    Path("o").mkdir()
+    mine = config("# mine\nlr = 0.25\n", "o/run.toml")
+    assert command(f"run fedavg --config {mine} {DIGITS} --out o") == 0
+    assert Path(mine).read_text() == "# mine\nlr = 0.25\n"
+    assert command("run --config o/run-2.toml --quiet --out p") == 0
+    assert_equal_records("o", "p")
+
+
+def test_the_names_of_compare_may_stand_at_the_front(capsys):
+    assert command(f"compare fedavg local {DIGITS} --out a") == 0
+    assert [run.algorithm for run in read("a")] == ["fedavg", "local"]
+    assert command(f"compare fedavg --algorithms local {DIGITS} --out b") == 2
+    assert "algorithms: expected the names once" in capsys.readouterr().err
