@@ -492,8 +492,7 @@ def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     Jobs with equal facts give the same numbers up to rounding, on any hardware.
 
     Args:
-        todo: The jobs of a command, which have equal options of the experiment except
-            the seed.
+        todo: The jobs of a command, which have equal options except the seed.
         cut: The options of the partition, or of the reader of files.
         shape: The options of the model.
     """
@@ -504,11 +503,29 @@ def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     return {
         "runs": [*hyper],
         **options,
-        "training": {job.name: asdict(job.training) for job in todo},
+        "training": asdict(todo[0].training),
         "partition_options": dict(cut),
         "model_options": dict(shape),
         "options": hyper,
     }
+
+
+def describe_command(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
+    """The facts of a command: those that all runs of a folder share, and each run's.
+
+    Args:
+        todo: The jobs of the command.
+        cut: The options of the partition, or of the reader of files.
+        shape: The options of the model.
+    """
+    common = describe_jobs(todo, cut, shape)
+    for key in ("runs", "seed", "seeds", "training", "options"):
+        del common[key]
+    runs = {}
+    for job in todo:
+        options = dict(job.algorithm_options)
+        runs[job.name] = {"options": options, "training": asdict(job.training)}
+    return {"common": common, "runs": runs}
 
 
 def make_jobs(

@@ -17,7 +17,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -353,7 +353,20 @@ def _run_values(
     jobs = experiment.make_jobs(names, options, training, hyper, own_training)
     cut = cut_of(options, values)
     output = OutputOptions(**values["output"])
+    if "compare" in values and _adds_runs(jobs, output):
+        output = replace(output, resume=True)
     return _run_jobs(jobs, cut, values.get("model", {}), output, config)
+
+
+def _adds_runs(jobs: Sequence[Job], output: OutputOptions) -> bool:
+    """True where the folder holds other runs of a comparison than these alone.
+
+    Then the command adds the runs that the folder lacks.
+    """
+    if output.out is None or output.overwrite:
+        return False
+    runs = _recorded_command(output.out).get("runs", {})
+    return bool(runs) and any(job.name not in runs for job in jobs)
 
 
 def cut_of(options: Options, values: Mapping[str, Line]) -> Line:
@@ -424,14 +437,16 @@ def _run_jobs(
         jobs = [job.with_ids(data) for job in jobs]
         model = experiment.make_model(options, data, shape)
         begun = output.resume and Checkpoint(output.out or "").exists
-        if ranks.is_first and not begun:
-            plans = _try_jobs(jobs, data, model)
+        if ranks.is_first:
+            recorded = _recorded_command(output.out) if begun else {}
+            new = [job for job in jobs if job.name not in recorded.get("runs", {})]
+            plans = _try_jobs(new, data, model)
             if output.dry_run:
                 print("\n".join([data.summary(), *plans]))
     if output.dry_run:
         return 0
-    command = experiment.describe_jobs(jobs, cut, shape)
-    command["federation"] = describe.describe_data(data)
+    command = experiment.describe_command(jobs, cut, shape)
+    command["common"]["federation"] = describe.describe_data(data)
     own_fields = {"partition_options": cut, "model_options": shape}
     with contextlib.ExitStack() as stack:
         with ranks.together("the folder of the command"):
@@ -449,8 +464,12 @@ def _run_jobs(
 def _check_output(jobs: Sequence[Job], output: OutputOptions) -> None:
     """Raises ValueError where the command cannot write what its options say."""
     options = jobs[0].options
-    names = [name_of(job.algorithm) for job in jobs]
-    known = output.baseline in (None, *names)
+    names = {name_of(job.algorithm) for job in jobs}
+    if output.resume and output.out is not None:
+        # The table has the runs that the folder holds, too.
+        for run_name in _recorded_command(output.out).get("runs", {}):
+            names.add(run_name.rpartition(", seed ")[0])
+    known = output.baseline is None or output.baseline in names
     require(known, "baseline", "one of the algorithms that run", output.baseline)
     has_baseline = output.baseline is not None
     require_tracker(output.track)
@@ -489,7 +508,9 @@ def _open_folder(
     done = _prepare_folder(folder, output, command, begun, progress)
     path = folder / RECORD_FILE
     record = stack.enter_context(RecordWriter(path, goes_on=begun))
-    if not begun:
+    if begun:
+        command = _merge_commands(folder, command)
+    if command != _recorded_command(folder):
         checkpoint.save(folder, {}, {"command": command})
     progress.say(f"{runner.data.summary()}\nRecord: {path}")
     runner.folder = folder
@@ -519,13 +540,14 @@ def _prepare_folder(
         remove_part_files(folder / name)
     done = set()
     if begun:
-        complete_runs = _complete_runs(folder, command)
+        kept_runs = _kept_runs(folder, command)
         with (
             atomic_write(folder / RECORD_FILE) as part,
             RecordWriter(part) as record,
         ):
-            for recorded in complete_runs:
-                done.add(f"{recorded.algorithm}, seed {recorded.header.get('seed')}")
+            for recorded in kept_runs:
+                if recorded.complete:
+                    done.add(recorded.name)
                 for line in recorded.lines():
                     record.write(line)
     moved = _move_outputs_aside(folder, output, complete_record=not begun)
@@ -560,9 +582,11 @@ def _try_jobs(jobs: Sequence[Job], data: Federation, model: Model) -> list[str]:
     Every simulation is made, so that an error is reported before a record is opened.
     """
     plans = []
+    seen = set()
     for job in jobs:
-        if job.options.seed != jobs[0].options.seed:
+        if job.algorithm in seen:
             continue  # another seed changes nothing in the plan
+        seen.add(job.algorithm)
         simulation = job.simulation(data, model)
         memory = describe.memory_line(simulation.config, simulation.peak_bytes())
         plans.append(f"{_plan_line(job.header(simulation))}\n{memory}")
@@ -570,22 +594,52 @@ def _try_jobs(jobs: Sequence[Job], data: Federation, model: Model) -> list[str]:
     return plans
 
 
-def _complete_runs(folder: Path, command: Facts) -> list[History]:
-    """The complete runs in the record of a folder.
+def _recorded_command(folder: Path) -> Line:
+    """The facts of the command that a folder belongs to; {} where it has none."""
+    if not Checkpoint(folder).exists:
+        return {}
+    command: Line = checkpoint.load(folder)[1].get("command", {})
+    return command
 
-    Raises ValueError where the folder is another command's, or a checkpoint is damaged.
+
+def _merge_commands(folder: Path, command: Facts) -> Line:
+    """The facts of all runs of a folder, with those of a command that goes on there.
+
+    Raises ValueError where the folder has runs of other options.
     """
-    recorded = checkpoint.load(folder)[1].get("command", {})
-    difference = describe.first_difference(recorded, command)
+    recorded = _recorded_command(folder)
+    if recorded and "common" not in recorded:
+        raise ValueError(
+            f"resume: {folder} holds a run that another version of pflcore began; "
+            "finish it with that version, or name another folder."
+        )
+    difference = describe.first_difference(
+        recorded.get("common", {}), command["common"]
+    )
+    runs = recorded.get("runs", {})
+    for name, facts in command["runs"].items():
+        if name in runs and not difference:
+            difference = describe.first_difference(runs[name], facts)
     if difference:
         raise ValueError(
             f"resume: {folder} holds another run: {difference}; give the options it "
             "was begun with, or another folder."
         )
+    return {"common": command["common"], "runs": {**runs, **command["runs"]}}
+
+
+def _kept_runs(folder: Path, command: Facts) -> list[History]:
+    """The runs of a folder's record that stay in it when a command goes on.
+
+    These are the complete ones, and all runs that the command does not play. Raises
+    ValueError where the folder is another command's, or a checkpoint is damaged.
+    """
+    others = {*_merge_commands(folder, command)["runs"]} - {*command["runs"]}
     for path in (folder / CHECKPOINTS).rglob(checkpoint.FILE_NAME):
         # It is checked here already, because the record is rewritten next.
         checkpoint.load(path.parent)
-    return [run for run in read(folder / RECORD_FILE) if run.complete]
+    runs = read(folder / RECORD_FILE)
+    return [run for run in runs if run.complete or run.name in others]
 
 
 @dataclass
@@ -619,13 +673,12 @@ class _JobRunner:
         """
         has_stopped = False
         has_failed = False
-        checkpoints = self.folder / CHECKPOINTS
         try:
-            for i, job in enumerate(jobs):
+            for job in jobs:
                 if job.name in done:
                     self.progress.skip(job.num_rounds(self.data.n))
                     continue
-                history = self.run_job(job, checkpoints / str(i))
+                history = self.run_job(job, self.checkpoint_folder(job))
                 if history.interrupted:
                     is_whole = job is jobs[-1] and history.stopped is None
                     return self._end_after_interrupt(is_whole)
@@ -637,8 +690,15 @@ class _JobRunner:
         except KeyboardInterrupt:
             return self._end_after_interrupt(is_whole=False)
         if self.ranks.is_first and not has_failed:
-            shutil.rmtree(checkpoints, ignore_errors=True)
+            for job in jobs:
+                shutil.rmtree(self.checkpoint_folder(job), ignore_errors=True)
+            with contextlib.suppress(OSError):  # another command's run goes on there
+                (self.folder / CHECKPOINTS).rmdir()
         return 1 if has_stopped else 0
+
+    def checkpoint_folder(self, job: Job) -> Path:
+        """The folder of a job's checkpoint, whatever other jobs the command has."""
+        return self.folder / CHECKPOINTS / re.sub(r"[^\w.-]+", "-", job.name)
 
     def _end_after_interrupt(self, is_whole: bool) -> int:
         """Says what the record holds after Ctrl-C or SIGTERM; returns the exit code.

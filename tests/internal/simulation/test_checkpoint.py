@@ -110,7 +110,7 @@ def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(
     before = (tmp_path / "record.jsonl").read_bytes()
     assert cli.main(argv) == 0 and (tmp_path / "record.jsonl").read_bytes() == before
     for more, word in (
-        ("--seed 1", "runs is"),
+        ("--lr 0.3", "lr is 0.01 there and 0.3 here"),
         ("--participation 0.5", "participation is 1.0 there and 0.5 here"),
         ("--overwrite", "no --overwrite"),
     ):
