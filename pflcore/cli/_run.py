@@ -363,7 +363,7 @@ def _adds_runs(jobs: Sequence[Job], output: OutputOptions) -> bool:
 
     Then the command adds the runs that the folder lacks.
     """
-    if output.out is None or output.overwrite:
+    if output.overwrite:
         return False
     runs = _recorded_command(output.out).get("runs", {})
     return bool(runs) and any(job.name not in runs for job in jobs)
@@ -465,7 +465,7 @@ def _check_output(jobs: Sequence[Job], output: OutputOptions) -> None:
     """Raises ValueError where the command cannot write what its options say."""
     options = jobs[0].options
     names = {name_of(job.algorithm) for job in jobs}
-    if output.resume and output.out is not None:
+    if output.resume:
         # The table has the runs that the folder holds, too.
         for run_name in _recorded_command(output.out).get("runs", {}):
             names.add(run_name.rpartition(", seed ")[0])
@@ -594,9 +594,9 @@ def _try_jobs(jobs: Sequence[Job], data: Federation, model: Model) -> list[str]:
     return plans
 
 
-def _recorded_command(folder: Path) -> Line:
+def _recorded_command(folder: Path | None) -> Line:
     """The facts of the command that a folder belongs to; {} where it has none."""
-    if not Checkpoint(folder).exists:
+    if folder is None or not Checkpoint(folder).exists:
         return {}
     command: Line = checkpoint.load(folder)[1].get("command", {})
     return command

@@ -226,17 +226,17 @@ def _protocols(
     Features are standardized after the split, so that the validation samples have no
     part in it.
     """
-    standardize = False
-    if options.data not in SOURCES:
-        standardize = options.standardize
-        if standardize is None:
-            standardize = options.data in TABULAR
+    has_clients = options.data not in SOURCES
+    standardize = bool(options.standardize)
+    if has_clients and options.standardize is None:
+        standardize = options.data in TABULAR
+    if has_clients:
         options = replace(options, standardize=False)
     data = experiment.load_federation(options, cut_of(options, values))
     protocols = []
     for j in range(count):
         seed = options.data_seed + j
-        protocols.append(cross_silo(data, seed=seed, standardize=bool(standardize)))
+        protocols.append(cross_silo(data, seed=seed, standardize=standardize))
     return protocols
 
 

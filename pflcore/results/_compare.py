@@ -271,7 +271,7 @@ def effects_of(names: Sequence[str]) -> list[Effect]:
 
 def flatten(facts: Facts, prefix: str = "") -> dict[str, Any]:
     """The values of nested mappings, by names such as "training.lr"."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in facts.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:

@@ -1,7 +1,6 @@
 """Two runs are compared in their descriptions and in their numbers."""
 
 import copy
-import re
 from dataclasses import replace
 
 import pytest
@@ -9,20 +8,18 @@ from entry_points import sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from parts.user import TRAINING, simulation
-from places import ROOT
 from small import images
 
 from pflcore import Evaluation, Hardware
 from pflcore.results import read
-from pflcore.results._compare import EFFECTS
-from pflcore.results.record import RecordWriter, group_runs
+from pflcore.results import record as records
 
 PLAYED = simulation(rounds=3).run()
 
 
 def written(history, path):
     """The history, written into a record and read again."""
-    with RecordWriter(path) as record:
+    with records.RecordWriter(path) as record:
         for line in history.lines():
             record.write(line)
     (run,) = read(path)
@@ -117,7 +114,7 @@ def test_the_first_number_that_differs_is_named(round, client, key, distance):
 
 def written_once():
     """The played run as plain lists and numbers, as a record has it."""
-    (run,) = group_runs(PLAYED.lines())
+    (run,) = records.group_runs(PLAYED.lines())
     return run
 
 
@@ -138,14 +135,6 @@ def test_cohorts_that_differ_are_told_first():
     )
     first = others[0].compare(other).differences[0]
     assert first.field == "cohort" and first.client is None
-
-
-def test_every_explanation_is_a_line_of_the_document():
-    text = (ROOT / "docs" / "determinism.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (.*?) \| (.*?) \|", text, re.M)
-    for effect in EFFECTS:
-        of_it = [row for row in rows if row[0].startswith(effect.what)]
-        assert len(of_it) == 1 and of_it[0][1].startswith(effect.effect), effect
 
 
 def test_only_a_history_can_be_compared():
