@@ -81,7 +81,7 @@ def flags_of(
     return flags
 
 
-def parse(
+def parse(  # noqa: PLR0913 (what all commands need)
     prog: str,
     about: str,
     groups: Mapping[str, type],

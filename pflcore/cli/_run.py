@@ -44,6 +44,7 @@ from pflcore.cli._config import (
 from pflcore.cli._experiment import Job, Options
 from pflcore.cli._follow import NoProgress, NoRecord
 from pflcore.cli._options import (
+    Flag,
     allow_own_modules,
     dataclass_of_arguments,
     flags_of,
@@ -261,7 +262,8 @@ def _run_command(
     flags = flags_of(groups, prefixed)
     words = []
     for config in configs:
-        config.check_keys(flags, prog)
+        idle_flags = {} if is_run else _idle_flags(config, [*algorithms])
+        config.check_keys(flags | idle_flags, prog)
         words += config.words(flags)
     words += argv
     values = parse(prog, about, groups, words, prefixed, defaults=defaults)
@@ -270,6 +272,24 @@ def _run_command(
     named = {"algorithm": names[0]} if is_run else {}
     text = config_text(values, flags, f"pflcore {command.__name__}", **named)
     return _run_values(values, algorithms, text)
+
+
+def _idle_flags(config: Config, titles: Sequence[str]) -> dict[str, Flag]:
+    """The flags of algorithms that have a table in a file, but do not run this time.
+
+    Args:
+        config: The file of options.
+        titles: The names of the algorithms that run.
+    """
+    names = {name: name for name in ALGORITHMS}
+    for name in config.values.get("algorithms", []):
+        names[name_of(str(name))] = str(name)
+    groups: dict[str, type] = {}
+    for key in config.values:
+        title = key.partition(".")[0]
+        if title in names and title not in titles:
+            groups |= {title: class_of(names[title]), f"{title}.training": Training}
+    return flags_of(groups, [*groups])
 
 
 def _tuned_names(

@@ -88,6 +88,14 @@ def test_flags_override_the_file():
     assert command(f"run local --config a/run.toml {DIGITS}") == 2
 
 
+def test_a_table_of_an_algorithm_that_does_not_run_is_passed_over(capsys):
+    config("[ditto]\nlam = 0.7\ntraining.lr = 3\n")
+    assert command(f"compare local --config c.toml {DIGITS} --out a") == 0
+    config("[ditto]\nlan = 0.7\n")
+    assert command(f"compare local --config c.toml {DIGITS} --out b") == 2
+    assert "'ditto.lan', did you mean 'ditto.lam'?" in capsys.readouterr().err
+
+
 def test_hyphens_and_underscores_are_one_spelling():
     for folder, size, seed in (
         ("a", "batch_size", "data_seed"),
