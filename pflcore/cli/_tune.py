@@ -26,7 +26,7 @@ from pflcore.cli._config import (
     tables_text,
     write_config,
 )
-from pflcore.cli._experiment import Options
+from pflcore.cli._experiment import Job, Options
 from pflcore.cli._options import allow_own_modules, flags_of, parse
 from pflcore.cli._run import chosen_groups, cut_of, new_folder
 from pflcore.data import SOURCES, TABULAR
@@ -138,10 +138,13 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
     grid = parse_grid(tuning.grid)
     is_client = options.target != "all"
     require(is_client, "target", "a client; a grid search has one run", options.target)
-    hyper = values[name_of(name)]
-    algorithm = experiment.make_algorithm(name, hyper, options.target)
     protocols = _protocols(options, values, tuning.seeds)
     data = protocols[0].data
+    training = Training(**values["training"])
+    job = Job(name, options, training, values[name_of(name)]).with_ids(data)
+    algorithm = experiment.make_algorithm(
+        name, job.algorithm_options, job.options.target
+    )
     make = experiment.make_model(options, data, values.get("model", {}))
     seeds = [options.seed + j for j in range(tuning.seeds)]
     nets = [experiment.make_net(replace(options, seed=s), data, make) for s in seeds]
@@ -155,7 +158,6 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
         if not tuning.quiet:
             print(text, file=sys.stderr)
 
-    training = Training(**values["training"])
     try:
         tuned = tune(
             protocols,
