@@ -185,7 +185,7 @@ def test_what_an_annotation_does_not_allow_is_refused(f, given):
 
 
 # These are made by pflcore, and not by its users.
-GIVEN = """AcrossRanks Backend Basis Clients ClientGroups Cohort CohortWork Executor Fit ModelForm History Layout MixingWeights Nearest Objective
+GIVEN = """AcrossRanks Backend Basis Clients ClientGroups Cohort CohortWork Comparison Executor Fit ModelForm History Layout MixingWeights Nearest Objective
 RoundOutcome PackedModels Partition Personalized SharedRows RowUpdate RowSource Run RunConfig Source
 State TopK Traits
 apply"""  # noqa: E501
