@@ -144,7 +144,7 @@ def _scan_pickle(raw: bytes) -> dict[str, _Entry]:
     for opcode, argument, _ in pickletools.genops(raw):
         if isinstance(argument, str) and argument in KEYS:
             entry = entries.setdefault(argument, _Entry())
-        elif opcode.name in NUMBERS:
+        elif opcode.name in NUMBERS and isinstance(argument, int):
             entry.numbers.append(argument)
         elif opcode.name in FLAGS:
             entry.numbers.append(FLAGS[opcode.name])
@@ -184,8 +184,10 @@ def _image_array(entry: _Entry) -> Any:
     by_columns = entry.numbers[-1]
     if rest or "u1" not in entry.texts or (n, PIXELS) not in shapes:
         raise ValueError("another array")
-    order = "F" if by_columns else "C"
-    return np.frombuffer(pixels, np.uint8).reshape((n, PIXELS), order=order)
+    values = np.frombuffer(pixels, np.uint8)
+    if by_columns:
+        return values.reshape(PIXELS, n).T
+    return values.reshape(n, PIXELS)
 
 
 def _parse_cifar10_pickle(raw: bytes) -> FileArrays:
