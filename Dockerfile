@@ -1,9 +1,10 @@
 # pflcore with its kernels for CPUs: see docs/install.md, "In a container".
 FROM python:3.12-slim
 
-# Torch comes first: the kernels are built against the torch that is there. The index is
-# the one that torch's own page names for machines without a card.
-RUN pip install --no-cache-dir torch torchvision --index-url https://download.pytorch.org/whl/cpu
+# Torch comes first: the kernels are built against the torch that is there. TORCH_INDEX is
+# the index that torch's own page names for a machine, such as one without a card.
+ARG TORCH_INDEX
+RUN pip install --no-cache-dir torch torchvision ${TORCH_INDEX:+--index-url $TORCH_INDEX}
 
 WORKDIR /src
 COPY setup.py pyproject.toml MANIFEST.in README.md LICENSE ./

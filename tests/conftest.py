@@ -129,7 +129,6 @@ LACKS = {  # a word in the reason of a skip -> True where it holds
         map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     ),
     "POSIX": os.name == "nt",
-    "registry": True,  # the test has asked it
     "Gloo": not (
         torch.distributed.is_available() and torch.distributed.is_gloo_available()
     ),
