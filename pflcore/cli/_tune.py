@@ -70,7 +70,7 @@ class TuneOptions:
         grid: values of options, such as lam=.01,.1,1 training.lr=.05,.2; a key is an
             option of the algorithm, or "training." and one of local training
         seeds: number of runs of each candidate, with seed, seed + 1, ...; each has its
-            own validation samples
+            own validation samples, unless the data bring a split "val"
         metric: metric by which candidates are compared: accuracy, loss or one of
             --metrics of `pflcore run`; if not said, accuracy, for targets loss
         out: folder; if not said, a new one below runs/; a second call with it plays
