@@ -114,6 +114,7 @@ def normal(*size, seed=0, dtype=F32):
 
 
 @pytest.mark.parametrize("law, dtype", EACH)
+@examples(20)
 @given(st.data())
 def test_definition(law, dtype, data):
     law(CUDA, dtype, data.draw)
