@@ -457,6 +457,9 @@ def import_optional(module: str, what: str = "This", alternative: str = "") -> A
         ) from None
 
 
+SHOWN_NAMES = 5  # the most clients that an error names
+
+
 def client_id(name: str, value: Any, n: int, names: Sequence[Any] | None = None) -> int:
     """The id of a client that is given by its id or by its name.
 
@@ -473,7 +476,10 @@ def client_id(name: str, value: Any, n: int, names: Sequence[Any] | None = None)
         words = [str(known) for known in names]
         if words.count(value) > 1:
             reject(name, "a name that one client has alone", value)
-        require(value in words, name, "the name of a client", value, words)
+        if value not in words:
+            shown = ", ".join(map(repr, words[:SHOWN_NAMES]))
+            more = ", ..." if len(words) > SHOWN_NAMES else ""
+            reject(name, f"the name of a client ({shown}{more})", value, words)
         return words.index(value)
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()

@@ -6,10 +6,8 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pflcore.check import (
-    Momentum,
     PositiveInt,
     Seed32,
     checked,
@@ -20,12 +18,12 @@ from pflcore.cli._experiment import Options
 from pflcore.cli._options import dataclass_of_arguments, option_fields, parse
 from pflcore.cli._run import OutputOptions
 from pflcore.data._catalogue import DATA_SETS, ORIGINS, PARTITION_FACTS
+from pflcore.data._federation import HeldOut
 from pflcore.data._partition import options_of
 from pflcore.results._files import safe_write
+from pflcore.results._pictures import FORMATS, write_figure
 from pflcore.train import Training
 
-PICTURE_KINDS = (".png", ".svg", ".pdf")
-DOTS_PER_INCH = 200
 ANY_NAME = "NAME"  # stands in the help for the name of the data
 
 
@@ -55,7 +53,7 @@ class DataOptions:
     train_samples: PositiveInt | None = None
     test_samples: PositiveInt | None = None
     standardize: bool | None = None
-    val: Momentum = 0.0
+    val: HeldOut = 0.0
     split: str = "train"
     out: Path | None = None
 
@@ -71,8 +69,8 @@ def data(argv: Sequence[str]) -> int:
     name = names[0] if names else ANY_NAME
     options, cut = _parse(name, argv[len(names) :])
     if options.out is not None:
-        fits = options.out.suffix in PICTURE_KINDS
-        words = f"a file that ends in {', '.join(PICTURE_KINDS)}"
+        fits = options.out.suffix in FORMATS
+        words = f"a file that ends in {', '.join(FORMATS)}"
         require(fits, "out", words, str(options.out))
     shared = vars(options).copy()
     del shared["split"], shared["out"]
@@ -80,16 +78,11 @@ def data(argv: Sequence[str]) -> int:
     federation.size(options.split)  # raises the error of a split that does not exist
     print(federation.summary())
     if options.out is not None:
-        _save(federation.plot(options.split), options.out)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        with safe_write(options.out) as part:
+            write_figure(federation.plot(options.split), part, options.out.suffix)
         print(f"Picture: {options.out}")
     return 0
-
-
-def _save(figure: Any, path: Path) -> None:
-    """Saves a figure in the form that the file's name ends in."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with safe_write(path) as part:
-        figure.savefig(part, dpi=DOTS_PER_INCH, format=path.suffix[1:])
 
 
 def _parse(name: str, argv: Sequence[str]) -> tuple[DataOptions, dict[str, object]]:

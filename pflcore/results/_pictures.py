@@ -91,11 +91,16 @@ def figure_of(
 def save(figure: Any, path: str | Path) -> Path:
     """Saves a figure as PNG, SVG and PDF; returns the PNG's path."""
     path = Path(path)
-    with import_optional("matplotlib").rc_context(PDF_OPTIONS):
-        for suffix in FORMATS:
-            with atomic_write(path.with_suffix(suffix)) as part:
-                figure.savefig(part, dpi=200, format=suffix[1:])
+    for suffix in FORMATS:
+        with atomic_write(path.with_suffix(suffix)) as part:
+            write_figure(figure, part, suffix)
     return path
+
+
+def write_figure(figure: Any, part: Path, suffix: str) -> None:
+    """Writes a figure into a file in the form of a suffix, one of `FORMATS`."""
+    with import_optional("matplotlib").rc_context(PDF_OPTIONS):
+        figure.savefig(part, dpi=200, format=suffix[1:])
 
 
 def plain_ticks(axis: Any) -> None:

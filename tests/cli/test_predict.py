@@ -70,7 +70,8 @@ def test_a_number_is_a_name_where_names_are_numbers(history, capsys):
     want = run.predict("1", pd.read_csv("new.csv"))
     assert [row[0] for row in answers] == want.tolist()
     assert command("predict numbered new.csv --client 0") == 2
-    assert "client: expected the name of a client, got '0'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "client: expected the name of a client ('1', '2', '7'), got '0'" in error
 
 
 @pytest.mark.parametrize(

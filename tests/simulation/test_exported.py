@@ -184,13 +184,14 @@ def test_a_wrong_name_is_one_sentence(history):
         history.model("H04")
     with sentence("client: expected a number from 0 to 2, or a name such as 'H03'"):
         history.model(3)
-    with sentence("target: expected the name of a client, got 'x'"):
+    names = r"\('H03', 'H11', 'north'\)"
+    with sentence(f"target: expected the name of a client {names}, got 'x'"):
         simulation(Waffle(target="x"), hospitals(), model=MODEL)
     with sentence("target: expected a number from 0 to 2, got 'x'"):
         simulation(Waffle(target="x"), images())
     with sentence("target: expected a client's number, where no federation"):
         Server(Waffle(target="x"), MODEL, 3, rounds=1)
-    with sentence("evaluation.clients: expected the name of a client"):
+    with sentence(f"evaluation.clients: expected the name of a client {names}"):
         simulation(data=hospitals(), model=MODEL, evaluation=Evaluation(clients=["x"]))
 
 
