@@ -19,7 +19,9 @@ from pflcore.algorithms._protocol import (
     squared_norms,
 )
 
-Defence = Literal["clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust"]
+Defence = Literal[
+    "clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust", "dp"
+]
 # Columns that are sorted together, so that their block stays in a CPU's cache.
 SORT_BLOCK_COLUMNS = 1 << 14
 # The defences that are told the number f of bad clients. A round needs 2 f clients and
@@ -107,6 +109,32 @@ def robust_mean(
     if defence == "clip":
         return delta, share * (norm.quantile(0.5) / norm).clamp(max=1.0)
     return delta, _trust_weights(delta, norm, trusted_row)
+
+
+def private_mean(
+    delta: Tensor,  # [S, P]
+    clip_norm: float,
+    noise_multiplier: float,
+    expected_clients: float,
+    generator: torch.Generator,
+) -> Tensor:  # [1, P]
+    """The mean of the clipped updates with noise on their sum.
+
+    It is `(sum_i d_i min(1, C / |d_i|) + z C g) / E`, g [P] of independent standard
+    normal numbers (McMahan et al. 2018, Algorithm 1, with the fixed-denominator
+    estimator of its section 3). The divisor does not tell how many clients took part.
+
+    Args:
+        clip_norm: C, the largest length of an update in the sum.
+        noise_multiplier: z, the noise's standard deviation in units of C.
+        expected_clients: E, the expected number of clients of a round.
+        generator: Draws the noise, on the CPU, so that it is the same on every device.
+    """
+    norm = squared_norms(delta).sqrt()
+    factor = (clip_norm / norm.clamp(min=clip_norm)) / expected_clients
+    noise = torch.randn(1, delta.shape[1], generator=generator).to(delta)
+    scale = noise_multiplier * clip_norm / expected_clients
+    return ops.aggregate(delta, factor[None], None, noise * scale)
 
 
 def _trimmed_mean(delta: Tensor, removed: int) -> Tensor:

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from pflcore._device import to_device
-from pflcore.algorithms._defences import BYZANTINE_MARGIN, Defence, robust_mean
+from pflcore.algorithms._defences import (
+    BYZANTINE_MARGIN,
+    Defence,
+    private_mean,
+    robust_mean,
+)
 from pflcore.algorithms._protocol import (
     Algorithm,
     Cohort,
@@ -35,11 +40,13 @@ from pflcore.check import (
     ClientName,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     Weighting,
     known_id,
     reject,
 )
 from pflcore.train import Clients
+from pflcore.train._random import generator_of
 
 
 @algorithm_options
@@ -77,12 +84,19 @@ class FedAvg(Algorithm):
         weighting: Shares of the clients in the mean: "samples" is the paper's n_i /
             n, "uniform" gives every client the same share.
         defence: Robust aggregate in the place of the
-            mean: "clip", "median", "trimmed_mean", "krum", "multi_krum" or "fltrust".
-            None takes the mean.
+            mean: "clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust" or
+            "dp". None takes the mean.
         num_byzantine: Number f of bad clients in a round, for the
             defences "trimmed_mean", "krum" and "multi_krum".
         trusted_client: Id or name of the client that "fltrust" trusts. None with every
             other defence.
+        clip_norm: The largest length of an update in the sum of "dp". None with every
+            other defence.
+        noise_multiplier: Standard deviation of the noise on the sum of "dp", in units
+            of `clip_norm`. None with every other defence.
+        expected_clients: The expected number of clients of a round, by which "dp"
+            divides: the probability of each client times the number of clients. None
+            means all clients.
     """
 
     server_lr: NonNegativeFloat = 1.0
@@ -90,6 +104,9 @@ class FedAvg(Algorithm):
     defence: Defence | None = field(default=None, kw_only=True)
     num_byzantine: NonNegativeInt = field(default=1, kw_only=True)
     trusted_client: ClientName | None = field(default=None, kw_only=True)
+    clip_norm: PositiveFloat | None = field(default=None, kw_only=True)
+    noise_multiplier: NonNegativeFloat | None = field(default=None, kw_only=True)
+    expected_clients: PositiveFloat | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,6 +118,14 @@ class FedAvg(Algorithm):
             )
         if self.defence not in BYZANTINE_MARGIN:
             self.require_default("defence", "num_byzantine")
+        if self.defence != "dp":
+            self.require_default(
+                "defence", "clip_norm", "noise_multiplier", "expected_clients"
+            )
+            return
+        for name in ("clip_norm", "noise_multiplier"):
+            if getattr(self, name) is None:
+                reject(name, "a number with defence='dp'", None)
 
     @property
     def traits(self) -> Traits:
@@ -128,6 +153,9 @@ class FedAvg(Algorithm):
         mean = cohort.mean_weights(self.weighting)
         if self.defence is None:
             return delta, mean
+        if self.defence == "dp":
+            rows = self._private_mean(delta, cohort)
+            return rows, MixingWeights(torch.ones(1, 1, dtype=torch.float64))
         num_byzantine = self.num_byzantine
         if self.defence in BYZANTINE_MARGIN:
             num_byzantine = self._allowed_byzantine(cohort)
@@ -140,6 +168,17 @@ class FedAvg(Algorithm):
             self.defence, delta, share, num_byzantine, trusted_row
         )
         return rows, MixingWeights(weight)
+
+    def _private_mean(self, delta: Tensor, cohort: Cohort) -> Tensor:
+        """The mean [1, P] of the updates with noise, by "dp"."""
+        assert self.clip_norm is not None and self.noise_multiplier is not None
+        return private_mean(
+            delta,
+            self.clip_norm,
+            self.noise_multiplier,
+            self.expected_clients or cohort.n,
+            generator_of(cohort.seed, cohort.round, "noise of the sum"),
+        )
 
     def _allowed_byzantine(self, cohort: Cohort) -> int:
         """The number of bad clients that a round of this size allows."""
@@ -168,11 +207,17 @@ class WithoutDefence:
         defence: Always None: the algorithm takes no robust aggregate.
         num_byzantine: Always 1, without effect.
         trusted_client: Always None.
+        clip_norm: Always None.
+        noise_multiplier: Always None.
+        expected_clients: Always None.
     """
 
     defence: None = field(default=None, kw_only=True)
     num_byzantine: Literal[1] = field(default=1, kw_only=True)
     trusted_client: None = field(default=None, kw_only=True)
+    clip_norm: None = field(default=None, kw_only=True)
+    noise_multiplier: None = field(default=None, kw_only=True)
+    expected_clients: None = field(default=None, kw_only=True)
 
 
 @algorithm_options

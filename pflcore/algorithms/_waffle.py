@@ -70,7 +70,8 @@ class Scaffold(FedAvg):
 
     A `defence` takes the place of both means, of the updates and of the control
     variates, each by itself; c is then no mean of the c_i. The run's `clip` shortens a
-    client's step of c_i with its update, so that c stays their mean.
+    client's step of c_i with its update, so that c stays their mean. "dp" is refused:
+    its noise would hide one sum of a round, and here are two.
 
     The other options are those of `FedAvg`.
 
@@ -84,6 +85,11 @@ class Scaffold(FedAvg):
 
     weighting: Weighting = "uniform"
     option: Literal["mean_grad", "II", "I"] = "mean_grad"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.defence == "dp":
+            reject("defence", "one that hides one sum a round at most", self.defence)
 
     @property
     def traits(self) -> Traits:
