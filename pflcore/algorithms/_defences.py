@@ -8,7 +8,7 @@ weighted sum of R rows replaces the mean; m clients are chosen by Krum.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +20,54 @@ from pflcore.algorithms._protocol import (
 )
 
 Defence = Literal[
-    "clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust", "dp"
+    "clip",
+    "median",
+    "trimmed_mean",
+    "krum",
+    "multi_krum",
+    "fltrust",
+    "geometric_median",
+    "mean_around_median",
+    "bulyan",
+    "centered_clipping",
+    "dp",
 ]
 # Columns that are sorted together, so that their block stays in a CPU's cache.
 SORT_BLOCK_COLUMNS = 1 << 14
-# The defences that are told the number f of bad clients. A round needs 2 f clients and
-# this many more.
-BYZANTINE_MARGIN = {"krum": 3, "multi_krum": 3, "trimmed_mean": 1}
+# The defences that are told the number f of bad clients. A round needs a multiple of f
+# clients and some more: (2, 3) means 2 f + 3.
+BYZANTINE_NEEDS = {
+    "krum": (2, 3),
+    "multi_krum": (2, 3),
+    "trimmed_mean": (2, 1),
+    "mean_around_median": (2, 1),
+    "bulyan": (4, 3),
+}
+NEIGHBOR_MIXING_NEEDS = (2, 1)
+# Weiszfeld's iteration ends after so many steps, or where no weight changes by so much.
+WEISZFELD_STEPS = 100
+WEISZFELD_TOLERANCE = 1e-9
+# Weiszfeld's weights are one over a distance. A distance counts as at least this part
+# of the median distance.
+WEISZFELD_FLOOR = 1e-6
+
+
+class Facts(NamedTuple):
+    """What some defences are told, beside the updates.
+
+    Attributes:
+        num_byzantine: The number f of bad clients; see `BYZANTINE_NEEDS`.
+        trusted_row: The row of the trusted client, for "fltrust".
+        clip_norm: The largest distance to the center, for "centered_clipping".
+        clip_steps: The number of steps of "centered_clipping".
+        center: [P] where "centered_clipping" starts; None for zero.
+    """
+
+    num_byzantine: int = 0
+    trusted_row: int = 0
+    clip_norm: float = 1.0
+    clip_steps: int = 1
+    center: Tensor | None = None
 
 
 def krum(
@@ -83,8 +124,8 @@ def robust_mean(
     defence: str,
     delta: Tensor,  # [S, P]
     share: Tensor,  # [1, S]
-    num_byzantine: int,
-    trusted_row: int,
+    facts: Facts = Facts(),
+    neighbor_mixing: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [R, P], [1, R] float64
     """Rows and weights whose sum replaces the mean of the updates.
 
@@ -92,23 +133,130 @@ def robust_mean(
     are exact ones, by `ops.pairwise_sqdist`.
 
     Args:
-        defence: One of `Defence`; the class `FedAvg` has their formulas.
+        defence: One of `Defence` but "dp"; the class `FedAvg` has their formulas.
         share: The clients' shares in the mean that is replaced.
-        num_byzantine: The number f of bad clients; see `BYZANTINE_MARGIN`.
-        trusted_row: The row of the trusted client, for "fltrust".
+        facts: What the defence is told.
+        neighbor_mixing: Mix each update with its nearest ones first.
     """
+    f = facts.num_byzantine
+    count = len(delta)
+    one = share.new_ones(1, 1)
+    if neighbor_mixing:
+        rows, weight = robust_mean(defence, mix_neighbors(delta, f), share, facts)
+        # These weights would not be the clients' own.
+        return ops.aggregate(rows, to_device(weight, rows.device)), one
     if defence in ("median", "trimmed_mean"):
-        removed = (len(delta) - 1) // 2 if defence == "median" else num_byzantine
-        return _trimmed_mean(delta, removed)[None], share.new_ones(1, 1)
+        removed = (count - 1) // 2 if defence == "median" else f
+        return _trimmed_mean(delta, removed)[None], one
+    if defence == "mean_around_median":
+        return mean_near_median(delta, count - f)[None], one
     if defence in ("krum", "multi_krum"):
-        count = 1 if defence == "krum" else len(delta) - num_byzantine
-        best = krum(ops.pairwise_sqdist(delta), num_byzantine, count)
+        taken = 1 if defence == "krum" else count - f
+        best = krum(ops.pairwise_sqdist(delta), f, taken)
         best = to_device(best, share.device)
-        return delta, torch.zeros_like(share).index_fill_(1, best, 1 / count)
+        return delta, torch.zeros_like(share).index_fill_(1, best, 1 / taken)
+    if defence == "bulyan":
+        selected = bulyan_selection(ops.pairwise_sqdist(delta), f)
+        rows = delta[to_device(selected, delta.device)]
+        return mean_near_median(rows, count - 4 * f)[None], one
+    if defence == "geometric_median":
+        return delta, weiszfeld(delta)
+    if defence == "centered_clipping":
+        return _centered_clipping(delta, facts), one
     norm = squared_norms(delta).sqrt().clamp(min=1e-150)
     if defence == "clip":
         return delta, share * (norm.quantile(0.5) / norm).clamp(max=1.0)
-    return delta, _trust_weights(delta, norm, trusted_row)
+    return delta, _trust_weights(delta, norm, facts.trusted_row)
+
+
+def mix_neighbors(delta: Tensor, f: int) -> Tensor:
+    """Each update [S, P] replaced by the mean of its S - f nearest, itself included.
+
+    This is nearest neighbour mixing (Allouah et al. 2023, Algorithm 2), which goes
+    before a defence. Of equally near updates the earlier one is taken.
+    """
+    count = len(delta) - f
+    sqdist = ops.pairwise_sqdist(delta).double().cpu().clone().fill_diagonal_(-1.0)
+    nearest = sqdist.sort(dim=1, stable=True).indices[:, :count]
+    index = to_device(nearest.sort(1).values, delta.device)
+    weight = torch.full(index.shape, 1 / count, dtype=torch.float64)
+    return ops.aggregate(delta, to_device(weight, delta.device), index)
+
+
+def weiszfeld(delta: Tensor) -> Tensor:
+    """The weights [1, S] of the geometric median as a mean of the updates [S, P].
+
+    The geometric median z has the least sum of distances to the updates. Weiszfeld's
+    iteration, as in Pillutla et al. 2022 (Algorithm 2), sets each weight to one over
+    the distance to the last z. It begins with the median of each coordinate, because
+    the way from the mean may be long. The distances are computed from z itself: one
+    update that is very far away leaves the others' exact.
+    """
+    median = _trimmed_mean(delta, (len(delta) - 1) // 2)[None]
+    weight = torch.zeros(1, len(delta), dtype=torch.float64, device=delta.device)
+    for _ in range(WEISZFELD_STEPS):
+        distance = ops.pairwise_sqdist(delta, median)[:, 0].double().sqrt()
+        least = (WEISZFELD_FLOOR * distance.median()).clamp(min=1e-150)
+        new = 1 / distance.clamp(min=least)
+        new = (new / new.sum())[None]
+        change = float((new - weight).abs().max())
+        weight = new
+        if change <= WEISZFELD_TOLERANCE:
+            break
+        median = ops.aggregate(delta, weight)
+    return weight
+
+
+def bulyan_selection(sqdist: Tensor, f: int) -> Tensor:
+    """The S - 2 f clients that Bulyan selects, int64, ascending.
+
+    Krum's choice among the clients that are left is taken out, again and again (El
+    Mhamdi et al. 2018, section 4). Where fewer than f + 3 are left, Krum's score is the
+    distance to the nearest other: there the paper's number of neighbours, |left| - f -
+    2, is 0.
+    """
+    left = torch.arange(len(sqdist))
+    selected = []
+    for _ in range(len(sqdist) - 2 * f):
+        of_left = sqdist.double().cpu()[left][:, left]
+        best = int(krum(of_left, min(f, len(left) - 3), 1))
+        selected.append(int(left[best]))
+        left = torch.cat([left[:best], left[best + 1 :]])
+    return torch.tensor(sorted(selected))
+
+
+def mean_near_median(rows: Tensor, count: int) -> Tensor:
+    """Mean [P] of the `count` numbers of each column that are nearest to its median.
+
+    The median of an even number of numbers is the mean of the two in the middle. Of two
+    equally near numbers the smaller one is taken.
+    """
+    means = []
+    for block in rows.split(SORT_BLOCK_COLUMNS, 1):
+        ordered = torch.stack(sort_columns(block))
+        low = (len(rows) - 1) // 2
+        median = ordered[low : len(rows) - low].mean(0)
+        nearest = (ordered - median).abs().sort(dim=0, stable=True).indices[:count]
+        means.append(ordered.gather(0, nearest).mean(0))
+    return torch.cat(means)
+
+
+def _centered_clipping(
+    delta: Tensor,  # [S, P]
+    facts: Facts,
+) -> Tensor:  # [1, P]
+    """Centered clipping (Karimireddy et al. 2021, eq. 5).
+
+    A step is `v <- v + sum_i (d_i - v) min(1, tau / |d_i - v|) / S`.
+    """
+    v = delta.new_zeros(1, delta.shape[1])
+    if facts.center is not None:
+        v = facts.center.to(delta)[None]
+    for _ in range(facts.clip_steps):
+        distance = ops.pairwise_sqdist(delta, v)[:, 0].double().sqrt()
+        part = facts.clip_norm / distance.clamp(min=facts.clip_norm) / len(delta)
+        v = ops.aggregate(delta, part[None], None, v * (1 - part.sum()).to(v))
+    return v
 
 
 def private_mean(
