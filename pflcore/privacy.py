@@ -27,7 +27,9 @@ __all__ = ["epsilon", "noise_multiplier"]
 F64 = npt.NDArray[np.float64]
 # The orders over which epsilon is minimized: dense where much noise makes the least
 # epsilon, and wide for little noise.
-ORDERS = np.concatenate([np.arange(1.1, 11, 0.1), np.arange(11, 65), 2.0 ** np.arange(7, 11)])
+ORDERS = np.concatenate(
+    [np.arange(1.1, 11, 0.1), np.arange(11, 65), 2.0 ** np.arange(7, 11)]
+)
 
 
 def rdp_of_round(noise_multiplier: float, sampling_rate: float, orders: F64) -> F64:
@@ -85,9 +87,7 @@ def epsilon(
     require(delta < 1, "delta", "a number between 0 and 1, both excluded", delta)
     rdp = rounds * rdp_of_round(noise_multiplier, sampling_rate, ORDERS)
     bounds = (
-        rdp
-        - (np.log(delta) + np.log(ORDERS)) / (ORDERS - 1)
-        + np.log1p(-1 / ORDERS)
+        rdp - (np.log(delta) + np.log(ORDERS)) / (ORDERS - 1) + np.log1p(-1 / ORDERS)
     )
     return float(max(0.0, np.nanmin(bounds)))
 

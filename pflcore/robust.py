@@ -35,8 +35,8 @@ __all__ = [
     "krum",
     "mean_around_median",
     "median",
-    "nearest_neighbor_mixing",
     "multi_krum",
+    "nearest_neighbor_mixing",
     "trimmed_mean",
 ]
 
@@ -58,7 +58,10 @@ def _check_rows(updates: Tensor) -> None:
 
 
 def _row(
-    defence: str, updates: Tensor, facts: Facts = Facts(), shares: Tensor | None = None
+    defence: str,
+    updates: Tensor,
+    facts: Facts | None = None,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """The aggregate [P] of a defence, with equal shares where none are given."""
     _check_rows(updates)
@@ -66,7 +69,9 @@ def _row(
     if shares is None:
         size = updates.new_full((1, count), 1, dtype=torch.float64)
     else:
-        fits = shares.shape == (count,) and bool((shares >= 0).all() and shares.sum() > 0)
+        fits = shares.shape == (count,) and bool(
+            (shares >= 0).all() and shares.sum() > 0
+        )
         require(fits, "shares", f"{count} numbers >= 0, not all 0", shares)
         size = shares.to(updates.device, torch.float64)[None]
     rows, weight = robust_mean(defence, updates, size / size.sum(), facts)
@@ -74,7 +79,9 @@ def _row(
 
 
 @checked
-def median(updates: Tensor) -> Tensor:
+def median(
+    updates: Tensor,  # [S, P]
+) -> Tensor:  # [P]
     """The median of each coordinate; of an even number, the mean of the middle two.
 
     Yin et al. 2018, Definition 1.
@@ -83,7 +90,10 @@ def median(updates: Tensor) -> Tensor:
 
 
 @checked
-def trimmed_mean(updates: Tensor, num_byzantine: NonNegativeInt) -> Tensor:
+def trimmed_mean(
+    updates: Tensor,  # [S, P]
+    num_byzantine: NonNegativeInt,
+) -> Tensor:  # [P]
     """The mean of each coordinate without the f least and f largest numbers.
 
     Yin et al. 2018, Definition 2. Raises ValueError for fewer than 2 f + 1 rows.
@@ -93,7 +103,10 @@ def trimmed_mean(updates: Tensor, num_byzantine: NonNegativeInt) -> Tensor:
 
 
 @checked
-def mean_around_median(updates: Tensor, num_byzantine: NonNegativeInt) -> Tensor:
+def mean_around_median(
+    updates: Tensor,  # [S, P]
+    num_byzantine: NonNegativeInt,
+) -> Tensor:  # [P]
     """The mean of the S - f numbers of each coordinate nearest to its median.
 
     Xie et al. 2018. Of two equally near numbers the smaller one is taken. Raises
@@ -104,7 +117,10 @@ def mean_around_median(updates: Tensor, num_byzantine: NonNegativeInt) -> Tensor
 
 
 @checked
-def krum(updates: Tensor, num_byzantine: NonNegativeInt) -> Tensor:
+def krum(
+    updates: Tensor,  # [S, P]
+    num_byzantine: NonNegativeInt,
+) -> Tensor:  # [P]
     """The update with the least sum of squared distances to its S - f - 2 nearest.
 
     Blanchard et al. 2017, section 4. Of equal sums the earlier update is taken. Raises
@@ -115,7 +131,10 @@ def krum(updates: Tensor, num_byzantine: NonNegativeInt) -> Tensor:
 
 
 @checked
-def multi_krum(updates: Tensor, num_byzantine: NonNegativeInt) -> Tensor:
+def multi_krum(
+    updates: Tensor,  # [S, P]
+    num_byzantine: NonNegativeInt,
+) -> Tensor:  # [P]
     """The mean of the S - f updates with the least sums of `krum`.
 
     Raises ValueError for fewer than 2 f + 3 rows.
@@ -125,7 +144,10 @@ def multi_krum(updates: Tensor, num_byzantine: NonNegativeInt) -> Tensor:
 
 
 @checked
-def bulyan(updates: Tensor, num_byzantine: NonNegativeInt) -> Tensor:
+def bulyan(
+    updates: Tensor,  # [S, P]
+    num_byzantine: NonNegativeInt,
+) -> Tensor:  # [P]
     """The mean of the S - 4 f nearest to the median, of S - 2 f that Krum selects.
 
     El Mhamdi et al. 2018: Krum selects one update after another. Raises ValueError for
@@ -136,11 +158,14 @@ def bulyan(updates: Tensor, num_byzantine: NonNegativeInt) -> Tensor:
 
 
 @checked
-def geometric_median(updates: Tensor) -> Tensor:
+def geometric_median(
+    updates: Tensor,  # [S, P]
+) -> Tensor:  # [P]
     """The row with the least sum of distances to the updates.
 
     Pillutla et al. 2022, by Weiszfeld's iteration from the median of each coordinate
-    until no weight changes by 1e-9, in at most 100 steps. A distance counts as at least 1e-6 of the median one.
+    until no weight changes by 1e-9, in at most 100 steps. A distance counts as at least
+    1e-6 of the median one.
     """
     return _row("geometric_median", updates)
 
@@ -175,7 +200,9 @@ def clip(updates: Tensor, clip_norm: PositiveFloat) -> Tensor:
     """The updates [S, P], each shortened to at most the length `clip_norm`."""
     _check_rows(updates)
     norm = torch.linalg.vector_norm(updates, dim=1, keepdim=True, dtype=torch.float64)
-    return updates * (clip_norm / norm.clamp(min=clip_norm)).to(updates.dtype)
+    factor = (clip_norm / norm.clamp(min=clip_norm)).to(updates.dtype)
+    shortened: Tensor = updates * factor
+    return shortened
 
 
 @checked
@@ -193,7 +220,10 @@ def clip_to_median(updates: Tensor, shares: Tensor | None = None) -> Tensor:
 
 
 @checked
-def fltrust(updates: Tensor, trusted: NonNegativeInt) -> Tensor:
+def fltrust(
+    updates: Tensor,  # [S, P]
+    trusted: NonNegativeInt,
+) -> Tensor:  # [P]
     """The mean of the updates weighted by their cosines with the trusted one.
 
     Cao et al. 2021, eqs. 2 to 4: `sum_i t_i (|r| / |d_i|) d_i / sum_i t_i` with `t_i =

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAdam, FedAvg, Scaffold
-from pflcore.privacy import ORDERS, epsilon, noise_multiplier
+from pflcore.privacy import epsilon, noise_multiplier
 
 # z, q, rounds, delta, and the epsilon that the accountant of Opacus 1.6.0 prints.
 OPACUS = [
@@ -32,8 +32,9 @@ def test_epsilon_is_that_of_another_accountant(z, q, rounds, delta, want):
 
 def test_without_sampling_it_is_the_gaussian_mechanism():
     """With q = 1 the RDP of an order a is a / (2 z^2) (Mironov 2017, table II)."""
-    rdp = 7 * ORDERS / (2 * 1.5**2)
-    bounds = rdp - np.log(1e-5 * ORDERS) / (ORDERS - 1) + np.log1p(-1 / ORDERS)
+    orders = np.arange(1.1, 11, 0.1)
+    rdp = 7 * orders / (2 * 1.5**2)
+    bounds = rdp - np.log(1e-5 * orders) / (orders - 1) + np.log1p(-1 / orders)
     assert epsilon(1.5, 1.0, 7, 1e-5) == pytest.approx(bounds.min(), rel=1e-9)
 
 
@@ -55,7 +56,7 @@ def test_the_noise_for_an_epsilon_reaches_it_and_no_less_does(wanted):
 
 
 def test_what_is_no_probability_is_refused():
-    with pytest.raises(ValueError, match="delta: expected .* got 1.5"):
+    with pytest.raises(ValueError, match=r"delta: expected .* got 1\.5"):
         epsilon(1.0, 0.1, 10, 1.5)
     with pytest.raises(ValueError, match="sampling_rate"):
         epsilon(1.0, 0.0, 10, 1e-5)

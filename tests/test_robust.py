@@ -183,7 +183,9 @@ def test_mixed_neighbours_are_their_definition(s, seed):
         rows[(rows - row).norm(dim=1).argsort(stable=True)[: s - f]].mean(0)
         for row in rows
     ]
-    torch.testing.assert_close(robust.nearest_neighbor_mixing(rows, f), torch.stack(want))
+    torch.testing.assert_close(
+        robust.nearest_neighbor_mixing(rows, f), torch.stack(want)
+    )
 
 
 @pytest.mark.parametrize("kind", [FedAvg, FedAdam, Scaffold])

@@ -7,7 +7,7 @@ weighted sum of R rows replaces the mean; m clients are chosen by Krum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -52,8 +52,12 @@ WEISZFELD_TOLERANCE = 1e-9
 WEISZFELD_FLOOR = 1e-6
 
 
+# Rows [R, P], and their weights [1, R] in float64, whose sum is an aggregate.
+Aggregate = tuple[Tensor, Tensor]
+
+
 class Facts(NamedTuple):
-    """What some defences are told, beside the updates.
+    """The facts that defences are told beside the updates.
 
     Attributes:
         num_byzantine: The number f of bad clients; see `BYZANTINE_NEEDS`.
@@ -124,9 +128,9 @@ def robust_mean(
     defence: str,
     delta: Tensor,  # [S, P]
     share: Tensor,  # [1, S]
-    facts: Facts = Facts(),
+    facts: Facts | None = None,
     neighbor_mixing: bool = False,
-) -> tuple[Tensor, Tensor]:  # [R, P], [1, R] float64
+) -> Aggregate:
     """Rows and weights whose sum replaces the mean of the updates.
 
     The sum `weights @ rows` is the robust aggregate [1, P]. Distances between updates
@@ -138,35 +142,72 @@ def robust_mean(
         facts: What the defence is told.
         neighbor_mixing: Mix each update with its nearest ones first.
     """
-    f = facts.num_byzantine
-    count = len(delta)
-    one = share.new_ones(1, 1)
+    facts = facts or Facts()
     if neighbor_mixing:
-        rows, weight = robust_mean(defence, mix_neighbors(delta, f), share, facts)
+        mixed = mix_neighbors(delta, facts.num_byzantine)
+        rows, weight = RULES[defence](mixed, share, facts)
         # These weights would not be the clients' own.
-        return ops.aggregate(rows, to_device(weight, rows.device)), one
-    if defence in ("median", "trimmed_mean"):
-        removed = (count - 1) // 2 if defence == "median" else f
-        return _trimmed_mean(delta, removed)[None], one
-    if defence == "mean_around_median":
-        return mean_near_median(delta, count - f)[None], one
-    if defence in ("krum", "multi_krum"):
-        taken = 1 if defence == "krum" else count - f
-        best = krum(ops.pairwise_sqdist(delta), f, taken)
-        best = to_device(best, share.device)
-        return delta, torch.zeros_like(share).index_fill_(1, best, 1 / taken)
-    if defence == "bulyan":
-        selected = bulyan_selection(ops.pairwise_sqdist(delta), f)
-        rows = delta[to_device(selected, delta.device)]
-        return mean_near_median(rows, count - 4 * f)[None], one
-    if defence == "geometric_median":
-        return delta, weiszfeld(delta)
-    if defence == "centered_clipping":
-        return _centered_clipping(delta, facts), one
-    norm = squared_norms(delta).sqrt().clamp(min=1e-150)
-    if defence == "clip":
-        return delta, share * (norm.quantile(0.5) / norm).clamp(max=1.0)
-    return delta, _trust_weights(delta, norm, facts.trusted_row)
+        return _as_aggregate(ops.aggregate(rows, to_device(weight, rows.device)))
+    return RULES[defence](delta, share, facts)
+
+
+def _as_aggregate(row: Tensor) -> Aggregate:
+    """A row [P] or [1, P] as rows with weights."""
+    one = torch.ones(1, 1, dtype=torch.float64, device=row.device)
+    return row.reshape(1, -1), one
+
+
+def _clip(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
+    norm = _lengths(delta)
+    return delta, share * (norm.quantile(0.5) / norm).clamp(max=1.0)
+
+
+def _median(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
+    return _as_aggregate(_trimmed_mean(delta, (len(delta) - 1) // 2))
+
+
+def _trim(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
+    return _as_aggregate(_trimmed_mean(delta, facts.num_byzantine))
+
+
+def _mean_around_median(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
+    return _as_aggregate(mean_near_median(delta, len(delta) - facts.num_byzantine))
+
+
+def _krum(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
+    return delta, _mean_of_krums_best(delta, share, facts.num_byzantine, 1)
+
+
+def _multi_krum(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
+    f = facts.num_byzantine
+    return delta, _mean_of_krums_best(delta, share, f, len(delta) - f)
+
+
+def _mean_of_krums_best(delta: Tensor, share: Tensor, f: int, count: int) -> Tensor:
+    """Weights like `share` of the mean of the `count` updates of the least scores."""
+    best = krum(ops.pairwise_sqdist(delta), f, count)
+    best = to_device(best, share.device)
+    return torch.zeros_like(share).index_fill_(1, best, 1 / count)
+
+
+def _bulyan(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
+    f = facts.num_byzantine
+    selected = bulyan_selection(ops.pairwise_sqdist(delta), f)
+    rows = delta[to_device(selected, delta.device)]
+    return _as_aggregate(mean_near_median(rows, len(delta) - 4 * f))
+
+
+def _geometric_median(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
+    return delta, weiszfeld(delta)
+
+
+def _fltrust(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
+    return delta, _trust_weights(delta, _lengths(delta), facts.trusted_row)
+
+
+def _lengths(delta: Tensor) -> Tensor:
+    """The lengths [S] of the updates, float64, none of them 0."""
+    return squared_norms(delta).sqrt().clamp(min=1e-150)
 
 
 def mix_neighbors(delta: Tensor, f: int) -> Tensor:
@@ -241,10 +282,7 @@ def mean_near_median(rows: Tensor, count: int) -> Tensor:
     return torch.cat(means)
 
 
-def _centered_clipping(
-    delta: Tensor,  # [S, P]
-    facts: Facts,
-) -> Tensor:  # [1, P]
+def _centered_clipping(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
     """Centered clipping (Karimireddy et al. 2021, eq. 5).
 
     A step is `v <- v + sum_i (d_i - v) min(1, tau / |d_i - v|) / S`.
@@ -256,7 +294,21 @@ def _centered_clipping(
         distance = ops.pairwise_sqdist(delta, v)[:, 0].double().sqrt()
         part = facts.clip_norm / distance.clamp(min=facts.clip_norm) / len(delta)
         v = ops.aggregate(delta, part[None], None, v * (1 - part.sum()).to(v))
-    return v
+    return _as_aggregate(v)
+
+
+RULES: dict[str, Callable[[Tensor, Tensor, Facts], Aggregate]] = {
+    "clip": _clip,
+    "median": _median,
+    "trimmed_mean": _trim,
+    "krum": _krum,
+    "multi_krum": _multi_krum,
+    "fltrust": _fltrust,
+    "geometric_median": _geometric_median,
+    "mean_around_median": _mean_around_median,
+    "bulyan": _bulyan,
+    "centered_clipping": _centered_clipping,
+}
 
 
 def private_mean(

@@ -163,7 +163,7 @@ class FedAvg(Algorithm):
         return {"x": x, **self.new_centers(rows, mix, "center")}, mix
 
     def init_centers(self, x0: Tensor, name: str) -> Tensors:
-        """The center of "centered_clipping" before round 1, by its name in the state.
+        """The center [P] of "centered_clipping" before round 1, by its name.
 
         It is empty for every other defence, which needs no center.
         """
@@ -172,7 +172,7 @@ class FedAvg(Algorithm):
         return {name: torch.zeros_like(x0)}
 
     def new_centers(self, rows: Tensor, mix: MixingWeights, name: str) -> Tensors:
-        """The center of the next round: the aggregate of this one."""
+        """The center [P] of the next round, by its name: the aggregate of this one."""
         if self.defence != "centered_clipping":
             return {}
         return {name: mix.aggregate(rows)[0]}

@@ -26,7 +26,9 @@ def defence(name, f=2):
         "fltrust": {"trusted_client": 0},
         "centered_clipping": {"clip_norm": 2.0},
         "dp": {"clip_norm": 0.5, "noise_multiplier": 0.0},
-        **dict.fromkeys(("median", "clip", "geometric_median"), {}),
+        "median": {},
+        "clip": {},
+        "geometric_median": {},
     }
     return {"defence": name, **beside.get(name, {"num_byzantine": f})}
 
