@@ -137,7 +137,9 @@ class Scaffold(FedAvg):
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         changes, mix = super().update(state, up, cohort)
         rows, mean = self.robust_weights(up["control"], cohort)
-        c = mean.aggregate(rows, state["c"], len(cohort.ids) / cohort.n)[0]
+        c = mean.aggregate(
+            rows, state["c"], len(cohort.ids) / cohort.num_trainable
+        )[0]
         return {**changes, "c": c}, mix
 
     def add_client(self, state: Tensors, n: int) -> Tensors:
@@ -260,7 +262,7 @@ class Waffle(WithoutDefence, Scaffold):
         if _is_late(cohort.round, cohort.rounds):
             weight = is_target.double()
         # On the scale of a round with all clients, where an even weight is 1 / N.
-        weight = weight * (len(weight) / cohort.n)
+        weight = weight * (len(weight) / cohort.num_trainable)
         before = history[cohort.ids]
         new_history = torch.stack([weight, before[:, 0]], 1)
         if _is_late(cohort.round - 2, cohort.rounds):
@@ -387,7 +389,11 @@ class WeightErosion(Algorithm):
     def report(
         self, state: Tensors, mix: MixingWeights | None, cohort: Cohort
     ) -> Tensors:
-        return {"weights": normalize_rows(state["alpha"][None])[0]}
+        alpha = state["alpha"]
+        trainable = cohort.trainable_clients
+        if trainable is not None:  # the others were never weighed
+            alpha = torch.zeros_like(alpha).index_copy(0, trainable, alpha[trainable])
+        return {"weights": normalize_rows(alpha[None])[0]}
 
 
 def _calibrated_penalty(distance: Tensor, rounds: int) -> float:

@@ -98,9 +98,10 @@ class Federation(ClientSamples):
     """The data of N clients: lists of indices into one pool.
 
     A training sample belongs to one client, and no sample belongs to two splits. Two
-    clients may share test samples (a common test set). Raises ValueError or TypeError
-    for values that do not fit together, for NaN or Inf, and for a client without
-    training samples.
+    clients may share test samples (a common test set). A client without training samples
+    is evaluated, and never trains. Raises ValueError or TypeError for values that do
+    not fit together, for NaN or Inf, for a client without any sample, and where no
+    client has training samples.
 
     `from_clients`, `from_table` and `from_partition` make a federation of other forms
     of data. A federation does not change: its methods return new ones. These share the
@@ -199,7 +200,7 @@ class Federation(ClientSamples):
         """
         pieces, count = _read_pieces(clients, reader, names)
         require(count, "clients", "the data of at least one client", [])
-        expected = f"a sample to train on for each; leave out the {count} without"
+        expected = "a client with samples to train on"
         require(pieces, "clients", expected, "no samples at all")
         typed = not reader.from_files and reader.classes == "infer"
         _check_same_form(pieces, typed=typed)
@@ -478,7 +479,8 @@ class Federation(ClientSamples):
         """
 
         def rule(n: int) -> dict[str, Tensor]:
-            return {"train": torch.arange(max(1, math.ceil(fraction * n - 1e-9)))}
+            count = max(1, math.ceil(fraction * n - 1e-9))
+            return {"train": torch.arange(min(count, n))}
 
         return self.redistribute(rule, clients, ("train",))
 
@@ -631,8 +633,8 @@ class Federation(ClientSamples):
         its inputs by its client's statistics; for a newcomer, `History.adapt` takes
         those of the newcomer's training samples.
 
-        Raises ValueError where x is no tensor of floats, or where clients share
-        samples.
+        Raises ValueError where x is no tensor of floats, where clients share samples,
+        or where a client has no training samples.
         """
         is_plain = self.x.is_floating_point() and self.fields is None
         expected = "floats in one tensor, to be standardized"
@@ -641,6 +643,9 @@ class Federation(ClientSamples):
         is_shared = int(torch.bincount(lists.flat).max()) > 1
         expected = "samples of one client each, to be standardized"
         require(not is_shared, "index", expected, "shared ones")
+        untrained = self.names_of((self.size() == 0).nonzero()[:, 0].tolist())
+        expected = "training samples of each, to standardize its features by"
+        require(not untrained, "clients", expected, untrained[:5])
         x = self.x.clone()
         mean = torch.empty(self.n, *self.shape, dtype=torch.float64)
         deviation = torch.empty_like(mean)
@@ -696,11 +701,12 @@ def random_permutation(n: int, seed: int) -> Tensor:
 def _by_split(holder: str, entry: Any) -> dict[str, Any]:
     """A client's pairs (x, y) by split.
 
-    Raises ValueError for a split of an unknown name, and where "train" is missing.
+    Raises ValueError for a split of an unknown name, and where there is no split.
     """
     parts = dict(entry) if isinstance(entry, Mapping) else {"train": entry}
-    known = set(parts) <= set(SPLITS) and "train" in parts
-    require(known, holder, "'train' samples, and perhaps 'val' and 'test'", list(parts))
+    known = set(parts) <= set(SPLITS) and len(parts) > 0
+    expected = "samples by split, one of 'train', 'val' and 'test' at least"
+    require(known, holder, expected, list(parts))
     return parts
 
 

@@ -155,6 +155,12 @@ class ClientSamples:
         """The number of samples of each client: int64 [N], on the CPU."""
         return self.lists(split).size
 
+    @property
+    def trainable_clients(self) -> Tensor | None:
+        """The ids of the clients with training samples, ascending; None for all."""
+        has_samples = self.size() > 0
+        return None if bool(has_samples.all()) else has_samples.nonzero()[:, 0]
+
     def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
         """The number of samples by client and class: int64 [N, C], on the CPU.
 
@@ -330,7 +336,7 @@ class ClientSamples:
             expected = "samples of no other split"
             require(not used_twice, f"index[{split!r}]", expected, used_twice)
             used |= in_split
-        self._check_training_samples()
+        self._check_has_samples()
 
     def _check_positions(self, split: str, pool_size: int) -> None:
         """Raises ValueError unless clients have lists of positions in the pool."""
@@ -365,14 +371,22 @@ class ClientSamples:
         expected = "a sample once, in one client's list"
         require(is_unique, f"index[{split!r}]", expected, flat)
 
-    def _check_training_samples(self) -> None:
-        """Raises ValueError where a client has no training sample."""
-        empty = (self.size() == 0).nonzero()[:, 0].tolist()
-        expected = f"a sample to train on for each; leave out the {len(empty)} without"
+    def _check_has_samples(self) -> None:
+        """Raises ValueError for a client without any sample.
+
+        A client without training samples is evaluated alone. At least one client must
+        have training samples.
+        """
+        total = torch.stack([lists.size for lists in self.index.values()]).sum(0)
+        empty = (total == 0).nonzero()[:, 0].tolist()
+        expected = f"a sample of each, of any split; leave out the {len(empty)} without"
         names: Sequence[str | int] = range(self.n)
         if self.names and len(self.names) == self.n:
             names = self.names
         require(not empty, "clients", expected, [names[i] for i in empty[:5]])
+        has_training = bool((self.size() > 0).any())
+        expected = "a client with samples to train on"
+        require(has_training, "clients", expected, "none in the split 'train'")
 
     def _check_pool(self) -> None:
         """Raises ValueError for values in the pool that no federation may have.

@@ -35,7 +35,11 @@ from pflcore.data._protocols import (
 )
 from pflcore.data._samples import Scaling
 from pflcore.nn._context import forward_context
-from pflcore.simulation._evaluate import has_custom_predict, personalized_models
+from pflcore.simulation._evaluate import (
+    has_custom_predict,
+    personalized_models,
+    split_by_training,
+)
 from pflcore.simulation._state import (
     RunConfig,
     State,
@@ -440,17 +444,31 @@ class LazyModels:
         return self.config.context.data.n
 
     @functools.cached_property
-    def all_models(self) -> tuple[Tensors, Clients]:
-        """The models of all clients at once, as an evaluation makes them."""
-        return personalized_models(self.config, self.state, torch.arange(len(self)))
+    def _groups(self) -> list[Tensor]:
+        """The ids of the clients whose models are made at once, as in evaluations."""
+        return split_by_training(self.config.context.data, torch.arange(len(self)))
+
+    @functools.cached_property
+    def _groups_of_models(self) -> list[tuple[Tensors, Clients]]:
+        """The models of all clients, group by group."""
+        config = self.config
+        return [personalized_models(config, self.state, ids) for ids in self._groups]
+
+    @functools.cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """The group of each client, and its place in the group, by its id."""
+        places = {}
+        for group, ids in enumerate(self._groups):
+            places |= {i: (group, place) for place, i in enumerate(ids.tolist())}
+        return places
 
     def __getitem__(self, client: int) -> Personalized:
         """The model of one client."""
         context = self.config.context
         facts = client_facts(context.data, int(client))
         if self.config.folder is None:
-            models, clients = self.all_models
-            place = int(client)
+            group, place = self._places[int(client)]
+            models, clients = self._groups_of_models[group]
         else:
             # The rows of all clients may not fit into memory.
             ids = torch.tensor([int(client)])
@@ -489,10 +507,14 @@ def adapt(
     alg = config.algorithm
     config = _config_with_newcomer(config, state, samples, rounds)
     state, keeps_models = with_new_client(alg, state, config.context.net, n)
+    if not config.context.data.size("train")[n]:
+        return LazyModels(config, state)[n]  # a newcomer with test samples alone
     for _ in range(rounds):
         if keeps_models:
             # The newcomer's model is made of the uploads of all clients.
-            state, outcome = step(config, state, torch.arange(n + 1))
+            ids = config.context.data.trainable_clients
+            everyone = torch.arange(n + 1) if ids is None else ids
+            state, outcome = step(config, state, everyone)
         else:
             state, outcome = _newcomer_round(config, state)
         is_finite = n not in outcome.dropped and not outcome.void

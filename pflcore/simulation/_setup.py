@@ -130,6 +130,25 @@ def training_data(options: RunOptions) -> Federation:
     return data
 
 
+def select_eligible_clients(data: Federation, clients: Tensor | None) -> Tensor | None:
+    """The ids of the clients that may take part, ascending; None for all.
+
+    They have training samples. Raises ValueError where none of `clients` has.
+
+    Args:
+        data: The federation.
+        clients: The ids, ascending, among which they are; None for all clients.
+    """
+    trainable = data.trainable_clients
+    if clients is None or trainable is None:
+        return trainable if clients is None else clients
+    eligible = clients[torch.isin(clients, trainable)]
+    names = data.names_of(clients.tolist())
+    wanted = "a client with training samples"
+    require(len(eligible), "clients", wanted, names)
+    return eligible
+
+
 def select_eval_clients(options: RunOptions) -> Tensor | None:
     """The ids [S], ascending, of the evaluated clients; None for all.
 
@@ -239,7 +258,11 @@ def _prepare_run(options: RunOptions, net: Net, device: str) -> tuple[RunConfig,
     config = config._replace(folder=folder)
     peak = peak_bytes(config, options.participation)
     memory.check_fits_memory(peak, device, adjustable_clients_per_block(context))
-    return config, initial_state(alg, context.net, data.n, folder)
+    trainable = data.trainable_clients
+    state = initial_state(
+        alg, context.net, data.n, folder, trainable_clients=trainable
+    )
+    return config, state
 
 
 def _select_executor(hardware: Hardware, ranks: Ranks) -> Executor:
