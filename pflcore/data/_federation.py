@@ -100,8 +100,7 @@ class Federation(ClientSamples):
     A training sample belongs to one client, and no sample belongs to two splits. Two
     clients may share test samples (a common test set). A client without training samples
     is evaluated, and never trains. Raises ValueError or TypeError for values that do
-    not fit together, for NaN or Inf, for a client without any sample, and where no
-    client has training samples.
+    not fit together, for NaN or Inf, and for a client without any sample.
 
     `from_clients`, `from_table` and `from_partition` make a federation of other forms
     of data. A federation does not change: its methods return new ones. These share the
@@ -142,6 +141,7 @@ class Federation(ClientSamples):
         classes: Classes = "infer",
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
+        ignored_label: int | None = None,
     ) -> Self:
         """Makes a federation from one entry for each client.
 
@@ -150,8 +150,8 @@ class Federation(ClientSamples):
         split,
         ``{"train": (x, y), "test": (x, y), "val": ...}``. x and y are arrays, tensors
         or lists; x may be a dict of them. A list of tuples is read as a list of samples
-        (x_j, y_j). Datasets are read once, so a random transform is drawn once. Where
-        each x is a data frame, `columns` keeps the names of its columns, and other
+        (x_j, y_j). Datasets are read once, so a random transform is drawn once. A client
+        may have test samples alone: it is evaluated, and never trains. Where each x is a data frame, `columns` keeps the names of its columns, and other
         frames are read in the same order.
 
         What targets and inputs become is decided for all clients together
@@ -175,12 +175,16 @@ class Federation(ClientSamples):
                 largest label plus one; None for regression
             dtype: dtype that floats are converted to; None keeps the dtype they have
             name: name of the data, for summaries and records
+            ignored_label: label of samples, steps or pixels that count in nothing, such
+                as 255; it becomes -100, which losses and accuracies leave out. None for
+                no label but -100
         """
         names = None
         if isinstance(clients, Mapping):
             names = list(clients)
             clients = clients.values()
-        return cls._from_reader(clients, ReaderOptions(classes, dtype), name, names)
+        reader = ReaderOptions(classes, dtype, ignored_label=ignored_label)
+        return cls._from_reader(clients, reader, name, names)
 
     @classmethod
     def _from_reader(
@@ -200,7 +204,7 @@ class Federation(ClientSamples):
         """
         pieces, count = _read_pieces(clients, reader, names)
         require(count, "clients", "the data of at least one client", [])
-        expected = "a client with samples to train on"
+        expected = f"a sample of each, of any split; leave out the {count} without"
         require(pieces, "clients", expected, "no samples at all")
         typed = not reader.from_files and reader.classes == "infer"
         _check_same_form(pieces, typed=typed)
@@ -244,6 +248,7 @@ class Federation(ClientSamples):
         classes: Classes = "infer",
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
+        ignored_label: int | None = None,
     ) -> Self:
         """A federation of one table of samples: x [n, ...], y [n, ...], client [n].
 
@@ -269,8 +274,11 @@ class Federation(ClientSamples):
                 largest label plus one; None for regression
             dtype: dtype that floats are converted to; None keeps the dtype they have
             name: name of the data, for summaries and records
+            ignored_label: label of samples, steps or pixels that count in nothing, such
+                as 255; it becomes -100, which losses and accuracies leave out. None for
+                no label but -100
         """
-        reader = ReaderOptions(classes, dtype)
+        reader = ReaderOptions(classes, dtype, ignored_label=ignored_label)
         table_columns = column_names(x)
         columns = None
         if table_columns is not None:
@@ -313,6 +321,7 @@ class Federation(ClientSamples):
         y_test: Any = None,
         classes: Classes = "infer",
         name: str = "data",
+        ignored_label: int | None = None,
     ) -> Self:
         """A federation of samples x [n, ...] and y [n], dealt by a partition.
 
@@ -330,8 +339,11 @@ class Federation(ClientSamples):
             classes: number of classes, or the list of their names; "infer" for the
                 largest label plus one; None for regression
             name: name of the data, for summaries and records
+            ignored_label: label of samples, steps or pixels that count in nothing, such
+                as 255; it becomes -100, which losses and accuracies leave out. None for
+                no label but -100
         """
-        reader = ReaderOptions(classes, None)
+        reader = ReaderOptions(classes, None, ignored_label=ignored_label)
         columns = text_names(x)
         x = to_tensor(x, "x")
         y = to_targets(y, "y", reader.class_names)

@@ -35,6 +35,7 @@ from pflcore.data._picture import (
 from pflcore.data._ragged import Ragged
 
 SPLITS = ("train", "val", "test")
+VOID_BYTE = 255  # the usual label of a pixel that counts in nothing
 
 
 class Scaling(NamedTuple):
@@ -107,6 +108,7 @@ class ClientSamples:
             index[split] = _to_ragged(f"index[{split!r}]", lists, x.device)
         self.__dict__.update(y=mask_labels(self.y, x, fields), index=index)
         self._check_index()
+        self._check_has_samples()
         self._check_names()
         self._check_pool()
         self._check_clients()
@@ -336,7 +338,6 @@ class ClientSamples:
             expected = "samples of no other split"
             require(not used_twice, f"index[{split!r}]", expected, used_twice)
             used |= in_split
-        self._check_has_samples()
 
     def _check_positions(self, split: str, pool_size: int) -> None:
         """Raises ValueError unless clients have lists of positions in the pool."""
@@ -374,8 +375,7 @@ class ClientSamples:
     def _check_has_samples(self) -> None:
         """Raises ValueError for a client without any sample.
 
-        A client without training samples is evaluated alone. At least one client must
-        have training samples.
+        A client without training samples is evaluated alone.
         """
         total = torch.stack([lists.size for lists in self.index.values()]).sum(0)
         empty = (total == 0).nonzero()[:, 0].tolist()
@@ -384,9 +384,6 @@ class ClientSamples:
         if self.names and len(self.names) == self.n:
             names = self.names
         require(not empty, "clients", expected, [names[i] for i in empty[:5]])
-        has_training = bool((self.size() > 0).any())
-        expected = "a client with samples to train on"
-        require(has_training, "clients", expected, "none in the split 'train'")
 
     def _check_pool(self) -> None:
         """Raises ValueError for values in the pool that no federation may have.
@@ -438,13 +435,9 @@ class ClientSamples:
             high = int(largest)
         if low == -1 and not bool((labels == 0).any()):
             expected += "; of -1 and 1 give (y > 0)"
-        elif y.dim() > 1:
-            expected += f"; labels that count in nothing are {IGNORED_LABEL}"
-            if low >= 0:
-                expected += (
-                    ", or leave classes to be inferred and give the loss "
-                    f"nn.CrossEntropyLoss(ignore_index={high})"
-                )
+        elif y.dim() > 1 or high == VOID_BYTE:
+            void = low if low < 0 else high
+            expected += f"; of a label that counts in nothing give ignored_label={void}"
         require(low >= 0 and high < classes, "y", expected, [low, high])
 
     def _describe_holder(self, sample: int) -> str:

@@ -26,13 +26,14 @@ from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import NonNegativeInt, checked, require
 from pflcore.data._federation import Federation
 from pflcore.data._frames import select_columns, text_names
-from pflcore.data._inputs import IGNORED_LABEL, to_inputs, to_tensor
+from pflcore.data._inputs import to_inputs, to_tensor
 from pflcore.data._meaning import Classes
 from pflcore.data._protocols import (
-    mask_ignored_label,
+    leave_out_unlabelled,
     single_client_federation,
     with_validation,
 )
+from pflcore.data._ragged import Ragged
 from pflcore.data._samples import Scaling
 from pflcore.nn._context import forward_context
 from pflcore.simulation._evaluate import (
@@ -571,7 +572,7 @@ def with_extra_client(
     samples: Any,
     needs_val: bool,
     seed: int,
-    ignored_label: int = IGNORED_LABEL,
+    ignored_label: int | None = None,
 ) -> Federation:
     """The federation with one more client.
 
@@ -582,7 +583,7 @@ def with_extra_client(
         samples: The newcomer's samples, see `History.adapt`.
         needs_val: Hold samples out as a split "val".
         seed: The seed by which they are drawn.
-        ignored_label: The label of samples that count in nothing.
+        ignored_label: The label of samples that count in nothing; None for none.
     """
     newcomer = _newcomer_data(data, samples, ignored_label)
     if needs_val:
@@ -603,18 +604,16 @@ def with_extra_client(
         # The newcomer's labels are right as they are: each maps to itself.
         identity = torch.arange(relabel.shape[1], device=relabel.device)
         relabel = torch.cat([relabel, identity[None]])
-    return Federation(
-        torch.cat([data.x, newcomer.x]),
-        torch.cat([data.y, y]),
-        index,
-        data.classes,
-        relabel,
-        data.name,
-        fields=data.fields,
+    # Both parts were checked when they were made.
+    return data._copy_with(
+        x=torch.cat([data.x, newcomer.x]),
+        y=torch.cat([data.y, y]),
+        index={split: Ragged.from_lists(rows) for split, rows in index.items()},
+        relabel=relabel,
+        facts={},
+        truth={},
         names=_joined_names(data.names, newcomer.names),
         scaling=_joined_scaling(data.scaling, newcomer.scaling),
-        columns=data.columns,
-        class_names=data.class_names,
     )
 
 
@@ -625,7 +624,9 @@ def _joined_names(
     return None if names is None or last is None else names + last
 
 
-def _newcomer_data(data: Federation, samples: Any, ignored_label: int) -> Federation:
+def _newcomer_data(
+    data: Federation, samples: Any, ignored_label: int | None
+) -> Federation:
     """One client's samples as a federation that fits `data`.
 
     They are standardized where `data` is, and their columns have the same order. Raises
@@ -634,15 +635,16 @@ def _newcomer_data(data: Federation, samples: Any, ignored_label: int) -> Federa
     float_dtypes = [t.dtype for t in (data.x, data.y) if t.is_floating_point()]
     dtype = float_dtypes[0] if float_dtypes else None
     classes: Classes = data.class_names or data.classes
-    if data.classes is not None and ignored_label != IGNORED_LABEL:
-        # The ignored label may be one more class, which has no name.
-        classes = max(data.classes, ignored_label + 1)
     newcomer = single_client_federation(
-        samples, classes=classes, dtype=dtype, columns=data.columns
+        samples,
+        classes=classes,
+        dtype=dtype,
+        columns=data.columns,
+        ignored_label=None if data.classes is None else ignored_label,
     )
     if newcomer.columns is not None and data.columns is not None:
         newcomer = newcomer.with_columns(data.columns)
-    newcomer = mask_ignored_label(newcomer, ignored_label)
+    newcomer = leave_out_unlabelled(newcomer, ignored_label)
     kind = _sample_kind(newcomer)
     wanted = _sample_kind(data)
     words = "inputs of shape {} ({}, targets {})".format(*wanted)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pflcore.algorithms._protocol import Algorithm
 from pflcore.check import EXPECT_MODEL, client_id, ids_of, require
 from pflcore.data._federation import Federation
-from pflcore.data._protocols import mask_ignored_label, with_validation
+from pflcore.data._protocols import leave_out_unlabelled, with_validation
 from pflcore.data._samples import SPLITS
 from pflcore.metrics import human_bytes
 from pflcore.ops._chain import has_kernels
@@ -113,8 +113,10 @@ def training_data(options: RunOptions) -> Federation:
     the split of the evaluation.
     """
     model = options.model
-    loss = model.loss_fn if isinstance(model, Net) else options.loss
-    data: Federation = mask_ignored_label(options.data, ignored_label(loss))
+    loss = options.loss or default_loss(options.data.y)
+    if isinstance(model, Net):
+        loss = model.loss_fn
+    data: Federation = leave_out_unlabelled(options.data, ignored_label(loss))
     adversary = options.robustness.adversary
     if adversary is not None:
         data = adversary.poison_data(data)
