@@ -133,7 +133,8 @@ class FineTune(FedProx, FedOpt):
         has_val = data.size("val") > 0
         if has_val[ids].all():
             return ids
-        clients: Tensor = torch.cat([ids, has_val.nonzero()[:, 0]]).unique()
+        judges = has_val & (data.size("train") > 0)
+        clients: Tensor = torch.cat([ids, judges.nonzero()[:, 0]]).unique()
         return clients
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:

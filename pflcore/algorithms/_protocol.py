@@ -588,7 +588,7 @@ class Algorithm:
         return {}
 
     def add_client(self, state: Tensors, n: int) -> Tensors:
-        """The state [...] after a client has joined the n clients.
+        """The state [...] after a client has joined the n clients that train.
 
         `History.adapt` calls it before the client's first training. The run itself then
         adds the client's rows to tables. This hook is for a tensor that is a mean over

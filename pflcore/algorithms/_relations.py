@@ -390,9 +390,10 @@ class SFL(LatestModels):
 
     def add_client(self, state: Tensors, n: int) -> Tensors:
         # Raises ValueError where a given graph has no row for the newcomer.
+        rows = len(state["w"]) + 1
         self.adjacency_matrix(
-            sqdist=torch.zeros(n + 1, n + 1),
-            has_model=torch.ones(n + 1, dtype=torch.bool),
+            sqdist=torch.zeros(rows, rows),
+            has_model=torch.ones(rows, dtype=torch.bool),
         )
         return state
 
@@ -559,9 +560,7 @@ class Mocha(Algorithm):
             return task_relation(models, self.delta, self.relation)
         ids = to_device(ids, models.device)
         omega = state["omega"].clone()
-        omega[ids[:, None], ids] = task_relation(
-            models[ids], self.delta, self.relation
-        )
+        omega[ids[:, None], ids] = task_relation(models[ids], self.delta, self.relation)
         return omega
 
     def check_stability(

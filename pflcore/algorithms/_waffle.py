@@ -137,9 +137,7 @@ class Scaffold(FedAvg):
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         changes, mix = super().update(state, up, cohort)
         rows, mean = self.robust_weights(up["control"], cohort)
-        c = mean.aggregate(
-            rows, state["c"], len(cohort.ids) / cohort.num_trainable
-        )[0]
+        c = mean.aggregate(rows, state["c"], len(cohort.ids) / cohort.num_trainable)[0]
         return {**changes, "c": c}, mix
 
     def add_client(self, state: Tensors, n: int) -> Tensors:

@@ -118,8 +118,7 @@ def partition(
     # The rule's indices count the samples with a label alone.
     indices = torch.from_numpy(labelled)
     index = {
-        split: [indices[rows] for rows in lists]
-        for split, lists in made.index.items()
+        split: [indices[rows] for rows in lists] for split, lists in made.index.items()
     }
     _check_training_samples(index["train"])
     return replace(made, index=index, pool_sizes=pool_sizes)

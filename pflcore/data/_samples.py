@@ -294,6 +294,8 @@ class ClientSamples:
         for split in self.splits:
             num_empty = int((self.size(split) == 0).sum())
             facts[f"clients without {split} samples"] = num_empty
+        if not self.y.is_floating_point():
+            facts["labels that count in nothing"] = int((self.y == IGNORED_LABEL).sum())
         facts |= self.facts
         lines = [f"{key}: {value}" for key, value in facts.items() if value]
         return "\n".join([self.name, *lines])

@@ -90,9 +90,7 @@ def evaluate_clients(
     if len(parts) == 1:
         return parts[0]
     order = torch.cat([part["clients"] for part in parts]).argsort()
-    return {
-        name: torch.cat([part[name] for part in parts])[order] for name in parts[0]
-    }
+    return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
 
 
 def split_by_training(data: Federation, ids: Tensor) -> list[Tensor]:

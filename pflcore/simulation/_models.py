@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from pflcore._device import to_device
 from pflcore.algorithms import name_of
 from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import NonNegativeInt, checked, require
@@ -57,12 +58,23 @@ from pflcore.train._validate import NoBatchAxis
 
 
 def with_new_client(
-    alg: Algorithm, state: State, net: Net, n: int
+    alg: Algorithm,
+    state: State,
+    net: Net,
+    n: int,
+    trainable_clients: Tensor | None = None,
 ) -> tuple[State, bool]:
     """A copy of the state with a newcomer, client n.
 
     The second value is true where the server keeps a model for each client. The
     newcomer's batch norm starts from the mean of the others' statistics.
+
+    Args:
+        alg: The algorithm.
+        state: The state of n clients.
+        net: The model of the run.
+        n: The number of clients so far.
+        trainable_clients: The ids of those with training samples; None for all.
     """
     # A tensor with rows or columns for clients is larger in the state of a federation
     # with one more client.
@@ -79,14 +91,16 @@ def with_new_client(
         for name, tensor in larger.items()
     )
     new = {}
-    server = alg.add_client(state.server, n)
+    others = torch.arange(n) if trainable_clients is None else trainable_clients
+    server = alg.add_client(state.server, len(others))
     for name, tensor in flatten_state(replace(state, server=server)).items():
         # Only the algorithm knows how a table grows that is empty before round 1.
         if len(larger.get(name, ())):
             new[name] = embed_tensor(tensor, larger[name])
         else:
             new[name] = tensor.clone()
-    new["batch_norm"][n] = state.buffers.mean(0)
+    statistics = state.buffers[to_device(others, state.buffers.device)]
+    new["batch_norm"][n] = statistics.mean(0)
     return unflatten_state(new, state.round, state.void_rounds), keeps_models
 
 
@@ -505,9 +519,10 @@ def adapt(
         rounds: The number of rounds of the newcomer's work.
     """
     n = config.context.data.n
+    others = config.context.data.trainable_clients
     alg = config.algorithm
     config = _config_with_newcomer(config, state, samples, rounds)
-    state, keeps_models = with_new_client(alg, state, config.context.net, n)
+    state, keeps_models = with_new_client(alg, state, config.context.net, n, others)
     if not config.context.data.size("train")[n]:
         return LazyModels(config, state)[n]  # a newcomer with test samples alone
     for _ in range(rounds):

@@ -261,9 +261,7 @@ def _prepare_run(options: RunOptions, net: Net, device: str) -> tuple[RunConfig,
     peak = peak_bytes(config, options.participation)
     memory.check_fits_memory(peak, device, adjustable_clients_per_block(context))
     trainable = data.trainable_clients
-    state = initial_state(
-        alg, context.net, data.n, folder, trainable_clients=trainable
-    )
+    state = initial_state(alg, context.net, data.n, folder, trainable_clients=trainable)
     return config, state
 
 

@@ -188,9 +188,7 @@ def initial_state(
     if trainable_clients is not None:
         start = alg.init(**alg.server_init_args(net), n=len(trainable_clients))
         for name in server.keys() - set(alg.traits.per_client_state):
-            server[name] = insert_clients(
-                start[name], server[name], trainable_clients
-            )
+            server[name] = insert_clients(start[name], server[name], trainable_clients)
     if folder is not None:
         for name in alg.traits.per_client_state:
             server[name] = stored_zeros(n, server[name][0], folder)
