@@ -98,9 +98,9 @@ class Federation(ClientSamples):
     """The data of N clients: lists of indices into one pool.
 
     A training sample belongs to one client, and no sample belongs to two splits. Two
-    clients may share test samples (a common test set). A client without training samples
-    is evaluated, and never trains. Raises ValueError or TypeError for values that do
-    not fit together, for NaN or Inf, and for a client without any sample.
+    clients may share test samples (a common test set). A client without training
+    samples is evaluated, and never trains. Raises ValueError or TypeError for values
+    that do not fit together, for NaN or Inf, and for a client without any sample.
 
     `from_clients`, `from_table` and `from_partition` make a federation of other forms
     of data. A federation does not change: its methods return new ones. These share the
@@ -150,8 +150,9 @@ class Federation(ClientSamples):
         split,
         ``{"train": (x, y), "test": (x, y), "val": ...}``. x and y are arrays, tensors
         or lists; x may be a dict of them. A list of tuples is read as a list of samples
-        (x_j, y_j). Datasets are read once, so a random transform is drawn once. A client
-        may have test samples alone: it is evaluated, and never trains. Where each x is a data frame, `columns` keeps the names of its columns, and other
+        (x_j, y_j). Datasets are read once, so a random transform is drawn once. A
+        client may have test samples alone: it is evaluated, and never trains. Where
+        each x is a data frame, `columns` keeps the names of its columns, and other
         frames are read in the same order.
 
         What targets and inputs become is decided for all clients together
@@ -311,7 +312,7 @@ class Federation(ClientSamples):
 
     @classmethod
     @checked
-    def from_partition(
+    def from_partition(  # noqa: PLR0913 (by name, all but three)
         cls,
         x: Any,
         y: Any,

@@ -85,8 +85,8 @@ def partition(
 ) -> Partition:
     """A partition of the samples of labels [m] among N clients.
 
-    A sample whose label counts in nothing goes to no client. Raises ValueError for an unknown name or option, and where a client would have no
-    training sample.
+    A sample whose label counts in nothing goes to no client. Raises ValueError for an
+    unknown name or option, and where a client would have no training sample.
 
     >>> part = partition("pathological", [0, 0, 0, 1, 1, 1], 2, k=1)
     >>> sorted(samples.sort().values.tolist() for samples in part.index["train"])

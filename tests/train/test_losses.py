@@ -490,8 +490,9 @@ def test_samples_without_a_label_change_no_bit():
     )
     labelled = (x[is_labelled], y[is_labelled])
     same = Federation.from_clients([{"train": labelled, "test": test}])
-    got = trained(nn.Linear(4, 2), data)[0]
-    assert data.classes == 2 and got == trained(nn.Linear(4, 2), same)[0]
+    model = nn.Linear(4, 2)
+    got = trained(model, data)[0]
+    assert data.classes == 2 and got == trained(model, same)[0]
     with sentence("data: no client has training samples with a label that counts"):
         only_void = torch.full_like(y, -100)
         nothing = [{"train": (x, only_void), "test": test}]
