@@ -159,7 +159,7 @@ class ClientSamples:
 
     @property
     def trainable_clients(self) -> Tensor | None:
-        """The ids of the clients with training samples, ascending; None for all."""
+        """The ids [T] of the clients with training samples; None where all have."""
         has_samples = self.size() > 0
         return None if bool(has_samples.all()) else has_samples.nonzero()[:, 0]
 

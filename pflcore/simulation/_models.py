@@ -472,7 +472,7 @@ class LazyModels:
     @functools.cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
         """The group of each client, and its place in the group, by its id."""
-        places = {}
+        places: dict[int, tuple[int, int]] = {}
         for group, ids in enumerate(self._groups):
             places |= {i: (group, place) for place, i in enumerate(ids.tolist())}
         return places

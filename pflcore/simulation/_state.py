@@ -176,7 +176,8 @@ def initial_state(
         folder: The folder for files with the rows of clients, their own and the
             server's; None where the rows are in memory.
         clients: False leaves client state out, as for a server on a machine of its own.
-        trainable_clients: The ids of the clients with training samples; None for all.
+        trainable_clients: The ids [T] of the clients with training samples; None for
+            all.
     """
     for client in alg.traits.required_clients:
         has_trusted_client = getattr(alg, "trusted_client", None) is not None

@@ -426,8 +426,7 @@ class Net:
         """
         scores, y = self.argument_form.convert(scores, y)
         label = self.ignored_label
-        is_other = label is not None and label != IGNORED_LABEL
-        if is_other and not y.is_floating_point():
+        if label not in (None, IGNORED_LABEL) and not y.is_floating_point():
             y = y.masked_fill(y == IGNORED_LABEL, label)
         return self.loss_fn(scores, y)
 
