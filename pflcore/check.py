@@ -632,7 +632,8 @@ Matrix = Annotated[Tensor, expect_dim(2, "a matrix of floating-point numbers")]
 Row = Annotated[Tensor, expect_dim(1, "a row of floating-point numbers")]
 EXPECT_MODEL = Expectation(
     "an nn.Module, a function that makes one or a Net",
-    lambda v: callable(v) or hasattr(v, "module"),
+    # Several models in a list or a dict are refused where the reason can be given.
+    lambda v: callable(v) or hasattr(v, "module") or isinstance(v, list | tuple | dict),
 )
 Model = Annotated[Any, EXPECT_MODEL]
 BatchNormPolicy = Literal["auto", "average", "local"]

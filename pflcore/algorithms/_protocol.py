@@ -179,6 +179,9 @@ class Cohort(NamedTuple):
             part, but their uploads were not finite, or could not be used.
         purpose: "send" in a round, "evaluation" where models are evaluated. It names
             the stream of `generator`, so that an evaluation changes no draw of a round.
+        trainable_clients: The ids of the federation's clients with training samples,
+            ascending. None means all of them. The others are evaluated, and are in no
+            round: they count nowhere.
     """
 
     ids: Tensor  # [S]
@@ -189,6 +192,16 @@ class Cohort(NamedTuple):
     seed: int = 0
     num_dropped: int = 0
     purpose: str = "send"
+    trainable_clients: Tensor | None = None  # [T]
+
+    @property
+    def num_trainable(self) -> int:
+        """The number of the federation's clients with training samples.
+
+        A mean over the federation's clients is one over these.
+        """
+        trainable = self.trainable_clients
+        return self.n if trainable is None else len(trainable)
 
     def take(self, kept: Tensor) -> Cohort:
         """The cohort of the clients that the mask `kept`, bool [S], selects.
@@ -575,7 +588,7 @@ class Algorithm:
         return {}
 
     def add_client(self, state: Tensors, n: int) -> Tensors:
-        """The state [...] after a client has joined the n clients.
+        """The state [...] after a client has joined the n clients that train.
 
         `History.adapt` calls it before the client's first training. The run itself then
         adds the client's rows to tables. This hook is for a tensor that is a mean over

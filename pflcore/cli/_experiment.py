@@ -210,7 +210,7 @@ def reader_of(data: str) -> NamedFunction | None:
     if kind not in READERS or not path:
         return None
     parameters = inspect.signature(READERS[kind]).parameters
-    defaults = {"target": -1, "classes": "infer"}
+    defaults = {"target": -1, "classes": "infer", "ignored_label": None}
     defaults = {k: v for k, v in defaults.items() if k in parameters}
     return NamedFunction(kind, READERS[kind], defaults)
 

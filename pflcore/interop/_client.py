@@ -28,7 +28,7 @@ from pflcore.check import (
 )
 from pflcore.data._federation import Federation
 from pflcore.data._protocols import (
-    mask_ignored_label,
+    leave_out_unlabelled,
     single_client_federation,
     with_validation,
 )
@@ -388,7 +388,7 @@ def _prepare_client_data(
     x = data.x.to(net.dtype) if data.x.is_floating_point() else data.x
     y = data.y.to(net.dtype) if data.y.is_floating_point() else data.y
     data = replace(data, x=x, y=y).to(net.w0.device)
-    data = mask_ignored_label(data, net.ignored_label)
+    data = leave_out_unlabelled(data, net.ignored_label)
     return with_validation(data, seed) if algorithm.traits.needs_val else data
 
 

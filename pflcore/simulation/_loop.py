@@ -47,6 +47,7 @@ from pflcore.simulation._setup import (
     RunOptions,
     adjustable_clients_per_block,
     prepare_run,
+    select_eligible_clients,
     select_eval_clients,
     training_data,
     with_client_ids,
@@ -92,7 +93,8 @@ class Simulation:
             most 1. Of n eligible clients these are max(1, floor(participation * n +
             0.5)).
         clients: The ids of the clients that may take part, each a whole number from 0
-            to N - 1 for a federation of N clients, or their names; None for all.
+            to N - 1 for a federation of N clients, or their names; None for all. Of
+            these, clients without training samples never take part.
         seed: The seed of all random numbers, a whole number of 64 bits.
         evaluation: When, on what and for which clients models are evaluated.
         robustness: What is done about long updates, and clients that attack.
@@ -105,8 +107,8 @@ class Simulation:
             or a module. None is "cross_entropy" for labels and "squared" for numbers.
 
     Attributes:
-        eligible_clients: The ids of the clients that may take part, ascending; None for
-            all.
+        eligible_clients: The ids of the clients that may take part, ascending: those
+            of `clients` that have training samples. None for all.
         eval_clients: The ids of the clients that are evaluated, ascending; None for
             all.
         metrics: The functions of the metrics of an evaluation, by name.
@@ -157,7 +159,7 @@ class Simulation:
             names = self.data.names
             clients = ids_of("clients", self.clients, self.data.n, names).sort().values
         self.clients = clients
-        self.eligible_clients = clients
+        self.eligible_clients = select_eligible_clients(self.data, clients)
         options = replace(options, data=self.data, clients=clients)
         self.eval_clients = select_eval_clients(options)
         self.history: History | None = None

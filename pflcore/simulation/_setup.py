@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pflcore.algorithms._protocol import Algorithm
 from pflcore.check import EXPECT_MODEL, client_id, ids_of, require
 from pflcore.data._federation import Federation
-from pflcore.data._protocols import mask_ignored_label, with_validation
+from pflcore.data._protocols import leave_out_unlabelled, with_validation
 from pflcore.data._samples import SPLITS
 from pflcore.metrics import human_bytes
 from pflcore.ops._chain import has_kernels
@@ -113,8 +113,10 @@ def training_data(options: RunOptions) -> Federation:
     the split of the evaluation.
     """
     model = options.model
-    loss = model.loss_fn if isinstance(model, Net) else options.loss
-    data: Federation = mask_ignored_label(options.data, ignored_label(loss))
+    loss = options.loss or default_loss(options.data.y)
+    if isinstance(model, Net):
+        loss = model.loss_fn
+    data: Federation = leave_out_unlabelled(options.data, ignored_label(loss))
     adversary = options.robustness.adversary
     if adversary is not None:
         data = adversary.poison_data(data)
@@ -128,6 +130,25 @@ def training_data(options: RunOptions) -> Federation:
     fits = split in data.index or not is_evaluated
     require(fits, "evaluation.split", wanted, split, data.index)
     return data
+
+
+def select_eligible_clients(data: Federation, clients: Tensor | None) -> Tensor | None:
+    """The ids of the clients that may take part, ascending; None for all.
+
+    They have training samples. Raises ValueError where none of `clients` has.
+
+    Args:
+        data: The federation.
+        clients: The ids, ascending, among which they are; None for all clients.
+    """
+    trainable = data.trainable_clients
+    if clients is None or trainable is None:
+        return trainable if clients is None else clients
+    eligible = clients[torch.isin(clients, trainable)]
+    names = data.names_of(clients.tolist())
+    wanted = "a client with training samples"
+    require(len(eligible), "clients", wanted, names)
+    return eligible
 
 
 def select_eval_clients(options: RunOptions) -> Tensor | None:
@@ -239,7 +260,9 @@ def _prepare_run(options: RunOptions, net: Net, device: str) -> tuple[RunConfig,
     config = config._replace(folder=folder)
     peak = peak_bytes(config, options.participation)
     memory.check_fits_memory(peak, device, adjustable_clients_per_block(context))
-    return config, initial_state(alg, context.net, data.n, folder)
+    trainable = data.trainable_clients
+    state = initial_state(alg, context.net, data.n, folder, trainable_clients=trainable)
+    return config, state
 
 
 def _select_executor(hardware: Hardware, ranks: Ranks) -> Executor:

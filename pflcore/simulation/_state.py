@@ -121,6 +121,7 @@ class RunConfig(NamedTuple):
             rounds=context.rounds,
             seed=context.seed,
             purpose=purpose,
+            trainable_clients=context.data.trainable_clients,
         )
 
     def fits_one_thread(self, count: int) -> bool:
@@ -161,10 +162,12 @@ def initial_state(
     n: PositiveInt,
     folder: Path | None = None,
     clients: bool = True,
+    trainable_clients: Tensor | None = None,
 ) -> State:
     """The state before the first round.
 
-    Raises ValueError where a client that the algorithm requires does not exist.
+    Raises ValueError where a client that the algorithm requires does not exist, or has
+    no training samples.
 
     Args:
         alg: The algorithm.
@@ -173,12 +176,20 @@ def initial_state(
         folder: The folder for files with the rows of clients, their own and the
             server's; None where the rows are in memory.
         clients: False leaves client state out, as for a server on a machine of its own.
+        trainable_clients: The ids [T] of the clients with training samples; None for
+            all.
     """
     for client in alg.traits.required_clients:
         has_trusted_client = getattr(alg, "trusted_client", None) is not None
         name = "trusted_client" if has_trusted_client else "target"
         require(0 <= client < n, name, f"a client from 0 to {n - 1}", client)
+        can_train = trainable_clients is None or client in trainable_clients
+        require(can_train, name, "a client with training samples", client)
     server = alg.init(**alg.server_init_args(net), n=n)
+    if trainable_clients is not None:
+        start = alg.init(**alg.server_init_args(net), n=len(trainable_clients))
+        for name in server.keys() - set(alg.traits.per_client_state):
+            server[name] = insert_clients(start[name], server[name], trainable_clients)
     if folder is not None:
         for name in alg.traits.per_client_state:
             server[name] = stored_zeros(n, server[name][0], folder)
@@ -188,6 +199,27 @@ def initial_state(
             client_states[name] = stored_zeros(n, row[0], folder)
     participated = torch.zeros(n, dtype=torch.bool)
     return State(server, client_states, net.b0.repeat(n, 1), participated)
+
+
+def insert_clients(
+    part: Tensor,  # [T, ...] or [T, T, ...] of the trainable clients
+    whole: Tensor,  # [N, ...] or [N, N, ...] of all clients
+    ids: Tensor,  # [T]
+) -> Tensor:
+    """A copy of `whole` with `part` at the clients `ids`.
+
+    The axes of clients are those of different lengths. A tensor without such an axis is
+    that of the trainable clients.
+    """
+    lengths = zip(part.shape, whole.shape, strict=True)
+    axes = [axis for axis, (length, full) in enumerate(lengths) if length != full]
+    if not axes:
+        return part
+    new = whole.clone()
+    front = list(range(len(axes)))
+    index = torch.meshgrid(*[to_device(ids, new.device)] * len(axes), indexing="ij")
+    new.movedim(axes, front)[index] = part.movedim(axes, front)
+    return new
 
 
 def new_client_state(alg: Algorithm, net: Net, server: Tensors, n: int) -> Tensors:

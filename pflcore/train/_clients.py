@@ -155,6 +155,11 @@ class Clients:
         """Number of each client's training samples, [S]."""
         return self.context.data.size("train")[self.ids]
 
+    @cached_property
+    def have_samples(self) -> Tensor:
+        """Mask of the clients with training samples, bool [S], on the CPU."""
+        return self.num_samples > 0
+
     @property
     def class_counts(self) -> Tensor:
         """Number of each client's training samples of each class, [S, C]."""
@@ -184,7 +189,8 @@ class Clients:
         if self._relabel is None:
             return y
         relabel = self._relabel.index_select(0, lists.owners())
-        return relabel.gather(1, y.view(len(y), -1)).view_as(y)
+        columns = y[:, None].flatten(1)  # [n, 1], or [n, steps]
+        return relabel.gather(1, columns).view_as(y)
 
     # training -----------------------------------------------------------------
     def fit(
@@ -210,6 +216,8 @@ class Clients:
             stream: The name of the shuffle. Two trainings of one hook that shall take
                 different minibatches need two names.
             mean_grad: If true, the result has the mean gradient (`Fit.grad`).
+
+        A client without training samples takes no step: its row stays.
         """
         rows = {"w": w}
         if mean_grad:
@@ -219,7 +227,7 @@ class Clients:
         plan = BatchPlan(epochs, steps, 1, stream, together=steps is None)
         fit = self._train(rows, work, objective, plan, objective.terms(w))
         if mean_grad:
-            fit.grad.div_(fit.steps[:, None].to(w.dtype))
+            fit.grad.div_(fit.steps.clamp(min=1)[:, None].to(w.dtype))
         return fit
 
     def each_batch(  # noqa: PLR0913 (by name, all but two)
@@ -290,7 +298,13 @@ class Clients:
         _ = self._relabel
         loss, steps = self.buffers.new_zeros(2, len(self.ids), dtype=torch.float64)
         new_rows = {name: v.new_empty(v.shape) for name, v in rows.items()}
+        if not self.have_samples.all():
+            # A client without training samples takes no step, and has no loss.
+            loss.fill_(torch.nan)
+            new_rows = {name: v.clone() for name, v in rows.items()}
         fit = Fit(new_rows, self.buffers.clone(), loss, steps)
+        if not self.have_samples.any():
+            return fit
 
         def train_part(positions: Tensor) -> None:
             index = to_device(positions, device)
@@ -351,11 +365,12 @@ class Clients:
         The parts do not depend on the number of workers. The rows have `width` columns.
         """
         order = order_by_size(self.num_samples, self.ids)
+        order = order[: int(self.have_samples.sum())]
         if engine.chain is not None and has_kernels(self.buffers.device):
             parts = num_kernel_parts(
                 self.context, self.num_samples, width, steps_in_python=steps_in_python
             )
-            return even_parts(order, parts)
+            return even_parts(order, min(parts, len(order)))
         if engine.name == "vmap":
             return split_by_block(order, self._block_numbers[order])
         single_clients: Sequence[Tensor] = order.split(1)
@@ -415,8 +430,12 @@ class Clients:
     ) -> tuple[Tensor, Tensor | None]:
         """Each client's mean loss and, for classes, its accuracy: [S] float64.
 
-        The model is in evaluation mode. The arguments are those of `scores`.
+        The model is in evaluation mode. Both are NaN for a client without samples of
+        the split. The arguments are those of `scores`.
         """
+        has_samples = self.sample_lists(split).size > 0
+        if not has_samples.all():
+            return self._evaluate_some(has_samples, model, split, predict)
         by_chain = self.context.engine.chain is not None and predict is predict_row
         if by_chain and has_kernels(model["w"].device):
             lists = self.sample_lists(split)
@@ -424,6 +443,23 @@ class Clients:
             return values if self._has_accuracy else (values[0], None)
         pairs = self.scores(model, split, predict)
         return self.loss_and_accuracy(pairs, split, self._evaluation_groups(model))
+
+    def _evaluate_some(
+        self, mask: Tensor, model: Tensors, split: str, predict: Predict
+    ) -> tuple[Tensor, Tensor | None]:
+        """The result of `evaluate` for the clients where `mask`, NaN for the others."""
+        device = self.buffers.device
+        no_values = torch.full(mask.shape, torch.nan, dtype=torch.float64)
+        no_values = no_values.to(device)
+        if not mask.any():
+            return no_values, no_values if self._has_accuracy else None
+        on_device = to_device(mask, device)
+        of_some = {name: v[on_device] for name, v in model.items()}
+        loss, accuracy = self.take(mask).evaluate(of_some, split, predict)
+        all_losses = no_values.masked_scatter(on_device, loss.double())
+        if accuracy is None:
+            return all_losses, None
+        return all_losses, no_values.masked_scatter(on_device, accuracy.double())
 
     def loss_and_accuracy(
         self,
@@ -453,7 +489,8 @@ class Clients:
 
         With batch norm, and on "train", it is the mean over minibatches in training
         mode, because training normalizes by the batch. They are taken in the order of
-        the samples, and a last one of a single sample joins the one before it.
+        the samples, and a last one of a single sample joins the one before it. It is
+        zero for a client without samples of the split.
         """
         lists = self.sample_lists(split)
         if self.context.engine.chain is not None:

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -53,6 +54,12 @@ MODELS = {
 def make_simulation(case):
     """The simulation of a case; what a case leaves out has its default here."""
     data = make_data()
+    without = case.get("without_training", ())
+    train = [
+        rows[: len(rows) * (i not in without)]
+        for i, rows in enumerate(data.index["train"])
+    ]
+    data = replace(data, index={**data.index, "train": train})
     for client in case.get("bad_clients", ()):
         data.x[data.index["train"][client]] *= 1e30  # its training is not finite
     return Simulation(
