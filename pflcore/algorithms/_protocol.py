@@ -333,6 +333,10 @@ class Traits(NamedTuple):
         no_clip_grad_reason: Why clipped gradients do not fit the formula, as a clause
             after the algorithm's name. A run with `clip_grad` is refused with it; ""
             allows clipping.
+        rounds_reason: Why the results of a round depend on the number of rounds of the
+            run, as a clause after the algorithm's name: "follows a curve ...". Such a
+            run cannot go on to more rounds than it was begun with; "" says that no hook
+            reads the number of rounds.
         model_uploads: Names of uploads that are models, not differences. Each maps to
             the model from which its update is measured: "down.x" for x of the client's
             download, or "server.w" for the client's row of the server's tensor w.
@@ -353,6 +357,7 @@ class Traits(NamedTuple):
     needs_val: bool = False
     sgd_only_reason: str = ""
     no_clip_grad_reason: str = ""
+    rounds_reason: str = ""
     model_uploads: Mapping[str, str] = {}
     per_client_state: tuple[str, ...] = ()
     clipped_with_update: tuple[str, ...] = ()

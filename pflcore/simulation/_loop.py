@@ -362,8 +362,9 @@ class Simulation:
                 crash `run(checkpoint=folder, resume=True)` of the same simulation
                 returns what this call would have returned. A checkpoint that cannot be
                 written is a warning.
-            resume: Goes on from the checkpoint where there is one, as `restore` does.
-                Where there is none, the run begins. It needs `checkpoint`.
+            resume: Goes on from the checkpoint where there is one, as `restore` does,
+                also to more rounds. Where there is none, the run begins. It needs
+                `checkpoint`.
         """
         check_torch_modes()
         callbacks = [on_round] if callable(on_round) else on_round or []
@@ -522,14 +523,29 @@ class Simulation:
 
         The checkpoint must be one of this very run; `hardware` alone may be another.
         Then `run()` plays the rounds that are left, to the same numbers, and returns
-        all records. Raises ValueError for a checkpoint that is absent, damaged, or of
-        another run.
+        all records.
+
+        `rounds` may be another number than that of the checkpoint's run, so that a
+        finished run goes on. Its rounds are those of a run that was begun with this
+        number; an evaluation of the earlier last round stays in its record. This is
+        refused where the rounds so far depend on their number: by the algorithm
+        (`traits.rounds_reason`), or by step sizes of a `schedule` that would have been
+        others.
+
+        Raises ValueError for a checkpoint that is absent, damaged, or of another run.
         """
         config, self._state, self._records = store.restore_run(folder, self._run)
         self._run = replace(self._run, config=config)
         self._state_shared = False
         self.history = None
         return self
+
+    def check_checkpoint(self, folder: str | Path) -> None:
+        """Raises ValueError unless `restore` would take up the checkpoint in `folder`.
+
+        Nothing changes. It looks at the checkpoint's identity and number of rounds.
+        """
+        store.check_identity(folder, store.load(folder)[1], self._run)
 
     def _restore_if_there(self, checkpoint: Checkpoint) -> None:
         """Takes up a checkpoint where there is one."""

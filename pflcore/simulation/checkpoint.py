@@ -306,7 +306,7 @@ def restore_run(
     # The folder may be one that only the first rank sees.
     ranks = run.config.ranks
     tensors, facts = ranks.from_first("the checkpoint", lambda: load(folder))
-    _check_identity(folder, facts.get("run"), run)
+    check_identity(folder, facts, run)
     try:
         reports = {
             name: tensors.pop(name) for name in [*tensors] if name.startswith("report.")
@@ -326,13 +326,16 @@ def restore_run(
     return config, state, records
 
 
-def _check_identity(folder: str | Path, there: Any, run: RunDescription) -> None:
-    """Raises ValueError where the identity `there` of a checkpoint is another run's.
+def check_identity(folder: str | Path, facts: Record, run: RunDescription) -> None:
+    """Raises ValueError where the facts of a checkpoint are another run's.
 
-    Warns where the checkpoint was made with something else than this run.
+    The run may have another number of rounds, see `RunDescription.compare`. Warns where
+    the checkpoint was made with something else than this run.
     """
+    there: Any = facts.get("run")
     there = there if isinstance(there, dict) else {}
-    difference = run.compare(there)
+    played: Any = facts.get("round")
+    difference = run.compare(there, played if type(played) is int else 0)
     if difference is not None:
         raise ValueError(
             f"checkpoint: {folder} holds that of another run: {difference}; give what "
