@@ -24,6 +24,7 @@ from pflcore.metrics import human_bytes
 from pflcore.ops import __version__, backend
 from pflcore.results._updates import OUTLIER_RATIO, longest_update
 from pflcore.results.record import to_json
+from pflcore.simulation._sampling import describe_sampling
 from pflcore.simulation._setup import RunOptions, peak_bytes, row_bytes
 from pflcore.simulation._state import RunConfig, State
 from pflcore.simulation._uploads import RoundOutcome
@@ -133,6 +134,8 @@ class RunDescription:
             "versions": VERSIONS,
             "peak_bytes": self.peak_bytes(),
         }
+        if not _is_uniform(options.sampling):
+            record["sampling"] = describe_sampling(options.sampling)
         if data.names is not None:
             record["names"] = data.names
         if net.w0.device.type == "cuda":
@@ -232,6 +235,11 @@ class RunDescription:
     def compare_made_with(self, other: Record) -> str | None:
         """The first difference from "made_with" of the identity `other`, in words."""
         return first_difference(other.get("made_with", {}), self._made_with())
+
+
+def _is_uniform(sampling: Any) -> bool:
+    """True for the rule that a record does not name."""
+    return isinstance(sampling, str) and sampling == "uniform"
 
 
 def _without_made_with(identity: Record) -> Record:

@@ -41,6 +41,7 @@ from pflcore.simulation._evaluate import evaluate, evaluate_clients
 from pflcore.simulation._log import log_engine, log_round
 from pflcore.simulation._ranks import local_device
 from pflcore.simulation._run_models import RunModels
+from pflcore.simulation._sampling import Sampling, checked_sampling
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._setup import (
     ModelSource,
@@ -100,6 +101,15 @@ class Simulation:
         batch_norm: The policy for batch norm's running statistics. "average" mixes them
             as the models are mixed, "local" leaves each client its own. "auto" is the
             policy that the algorithm's `traits.batch_norm` names first.
+        sampling: The rule by which the clients of a round are drawn. "uniform" draws
+            all with the same chance. "size" draws S of them without replacement, client
+            i with the chance S n_i / sum(n) for its n_i training samples, or always
+            where that exceeds 1. Numbers >= 0, one for each client, are weights in
+            place of the n_i; a client of weight 0 is never drawn. A function of (round,
+            generator, sizes), or its place "package.module:function", returns the ids
+            or names of the clients, each once, and at most as many as `participation`
+            says; sizes [N] are the training samples of all clients, and it must draw by
+            the generator alone.
         loss: The loss of a model that is no `Net`: "cross_entropy", "squared",
             "half_squared", "hinge", "binary_cross_entropy", a function of (scores, y),
             or a module. None is "cross_entropy" for labels and "squared" for numbers.
@@ -126,6 +136,7 @@ class Simulation:
     hardware: Hardware = field(default_factory=Hardware)
     batch_norm: BatchNormPolicy = "auto"
     loss: Loss | None = None
+    sampling: Sampling = "uniform"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -150,6 +161,7 @@ class Simulation:
             hardware=self.hardware,
             batch_norm=self.batch_norm,
             loss=self.loss,
+            sampling="uniform",
         )
         self.data = training_data(options)
         clients = None
@@ -158,7 +170,10 @@ class Simulation:
             clients = ids_of("clients", self.clients, self.data.n, names).sort().values
         self.clients = clients
         self.eligible_clients = clients
-        options = replace(options, data=self.data, clients=clients)
+        self.sampling = checked_sampling(self.sampling, self.data.n, clients)
+        options = replace(
+            options, data=self.data, clients=clients, sampling=self.sampling
+        )
         self.eval_clients = select_eval_clients(options)
         self.history: History | None = None
         # The records of all rounds up to the state, by `run` or a checkpoint.
@@ -297,9 +312,21 @@ class Simulation:
         if self._state_shared:
             self._state = copy_state(self.config, self._state)
             self._state_shared = False
-        return sample_cohort(
-            self.config, round, self.participation, self.eligible_clients
-        )
+
+        def draw() -> Tensor:
+            return sample_cohort(
+                self.config,
+                round,
+                self.participation,
+                self.eligible_clients,
+                self.sampling,
+            )
+
+        if not callable(self.sampling):
+            return draw()
+        # A function of the user's might draw something else on another rank.
+        place = f"the cohort of round {round}"
+        return self.config.ranks.from_first(place, draw)
 
     def _has_diverged(self, round: int) -> bool:
         """True where void rounds end the run after `round`."""

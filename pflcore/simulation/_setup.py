@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,8 @@ class RunOptions:
         hardware: Where the run is computed.
         batch_norm: The policy for running statistics, see `batch_norm_policy`.
         loss: The loss of a model that has none; None for the default of the targets.
+        sampling: The rule by which the clients of a round are drawn, see
+            `checked_sampling`.
     """
 
     algorithm: Algorithm
@@ -90,6 +92,7 @@ class RunOptions:
     hardware: Hardware
     batch_norm: str
     loss: Loss | None
+    sampling: Any
 
 
 def with_client_ids(algorithm: Algorithm, data: Federation) -> Algorithm:

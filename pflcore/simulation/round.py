@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from pflcore.algorithms._protocol import (
 )
 from pflcore.check import Fraction, PositiveInt, checked, require, warn_caller
 from pflcore.simulation._log import log_clients, observe_clients
+from pflcore.simulation._sampling import draw_clients
 from pflcore.simulation._signals import defer_signals
 from pflcore.simulation._state import (
     RunConfig,
@@ -62,7 +64,6 @@ from pflcore.simulation.executor import (
 from pflcore.train import Clients
 from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
-from pflcore.train._random import draw_without_replacement
 from pflcore.train._schedule import assign_blocks
 from pflcore.train._workers import single_threaded
 
@@ -343,29 +344,27 @@ def sample_cohort(
     round: PositiveInt,
     participation: Fraction = 1.0,
     clients: Tensor | None = None,
+    sampling: Any = "uniform",
 ) -> Tensor:
     """Draws the cohort of a round: client ids [S], int64, ascending.
 
     S is max(1, floor(participation * n + 0.5)), where n counts the clients that may
     take part. Required clients always take part.
 
+    Raises ValueError where a function returns no ids, or some that may not take part.
+
     Args:
         config: The options of the run.
         round: The round, from 1.
         participation: The fraction of clients that take part.
         clients: The ids of the clients that may take part, ascending; None for all.
+        sampling: The rule by which they are drawn, as `Simulation` has it: "uniform",
+            "size", weights [N] or a function.
     """
     context = config.context
     n = context.data.n if clients is None else len(clients)
     count = max(1, int(participation * n + 0.5))
-    if count < n:
-        # This makes no tensor as long as the federation, which may have millions of
-        # clients.
-        drawn = draw_without_replacement(n, count, context.seed, round, "cohort")
-    else:
-        drawn = torch.arange(n)
-    if clients is not None:
-        drawn = clients[drawn]
+    drawn = draw_clients(context, round, count, clients, sampling)
     required = config.algorithm.traits.required_clients
     if not required:
         return drawn.sort().values
@@ -373,6 +372,9 @@ def sample_cohort(
     if clients is not None:
         # Required clients outside of `clients` come on top.
         count += sum(i not in clients for i in required)
+    if callable(sampling):
+        # They join those that a function names.
+        count = len({*required, *others})
     # The required clients come first, so that a cut takes away others.
     cohort = [*required, *others][: max(count, len(required))]
     return torch.tensor(sorted(cohort))

@@ -50,6 +50,11 @@ MODELS = {
 }
 
 
+def draw_five(round, generator, sizes):
+    """Five of the clients, as a user's rule of sampling."""
+    return torch.randperm(len(sizes), generator=generator)[:5]
+
+
 def make_simulation(case):
     """The simulation of a case; what a case leaves out has its default here."""
     data = make_data()
@@ -62,6 +67,7 @@ def make_simulation(case):
         Training(lr=0.05, batch_size=8),
         rounds=case.get("rounds", 3),
         participation=case.get("participation", 0.7),
+        sampling=case.get("sampling", "uniform"),
         seed=case.get("seed", 1),
         evaluation=Evaluation(train_loss=True),
         robustness=Robustness(clip=case.get("clip")),

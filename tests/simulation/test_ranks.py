@@ -70,7 +70,12 @@ def assert_equal_digests(count, cases, folder):
 
 QUICK_CASES = [
     {"algorithm": "fedavg", "model": "batch_norm", "engine": "vmap"},
-    {"algorithm": "scaffold", "model": "plain", "engine": "loop"},
+    {
+        "algorithm": "scaffold",
+        "model": "plain",
+        "engine": "loop",
+        "sampling": "parts.ranks:draw_five",
+    },
     {"algorithm": "ditto", "model": "plain", "engine": "vmap"},
     {"algorithm": "feddwa", "participation": 0.15},  # one client: a rank has none
     {"algorithm": "l2c", "participation": 1.0},
