@@ -339,8 +339,12 @@ class WeightErosion(Algorithm):
         rounds_reason = ""
         if self.p_d is None:
             rounds_reason = "without p_d calibrates it by the number of rounds"
+        epochs_reason = ""
+        if self.size_unit == "epochs":
+            epochs_reason = "with size_unit='epochs' counts the epochs of the rounds"
         return Traits(
             required_clients=(known_id("target", self.target),),
+            epochs_reason=epochs_reason,
             rounds_reason=rounds_reason,
         )
 

@@ -22,7 +22,6 @@ from pflcore.algorithms import (
     Algorithm,
     algorithm_of,
     class_of,
-    import_object,
     name_of,
 )
 from pflcore.check import (
@@ -36,6 +35,7 @@ from pflcore.check import (
     client_id,
     device_of,
     ids_of,
+    import_object,
     reject,
     require,
 )

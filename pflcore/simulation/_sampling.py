@@ -24,8 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pflcore.algorithms import import_object
-from pflcore.check import Expectation, Words, ids_of, reject, require
+from pflcore.check import Expectation, Words, ids_of, import_object, reject, require
 from pflcore.train._context import TrainContext
 from pflcore.train._random import (
     draw_without_replacement,

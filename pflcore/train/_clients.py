@@ -160,6 +160,15 @@ class Clients:
         """Number of each client's training samples of each class, [S, C]."""
         return self.context.data.counts("train", self.ids)
 
+    @cached_property
+    def own_steps(self) -> Tensor | None:
+        """Number of steps [S] of each client by the run's option `steps`.
+
+        None where the clients train for epochs.
+        """
+        context = self.context
+        return context.training.steps_of(self.round, self.ids, context.seed)
+
     def has_split(self, split: str) -> bool:
         """True where the federation has this split."""
         return split in self.context.data.index
@@ -204,7 +213,7 @@ class Clients:
             w: The rows from which the training starts. They stay as they are.
             objective: The loss and the terms that are minimized; by default the run's
                 loss alone.
-            epochs: The number of epochs; by default the run's.
+            epochs: The number of epochs; by default the run's, or its steps.
             steps: The number of steps of each client, instead of epochs.
             lr: The step size; by default that of the round.
             stream: The name of the shuffle. Two trainings of one hook that shall take
@@ -250,7 +259,7 @@ class Clients:
             objective: The objective, whose loss alone is used.
             batches: The number of minibatches of a step. Each of them comes from
                 another shuffle.
-            epochs: The number of epochs; by default the run's.
+            epochs: The number of epochs; by default the run's, or its steps.
             steps: The number of steps of each client, instead of epochs.
             stream: The name of the shuffles, as in `fit`.
             together: If true, clients of all sizes take their k-th minibatches at once.
@@ -288,6 +297,7 @@ class Clients:
         engine = objective.engine_for(self.context.engine)
         # Computed here once: otherwise several threads might compute it.
         _ = self._relabel
+        _ = self.own_steps
         loss, steps = self.buffers.new_zeros(2, len(self.ids), dtype=torch.float64)
         new_rows = {name: v.new_empty(v.shape) for name, v in rows.items()}
         fit = Fit(new_rows, self.buffers.clone(), loss, steps)
@@ -319,6 +329,8 @@ class Clients:
     ) -> Chunk:
         """The clients at these positions with copies of their tensors."""
         context = self.context
+        if plan.epochs is None and plan.steps is None and self.own_steps is not None:
+            plan = plan._replace(steps=tuple(self.own_steps[positions].tolist()))
         relabel = None
         if self._relabel is not None:
             relabel = self._relabel[index]

@@ -55,6 +55,11 @@ def draw_five(round, generator, sizes):
     return torch.randperm(len(sizes), generator=generator)[:5]
 
 
+def draw_steps(round, client, generator):
+    """From one to four steps, as a user's rule for stragglers."""
+    return 1 + int(torch.randint(4, (), generator=generator))
+
+
 def make_simulation(case):
     """The simulation of a case; what a case leaves out has its default here."""
     data = make_data()
@@ -64,7 +69,7 @@ def make_simulation(case):
         algorithm_of(case["algorithm"], **case.get("options", {})),
         MODELS[case.get("model", "chain")],
         data,
-        Training(lr=0.05, batch_size=8),
+        Training(lr=0.05, batch_size=8, steps=case.get("steps")),
         rounds=case.get("rounds", 3),
         participation=case.get("participation", 0.7),
         sampling=case.get("sampling", "uniform"),

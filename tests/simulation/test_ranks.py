@@ -76,7 +76,12 @@ QUICK_CASES = [
         "engine": "loop",
         "sampling": "parts.ranks:draw_five",
     },
-    {"algorithm": "ditto", "model": "plain", "engine": "vmap"},
+    {
+        "algorithm": "ditto",
+        "model": "plain",
+        "engine": "vmap",
+        "steps": "parts.ranks:draw_steps",
+    },
     {"algorithm": "feddwa", "participation": 0.15},  # one client: a rank has none
     {"algorithm": "l2c", "participation": 1.0},
     {"algorithm": "waffle", "bad_clients": [2], "clip": 0.5},
