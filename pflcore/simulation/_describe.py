@@ -213,9 +213,9 @@ class RunDescription:
         return difference
 
     def _reason_for_rounds(self, rounds: tuple[Any, int], played: int) -> str | None:
-        """Why runs of these two lengths are not the same so far, as a clause.
+        """The reason why runs of these two lengths differ so far, as a clause.
 
-        None where they are.
+        None where they are the same.
 
         Args:
             rounds: The numbers of rounds of another run and of this one.

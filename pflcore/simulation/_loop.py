@@ -223,7 +223,9 @@ class Simulation:
         fits = isinstance(state, State) and state.round <= self.rounds
         wanted = f"a State, like history.state, of at most {self.rounds} rounds"
         require(fits, "state", wanted, state)
-        check_state(state, self.config.algorithm, self.context.net, self.data.n)
+        context = self.context
+        alg = self.config.algorithm
+        check_state(state, alg, context.net, self.data.n, context.training)
         self._state = copy_state(self.config, state)
         self._state_shared = False
         self._records = [

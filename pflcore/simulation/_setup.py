@@ -30,6 +30,7 @@ from pflcore.simulation._state import (
     State,
     batch_norm_policy,
     initial_state,
+    kept_optimizer_state,
     new_client_state,
 )
 from pflcore.simulation._storage import check_disk_space
@@ -242,7 +243,9 @@ def _prepare_run(options: RunOptions, net: Net, device: str) -> tuple[RunConfig,
     config = config._replace(folder=folder)
     peak = peak_bytes(config, options.participation)
     memory.check_fits_memory(peak, device, adjustable_clients_per_block(context))
-    return config, initial_state(alg, context.net, data.n, folder)
+    training = options.training
+    state = initial_state(alg, context.net, data.n, folder, training=training)
+    return config, state
 
 
 def _select_executor(hardware: Hardware, ranks: Ranks) -> Executor:
@@ -342,7 +345,9 @@ def row_bytes(config: RunConfig) -> tuple[int, int, int]:
     n = config.context.data.n
     server = alg.init(**alg.server_init_args(net), n=n)
     client_state = new_client_state(alg, net, server, n)
-    one_client = sum(tensor.nbytes for tensor in client_state.values())
+    optimizer = kept_optimizer_state(net, config.context.training)
+    own = [*client_state.values(), *optimizer.values()]
+    one_client = sum(tensor.nbytes for tensor in own)
     tables = [server[name] for name in alg.traits.per_client_state]
     per_client = sum(table.nbytes for table in tables if table.dim() > 1)
     total = sum(tensor.nbytes for tensor in server.values())

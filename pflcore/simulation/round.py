@@ -64,6 +64,7 @@ from pflcore.simulation.executor import (
 from pflcore.train import Clients
 from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
+from pflcore.train._optimizers import KeptOptimizers
 from pflcore.train._schedule import assign_blocks
 from pflcore.train._workers import single_threaded
 
@@ -130,7 +131,10 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
         # An algorithm may draw here for the whole cohort. So this is no work to share.
         down = config.algorithm.send(state.server, cohort)
         states_before = client_rows(config, state, ids, down)
-        buffers = state.buffers[to_device(ids, state.buffers.device)]
+        device_ids = to_device(ids, state.buffers.device)
+        buffers = state.buffers[device_ids]
+        # The rows of clients that never took part are zeros, as a new state is.
+        optimizers = {name: t[device_ids] for name, t in state.optimizers.items()}
 
         def plan() -> BlockPlan:
             blocks = assign_blocks(context, ids)
@@ -141,12 +145,21 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
             block_numbers = None  # a whole cohort assigns them where it needs them
             if len(positions) < count:
                 block_numbers = cohort_work.block_numbers[positions]
+            kept = None
+            if optimizers:
+                kept = KeptOptimizers(
+                    {
+                        name: take_positions(value, positions, count)
+                        for name, value in optimizers.items()
+                    }
+                )
             clients = Clients(
                 context,
                 ids[positions],
                 cohort.round,
                 take_positions(buffers, positions, count),
                 block_numbers,
+                kept,
             )
             part_down = {
                 name: take_positions(value, positions, count)
@@ -162,7 +175,8 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
             rows = {"buffers": fit.buffers, "loss": fit.loss}
             rows |= {f"up.{name}": tensor for name, tensor in up.items()}
             rows |= {f"client.{name}": tensor for name, tensor in client_states.items()}
-            return rows
+            after = {} if kept is None else kept.left()
+            return rows | {f"optimizer.{name}": row for name, row in after.items()}
 
         place = f"the training of round {cohort.round}"
         cohort_work = CohortWork(place, ids, compute, plan)
@@ -175,6 +189,7 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
             _without_prefix(rows, "client."),
             rows["buffers"],
             rows["loss"],
+            _without_prefix(rows, "optimizer."),
         )
 
 
@@ -286,6 +301,8 @@ def client_changes(result: CohortResult) -> Changes:
         f"clients.{name}": RowUpdate(ids, rows)
         for name, rows in result.client_states.items()
     }
+    for name, rows in result.optimizers.items():
+        changes[f"optimizer.{name}"] = RowUpdate(ids, rows)
     changes["batch_norm"] = RowUpdate(ids, result.buffers)
     changes["seen"] = RowUpdate(ids, torch.ones_like(ids, dtype=torch.bool))
     return changes

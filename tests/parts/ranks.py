@@ -69,7 +69,7 @@ def make_simulation(case):
         algorithm_of(case["algorithm"], **case.get("options", {})),
         MODELS[case.get("model", "chain")],
         data,
-        Training(lr=0.05, batch_size=8, steps=case.get("steps")),
+        Training(lr=0.05, batch_size=8, **case.get("training", {})),
         rounds=case.get("rounds", 3),
         participation=case.get("participation", 0.7),
         sampling=case.get("sampling", "uniform"),
@@ -99,6 +99,7 @@ def tensors_of(state):
     """All tensors of a state by name."""
     tensors = {f"server.{name}": tensor for name, tensor in state.server.items()}
     tensors |= {f"clients.{name}": tensor for name, tensor in state.clients.items()}
+    tensors |= {f"kept {name}": tensor for name, tensor in state.optimizers.items()}
     return tensors | {"buffers": state.buffers, "participated": state.participated}
 
 

@@ -75,12 +75,13 @@ QUICK_CASES = [
         "model": "plain",
         "engine": "loop",
         "sampling": "parts.ranks:draw_five",
+        "training": {"local_optimizer": "adamw", "keep_optimizer": True},
     },
     {
         "algorithm": "ditto",
         "model": "plain",
         "engine": "vmap",
-        "steps": "parts.ranks:draw_steps",
+        "training": {"steps": "parts.ranks:draw_steps"},
     },
     {"algorithm": "feddwa", "participation": 0.15},  # one client: a rank has none
     {"algorithm": "l2c", "participation": 1.0},

@@ -93,7 +93,7 @@ def test_rules_decide_the_cohorts_of_a_run():
     assert all(ids[0] == 0 and len(ids) == 2 for ids in cohorts(make(two_latest), 20))
     assert make(two_latest).header()["sampling"] == "function two_latest"
     assert cohorts(make(Rule()), 3) == [[1], [2], [0]]
-    by_name = make("simulation.test_sampling:two_latest")
+    by_name = make(f"{__name__}:two_latest")
     assert by_name.sampling.__name__ == "two_latest"
     # Who may not take part, or has no weight, is never drawn.
     some = {c for ids in cohorts(make("size", clients=[0, 2, 3]), 20) for c in ids}
