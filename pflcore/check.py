@@ -457,6 +457,21 @@ def import_optional(module: str, what: str = "This", alternative: str = "") -> A
         ) from None
 
 
+def import_object(place: str, what: str) -> Any:
+    """The object at "package.module:name".
+
+    Raises ValueError, with the name of the argument `what`, where the import fails.
+    """
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        fault = f"importing {place!r} failed with {type(error).__name__}: {error}"
+        raise ValueError(
+            f"{what}: {fault}; check the name, or change folder."
+        ) from error
+
+
 SHOWN_NAMES = 5  # the most clients that an error names
 
 

@@ -346,6 +346,13 @@ class Traits(NamedTuple):
         no_clip_grad_reason: Why clipped gradients do not fit the formula, as a clause
             after the algorithm's name. A run with `clip_grad` is refused with it; ""
             allows clipping.
+        epochs_reason: Why the formula holds for epochs only, as a clause after the
+            algorithm's name. A run whose training has `steps` is refused with it; ""
+            allows them.
+        rounds_reason: Why the results of a round depend on the number of rounds of the
+            run, as a clause after the algorithm's name: "follows a curve ...". Such a
+            run cannot go on to more rounds than it was begun with; "" says that no hook
+            reads the number of rounds.
         model_uploads: Names of uploads that are models, not differences. Each maps to
             the model from which its update is measured: "down.x" for x of the client's
             download, or "server.w" for the client's row of the server's tensor w.
@@ -366,6 +373,8 @@ class Traits(NamedTuple):
     needs_val: bool = False
     sgd_only_reason: str = ""
     no_clip_grad_reason: str = ""
+    epochs_reason: str = ""
+    rounds_reason: str = ""
     model_uploads: Mapping[str, str] = {}
     per_client_state: tuple[str, ...] = ()
     clipped_with_update: tuple[str, ...] = ()
@@ -611,6 +620,8 @@ def check_training(alg: Algorithm, training: Training) -> None:
             f"clip_grad: {name} {traits.no_clip_grad_reason}, which are not clipped; "
             "leave clip_grad out."
         )
+    if traits.epochs_reason and training.steps is not None:
+        raise ValueError(f"steps: {name} {traits.epochs_reason}; give epochs.")
 
 
 def warn_unused_momentum(alg: Algorithm, clients: Clients) -> None:

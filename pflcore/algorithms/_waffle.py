@@ -232,6 +232,7 @@ class Waffle(WithoutDefence, Scaffold):
         clipped = ("control", "c") if self.control_agg == "literal" else ("control",)
         return super().traits._replace(
             required_clients=(known_id("target", self.target),),
+            rounds_reason="goes from global to local over the whole run",
             clipped_with_update=clipped,
             reported_state=("mix",),
         )
@@ -343,7 +344,17 @@ class WeightErosion(Algorithm):
     @property
     def traits(self) -> Traits:
         """The traits of the algorithm, which depend on its options."""
-        return Traits(required_clients=(known_id("target", self.target),))
+        rounds_reason = ""
+        if self.p_d is None:
+            rounds_reason = "without p_d calibrates it by the number of rounds"
+        epochs_reason = ""
+        if self.size_unit == "epochs":
+            epochs_reason = "with size_unit='epochs' counts the epochs of the rounds"
+        return Traits(
+            required_clients=(known_id("target", self.target),),
+            epochs_reason=epochs_reason,
+            rounds_reason=rounds_reason,
+        )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {"x": x0, "alpha": torch.ones(n, dtype=torch.float64)}

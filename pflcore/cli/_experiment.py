@@ -22,7 +22,6 @@ from pflcore.algorithms import (
     Algorithm,
     algorithm_of,
     class_of,
-    import_object,
     name_of,
 )
 from pflcore.check import (
@@ -36,6 +35,7 @@ from pflcore.check import (
     client_id,
     device_of,
     ids_of,
+    import_object,
     reject,
     require,
 )
@@ -76,6 +76,9 @@ class Options:
             by the labels
         rounds: rounds of each run
         participation: fraction of the clients that take part in a round
+        sampling: rule by which the clients of a round are drawn: uniform, size (by
+            their training samples), or package.module:function of (round, generator,
+            sizes) that returns their ids
         target: the client to personalize for, by number or name, whose accuracy is
             reported; all: each client in a run of its own
         seed: seed of the weights, the batches and the cohorts
@@ -118,6 +121,7 @@ class Options:
     loss: str = "auto"
     rounds: NonNegativeInt = 50
     participation: Fraction = 1.0
+    sampling: str = "uniform"
     target: int | Literal["all"] | str | None = None
     seed: int = 0
     seeds: PositiveInt = 1
@@ -458,6 +462,7 @@ class Job:
         return {
             "rounds": o.rounds,
             "participation": o.participation,
+            "sampling": o.sampling,
             "seed": o.seed,
             "evaluation": evaluation,
             "robustness": o.robustness,

@@ -102,7 +102,12 @@ def _target_checkpoint(checkpoint: Checkpoint | None, target: int) -> Checkpoint
     """The checkpoint of one target's run."""
     if checkpoint is None:
         return None
-    return replace(checkpoint, folder=Path(checkpoint.folder, f"target-{target}"))
+    return replace(checkpoint, folder=target_folder(checkpoint.folder, target))
+
+
+def target_folder(folder: str | Path, target: int) -> Path:
+    """The folder of one target's checkpoint in the folder of all."""
+    return Path(folder, f"target-{target}")
 
 
 def _merge_runs(

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from pflcore.simulation._state import (
     State,
     batch_norm_policy,
     initial_state,
+    kept_optimizer_state,
     new_client_state,
 )
 from pflcore.simulation._storage import check_disk_space
@@ -75,6 +76,8 @@ class RunOptions:
         hardware: Where the run is computed.
         batch_norm: The policy for running statistics, see `batch_norm_policy`.
         loss: The loss of a model that has none; None for the default of the targets.
+        sampling: The rule by which the clients of a round are drawn, see
+            `checked_sampling`.
     """
 
     algorithm: Algorithm
@@ -90,6 +93,7 @@ class RunOptions:
     hardware: Hardware
     batch_norm: str
     loss: Loss | None
+    sampling: Any
 
 
 def with_client_ids(algorithm: Algorithm, data: Federation) -> Algorithm:
@@ -260,8 +264,14 @@ def _prepare_run(options: RunOptions, net: Net, device: str) -> tuple[RunConfig,
     config = config._replace(folder=folder)
     peak = peak_bytes(config, options.participation)
     memory.check_fits_memory(peak, device, adjustable_clients_per_block(context))
-    trainable = data.trainable_clients
-    state = initial_state(alg, context.net, data.n, folder, trainable_clients=trainable)
+    state = initial_state(
+        alg,
+        context.net,
+        data.n,
+        folder,
+        trainable_clients=data.trainable_clients,
+        training=options.training,
+    )
     return config, state
 
 
@@ -362,7 +372,9 @@ def row_bytes(config: RunConfig) -> tuple[int, int, int]:
     n = config.context.data.n
     server = alg.init(**alg.server_init_args(net), n=n)
     client_state = new_client_state(alg, net, server, n)
-    one_client = sum(tensor.nbytes for tensor in client_state.values())
+    optimizer = kept_optimizer_state(net, config.context.training)
+    own = [*client_state.values(), *optimizer.values()]
+    one_client = sum(tensor.nbytes for tensor in own)
     tables = [server[name] for name in alg.traits.per_client_state]
     per_client = sum(table.nbytes for table in tables if table.dim() > 1)
     total = sum(tensor.nbytes for tensor in server.values())

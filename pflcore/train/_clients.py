@@ -51,7 +51,7 @@ from pflcore.train._evaluate import (
     predict_row,
 )
 from pflcore.train._net import Net
-from pflcore.train._optimizers import train_chunk
+from pflcore.train._optimizers import KeptOptimizers, train_chunk
 from pflcore.train._random import client_seeds
 from pflcore.train._schedule import (
     assign_blocks,
@@ -116,6 +116,8 @@ class Clients:
         block_numbers: The number of each client's block, [S], where these clients are a
             part of a cohort and the blocks are those of the whole cohort. None means
             that they are all of it.
+        optimizers: The optimizer states that the clients keep from round to round;
+            None where every training begins with new ones.
     """
 
     context: TrainContext
@@ -123,6 +125,7 @@ class Clients:
     round: int
     buffers: Tensor
     block_numbers: Tensor | None = None
+    optimizers: KeptOptimizers | None = None
 
     def take(self, mask: Tensor) -> Clients:
         """The clients where `mask`, bool [S], is true."""
@@ -133,6 +136,7 @@ class Clients:
             ids=self.ids[host_mask],
             buffers=buffers,
             block_numbers=self._block_numbers[host_mask],
+            optimizers=None,
         )
 
     def after(self, fit: Fit) -> Clients:
@@ -164,6 +168,15 @@ class Clients:
     def class_counts(self) -> Tensor:
         """Number of each client's training samples of each class, [S, C]."""
         return self.context.data.counts("train", self.ids)
+
+    @cached_property
+    def own_steps(self) -> Tensor | None:
+        """Number of steps [S] of each client by the run's option `steps`.
+
+        None where the clients train for epochs.
+        """
+        context = self.context
+        return context.training.steps_of(self.round, self.ids, context.seed)
 
     def has_split(self, split: str) -> bool:
         """True where the federation has this split."""
@@ -210,7 +223,7 @@ class Clients:
             w: The rows from which the training starts. They stay as they are.
             objective: The loss and the terms that are minimized; by default the run's
                 loss alone.
-            epochs: The number of epochs; by default the run's.
+            epochs: The number of epochs; by default the run's, or its steps.
             steps: The number of steps of each client, instead of epochs.
             lr: The step size; by default that of the round.
             stream: The name of the shuffle. Two trainings of one hook that shall take
@@ -222,10 +235,15 @@ class Clients:
         rows = {"w": w}
         if mean_grad:
             rows["grad"] = w.new_zeros(()).expand_as(w)
+        kept = self.optimizers if stream == "fit" else None
+        if kept is not None:
+            rows |= kept.rows_for(w)
         step_size = self.lr if lr is None else lr
         work = partial(train_chunk, self.context.training, step_size)
         plan = BatchPlan(epochs, steps, 1, stream, together=steps is None)
         fit = self._train(rows, work, objective, plan, objective.terms(w))
+        if kept is not None:
+            kept.keep(fit.rows)
         if mean_grad:
             fit.grad.div_(fit.steps.clamp(min=1)[:, None].to(w.dtype))
         return fit
@@ -258,7 +276,7 @@ class Clients:
             objective: The objective, whose loss alone is used.
             batches: The number of minibatches of a step. Each of them comes from
                 another shuffle.
-            epochs: The number of epochs; by default the run's.
+            epochs: The number of epochs; by default the run's, or its steps.
             steps: The number of steps of each client, instead of epochs.
             stream: The name of the shuffles, as in `fit`.
             together: If true, clients of all sizes take their k-th minibatches at once.
@@ -296,6 +314,7 @@ class Clients:
         engine = objective.engine_for(self.context.engine)
         # Computed here once: otherwise several threads might compute it.
         _ = self._relabel
+        _ = self.own_steps
         loss, steps = self.buffers.new_zeros(2, len(self.ids), dtype=torch.float64)
         new_rows = {name: v.new_empty(v.shape) for name, v in rows.items()}
         if not self.have_samples.all():
@@ -333,6 +352,8 @@ class Clients:
     ) -> Chunk:
         """The clients at these positions with copies of their tensors."""
         context = self.context
+        if plan.epochs is None and plan.steps is None and self.own_steps is not None:
+            plan = plan._replace(steps=tuple(self.own_steps[positions].tolist()))
         relabel = None
         if self._relabel is not None:
             relabel = self._relabel[index]

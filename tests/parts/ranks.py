@@ -51,6 +51,16 @@ MODELS = {
 }
 
 
+def draw_five(round, generator, sizes):
+    """Five of the clients, as a user's rule of sampling."""
+    return torch.randperm(len(sizes), generator=generator)[:5]
+
+
+def draw_steps(round, client, generator):
+    """From one to four steps, as a user's rule for stragglers."""
+    return 1 + int(torch.randint(4, (), generator=generator))
+
+
 def make_simulation(case):
     """The simulation of a case; what a case leaves out has its default here."""
     data = make_data()
@@ -66,9 +76,10 @@ def make_simulation(case):
         algorithm_of(case["algorithm"], **case.get("options", {})),
         MODELS[case.get("model", "chain")],
         data,
-        Training(lr=0.05, batch_size=8),
+        Training(lr=0.05, batch_size=8, **case.get("training", {})),
         rounds=case.get("rounds", 3),
         participation=case.get("participation", 0.7),
+        sampling=case.get("sampling", "uniform"),
         seed=case.get("seed", 1),
         evaluation=Evaluation(train_loss=True),
         robustness=Robustness(clip=case.get("clip")),
@@ -95,6 +106,7 @@ def tensors_of(state):
     """All tensors of a state by name."""
     tensors = {f"server.{name}": tensor for name, tensor in state.server.items()}
     tensors |= {f"clients.{name}": tensor for name, tensor in state.clients.items()}
+    tensors |= {f"kept {name}": tensor for name, tensor in state.optimizers.items()}
     return tensors | {"buffers": state.buffers, "participated": state.participated}
 
 
