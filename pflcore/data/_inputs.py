@@ -9,8 +9,10 @@ sequence has T steps, or t_i before it is padded.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -55,8 +57,9 @@ class Field(NamedTuple):
 class Fields(tuple[Field, ...]):
     """The fields of every sample, in the order of the pool's columns.
 
-    It is also a module's pre-hook: the module receives a dict of fields in place of
-    rows.
+    It is also a module's pre-hook: the module receives the fields in place of rows.
+    They are one dict, or keyword arguments where there are several and its `forward`
+    has parameters of all their names, as models of transformers have.
     """
 
     def __str__(self) -> str:
@@ -72,11 +75,25 @@ class Fields(tuple[Field, ...]):
             values[field.name] = value.to(field.dtype)
         return values
 
-    def __call__(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not args:  # called by a user, with the fields as keywords
+            return args, options
         x = args[0]
         if isinstance(x, Tensor):
             x = self.split_fields(x)
-        return (x,)
+        names = {field.name for field in self}
+        takes_names = len(names) > 1 and names <= _parameter_names(type(module).forward)
+        if takes_names and isinstance(x, Mapping):
+            return (), {**options, **x}
+        return (x,), options
+
+
+@functools.cache
+def _parameter_names(forward: Callable[..., Any]) -> frozenset[str]:
+    """The names of a function's parameters."""
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def to_inputs(
