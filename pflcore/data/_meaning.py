@@ -47,6 +47,7 @@ from torch import Tensor
 
 from pflcore.check import Expectation, PositiveInt, reject, require
 from pflcore.data._inputs import IGNORED_LABEL
+from pflcore.data._items import SampleKeys
 
 
 def _are_class_names(value: Any) -> bool:
@@ -79,6 +80,8 @@ class ReaderOptions(NamedTuple):
         single_client: True for one client of a federation whose other clients are not
             seen
         columns: order of the columns of tables; None for that of the first table
+        keys: the parts of each sample that are its input and its target; None where
+            samples are pairs
     """
 
     classes: Classes = "infer"
@@ -86,6 +89,7 @@ class ReaderOptions(NamedTuple):
     from_files: bool = False
     single_client: bool = False
     columns: tuple[str, ...] | None = None
+    keys: SampleKeys | None = None
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
