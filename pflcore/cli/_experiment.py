@@ -210,8 +210,8 @@ def reader_of(data: str) -> NamedFunction | None:
     if kind not in READERS or not path:
         return None
     parameters = inspect.signature(READERS[kind]).parameters
-    defaults = {"target": -1, "classes": "infer"}
-    defaults = {k: v for k, v in defaults.items() if k in parameters}
+    hidden = ("path", "name")
+    defaults = {k: p.default for k, p in parameters.items() if k not in hidden}
     return NamedFunction(kind, READERS[kind], defaults)
 
 

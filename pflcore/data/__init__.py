@@ -27,6 +27,7 @@ FEDERATIONS: dict[str, Callable[..., Federation]] = {
     "synthetic_linear": synthetic.synthetic_linear,
     "synthetic_quadratic": synthetic.synthetic_quadratic,
     "synthetic_clusters": synthetic.synthetic_clusters,
+    "synthetic_text": synthetic.synthetic_text,
 }
 TABULAR = ("school", "vehicle")  # each client's features have scales of their own
 _partition = partition  # in `federation_of`, an argument has its name
@@ -83,8 +84,9 @@ def federation_of(  # noqa: PLR0913 (the command line's)
         standardize: for data with clients, True to standardize features by each
             client's training statistics. None: for school and vehicle only.
         options: options of the partition, those of ``options_of(partition)``. Of data
-            with clients, ``leaf:`` has the option ``classes``, ``folder:`` has
-            ``classes`` and ``target``, and synthetic data have their function's.
+            with clients, ``leaf:`` has ``classes``, ``text``, ``length`` and
+            ``vocabulary``, ``folder:`` has ``classes`` and ``target``, and synthetic
+            data have their function's.
     """
     if isinstance(data, str) and data not in SOURCES:
         unusable = partition or train_samples or test_samples
