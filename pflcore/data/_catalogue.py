@@ -294,6 +294,16 @@ PARTITION_FACTS: dict[str, PartitionFacts] = {
         "`n_ic = p_ci n_c`, `p_c ~ Dir_N(alpha)`",
         "Yurochkin et al. 2019",
     ),
+    "extended_dirichlet": PartitionFacts(
+        "k classes, and a random proportion of each of them",
+        "`n_ic = p_ci n_c`, `p_c ~ Dir(alpha)` among the owners of class c",
+        "ExDir, Li and Lyu 2023",
+    ),
+    "inner_dirichlet": PartitionFacts(
+        "a number of samples, and apart from it a random mix of classes",
+        "`n_i ~ sizes[i] exp(sigma z_i)`; classes by `p_i ~ Dir_C(alpha)`",
+        "FedDyn, Acar et al. 2021",
+    ),
     "pathological": PartitionFacts(
         "a few classes",
         "k of the `k N` equal shards of the pool sorted by label; or exactly k classes",
