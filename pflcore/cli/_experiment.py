@@ -88,8 +88,8 @@ class Options:
         test_samples: use only this number of samples of the test pool
         standardize: for data that come with their clients: standardize features by each
             client's training statistics; for school and vehicle only if not said
-        feature_shift: rotation, noise or brightness: each client sees its inputs turned,
-            noisy or brighter by an amount of its own
+        feature_shift: rotation, noise or brightness: each client sees its inputs
+            turned, noisy or brighter by an amount of its own
         feature_shift_strength: largest angle in degrees, deviation or constant of a
             client; 45, 0.5 and 0.5 if not said
         val: fraction of each client's training samples that is kept for validation

@@ -31,6 +31,7 @@ from pflcore.check import (
     reject,
     require,
 )
+from pflcore.data._feature_shift import FeatureShift, shift_client
 from pflcore.data._frames import (
     column_names,
     feature_names,
@@ -718,6 +719,55 @@ class Federation(ClientSamples):
             # These statistics are of features that were standardized before.
             scaling = scaling.combine_after(self.scaling)
         return self._copy_with(x=x, scaling=scaling)
+
+    @checked
+    def shift_features(
+        self,
+        shift: FeatureShift,
+        strength: NonNegativeFloat | None = None,
+        seed: Seed32 = 0,
+    ) -> Self:
+        """A federation whose clients see their inputs differently (feature shift).
+
+        Every client's samples of all splits are changed by one function, in a pool of
+        their own. Labels stay. What a client gets depends on the seed and on its number
+        alone, not on how many others there are.
+
+        - "rotation": images turned by a client's angle, from -strength to strength
+          degrees (45), with the border repeated
+        - "noise": normal noise with a client's deviation, from 0 to strength (0.5)
+        - "brightness": a client's constant, from -strength to strength (0.5), is added
+        - a function (client, x, generator) -> x of samples [n_i, ...], for anything
+          else; `generator` is the client's own, and `strength` has no meaning
+
+        A client's angle, deviation or constant is drawn uniformly, and
+        ``truth["shift"]`` [N] holds it. Strength 0 leaves every bit as it is.
+
+        Raises ValueError where x is no tensor of floats, where clients share samples,
+        and where a function returns another shape, or NaN.
+
+        Args:
+            shift: rotation, noise, brightness, or a function
+            strength: largest angle, deviation or constant of a client
+            seed: seeds each client's draws
+        """
+        is_plain = self.x.is_floating_point() and self.fields is None
+        expected = "floats in one tensor, to be shifted"
+        require(is_plain, "x", expected, self.fields or self.x)
+        lists = self._all_lists(None)
+        is_shared = int(torch.bincount(lists.flat).max()) > 1
+        expected = "samples of one client each, to be shifted"
+        require(not is_shared, "index", expected, "shared ones")
+        x = self.x.clone()
+        amounts = []
+        for i, client_rows in enumerate(lists):
+            rows = to_device(client_rows, x.device)
+            x[rows], amount = shift_client(i, x[rows], shift, strength, seed)
+            amounts.append(amount)
+        truth = dict(self.truth)
+        if isinstance(shift, str):
+            truth["shift"] = torch.tensor(amounts, dtype=torch.float64)
+        return self._copy_with(x=x, truth=truth)
 
     def _ids(self, clients: Any) -> Tensor:
         """Ids of distinct clients [S], in the given order, on the CPU.
