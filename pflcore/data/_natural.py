@@ -444,7 +444,10 @@ def _to_number_array(values: Any, name: str) -> Any:
     except ValueError:
         reject(name, "as many numbers in each row", values)
     is_text = numbers.dtype.kind in "US"
-    words = "numbers (for words their numbers; of LEAF's text say text='words' or 'characters')"
+    words = (
+        "numbers (for words their numbers; of LEAF's text say text='words' or "
+        "'characters')"
+    )
     expected = words if is_text else "numbers"
     require(numbers.dtype.kind in "fiub", name, expected, values)
     return numbers.astype(np.float64) if numbers.dtype.itemsize > 8 else numbers
