@@ -15,7 +15,7 @@ import numpy as np
 
 from pflcore.check import Words, import_optional, reject, require
 from pflcore.data._frames import column_names
-from pflcore.data._items import SampleKeys, read_by_keys, read_table
+from pflcore.data._items import NO_STREAM, SampleKeys, read_by_keys, read_table
 from pflcore.data._samples import SPLITS
 from pflcore.data._sources import explain_read_errors
 
@@ -28,9 +28,6 @@ SPLIT_OF_NAME = {
     "test": "test",
 }
 Entry = dict[str, tuple[Any, Any]]  # split -> (x, y) of a client
-NO_STREAM = (
-    "a Dataset of known length (of a stream make one: load it without streaming)"
-)
 
 
 def read_hugging_face(

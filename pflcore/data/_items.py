@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.check import reject, require
+from pflcore.check import Words, reject, require
 from pflcore.data._frames import column_names
 from pflcore.data._images import is_picture, picture_tensor
 from pflcore.data._inputs import INPUT_HINT, check_dataset, stack_values
 
 SampleKey = str | int
+NO_STREAM = "a Dataset of known length (load it without streaming)"
 ROWS_AT_ONCE = 1000  # rows of a table that are decoded at once
 
 
@@ -69,6 +70,8 @@ def read_by_keys(samples: Any, keys: SampleKeys, name: str) -> tuple[Any, Any]:
         _check_keys(samples, wanted, name)
         parts = {key: samples[key] for key in wanted}
     elif column_names(samples) is not None:
+        has_length = hasattr(samples, "__len__")
+        require(has_length, name, NO_STREAM, Words(type(samples).__name__))
         parts = read_table(samples, wanted, name)
     else:
         parts = _read_items(samples, wanted, name)

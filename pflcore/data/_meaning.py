@@ -33,6 +33,7 @@ Inputs become:
 - whole numbers in a CSV: floats, as its columns have no type
 - floats of one client and integers of another: floats, and refused where a whole
   number would be rounded
+- pictures of PIL: floats [C, H, W] from 0 to 1
 - uint8 and other bytes: refused; images are to be floats, and normalized
 - words, dates, complex: refused
 """

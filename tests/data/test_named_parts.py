@@ -108,6 +108,11 @@ def test_several_parts_are_fields():
             {"x": 0, "y": 2},
             r".*parts of a sample, \[0, 1\], got 2",
         ),
+        (
+            SimpleNamespace(column_names=["image", "t"]),
+            {"x": "image", "y": "t"},
+            r"expected a Dataset of known length .*, got SimpleNamespace",
+        ),
         ([3, 4], {"x": 0, "y": 1}, ".*samples with parts that x and y name.*, got 3"),
     ],
 )
