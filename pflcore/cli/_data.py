@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pflcore.check import (
+    NonNegativeFloat,
     PositiveInt,
     Seed32,
     checked,
@@ -18,6 +19,7 @@ from pflcore.cli._experiment import Options
 from pflcore.cli._options import dataclass_of_arguments, option_fields, parse
 from pflcore.cli._run import OutputOptions
 from pflcore.data._catalogue import DATA_SETS, ORIGINS, PARTITION_FACTS
+from pflcore.data._feature_shift import ShiftName
 from pflcore.data._federation import HeldOut
 from pflcore.data._partition import options_of
 from pflcore.results._files import safe_write
@@ -41,6 +43,10 @@ class DataOptions:
         test_samples: use only this number of samples of the test pool
         standardize: for data that come with their clients: standardize features by each
             client's training statistics; for school and vehicle only if not said
+        feature_shift: rotation, noise or brightness: each client sees its inputs
+            turned, noisy or brighter by an amount of its own
+        feature_shift_strength: largest angle in degrees, deviation or constant of a
+            client; 45, 0.5 and 0.5 if not said
         val: fraction of each client's training samples that is kept for validation
         split: split that the picture shows: train, val or test
         out: file of the picture, which ends in .png, .svg or .pdf; no picture if not
@@ -53,6 +59,8 @@ class DataOptions:
     train_samples: PositiveInt | None = None
     test_samples: PositiveInt | None = None
     standardize: bool | None = None
+    feature_shift: ShiftName | None = None
+    feature_shift_strength: NonNegativeFloat | None = None
     val: HeldOut = 0.0
     split: str = "train"
     out: Path | None = None

@@ -27,6 +27,7 @@ from pflcore.algorithms import (
 from pflcore.check import (
     Fraction,
     Momentum,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -40,6 +41,7 @@ from pflcore.check import (
     require,
 )
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of
+from pflcore.data._feature_shift import ShiftName
 from pflcore.data._natural import READERS
 from pflcore.data._partition import options_of
 from pflcore.nn.models import MODELS, model_for
@@ -89,6 +91,10 @@ class Options:
         test_samples: use only this number of samples of the test pool
         standardize: for data that come with their clients: standardize features by each
             client's training statistics; for school and vehicle only if not said
+        feature_shift: rotation, noise or brightness: each client sees its inputs
+            turned, noisy or brighter by an amount of its own
+        feature_shift_strength: largest angle in degrees, deviation or constant of a
+            client; 45, 0.5 and 0.5 if not said
         val: fraction of each client's training samples that is kept for validation
         eval_split: split that is evaluated: test, or val to choose hyper-parameters
         eval_every: rounds between evaluations of all clients
@@ -129,6 +135,8 @@ class Options:
     train_samples: PositiveInt | None = None
     test_samples: PositiveInt | None = None
     standardize: bool | None = None
+    feature_shift: ShiftName | None = None
+    feature_shift_strength: NonNegativeFloat | None = None
     val: Momentum = 0.0
     eval_split: str = "test"
     eval_every: NonNegativeInt = 1
@@ -214,8 +222,8 @@ def reader_of(data: str) -> NamedFunction | None:
     if kind not in READERS or not path:
         return None
     parameters = inspect.signature(READERS[kind]).parameters
-    defaults = {"target": -1, "classes": "infer", "ignored_label": None}
-    defaults = {k: v for k, v in defaults.items() if k in parameters}
+    hidden = ("path", "name")
+    defaults = {k: p.default for k, p in parameters.items() if k not in hidden}
     return NamedFunction(kind, READERS[kind], defaults)
 
 
@@ -269,6 +277,8 @@ def load_federation(options: Options, cut: Facts | None = None) -> Federation:
     more = dict(cut or {})
     if o.standardize is not None:
         more.setdefault("standardize", o.standardize)
+    more["feature_shift"] = o.feature_shift
+    more["feature_shift_strength"] = o.feature_shift_strength
     more["train_samples"] = o.train_samples
     more["test_samples"] = o.test_samples
     if reader_of(o.data) and o.loss in ("squared", "half_squared"):

@@ -52,6 +52,8 @@ RUN_OPTIONS = (
     "train_samples",
     "test_samples",
     "standardize",
+    "feature_shift",
+    "feature_shift_strength",
     "engine",
     "workers",
     "device",

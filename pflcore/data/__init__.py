@@ -11,9 +11,17 @@ from typing import Any
 
 import torch
 
-from pflcore.check import PositiveInt, Seed32, checked, require, summarize
+from pflcore.check import (
+    NonNegativeFloat,
+    PositiveInt,
+    Seed32,
+    checked,
+    require,
+    summarize,
+)
 from pflcore.data import _natural as natural
 from pflcore.data import _synthetic as synthetic
+from pflcore.data._feature_shift import FeatureShift
 from pflcore.data._federation import Federation, HeldOut
 from pflcore.data._inputs import pad_sequences
 from pflcore.data._partition import PARTITIONS as PARTITIONS
@@ -27,6 +35,7 @@ FEDERATIONS: dict[str, Callable[..., Federation]] = {
     "synthetic_linear": synthetic.synthetic_linear,
     "synthetic_quadratic": synthetic.synthetic_quadratic,
     "synthetic_clusters": synthetic.synthetic_clusters,
+    "synthetic_text": synthetic.synthetic_text,
 }
 TABULAR = ("school", "vehicle")  # each client's features have scales of their own
 _partition = partition  # in `federation_of`, an argument has its name
@@ -54,6 +63,8 @@ def federation_of(  # noqa: PLR0913 (the command line's)
     test_samples: PositiveInt | None = None,
     fractions: Mapping[str, HeldOut] | None = None,
     standardize: bool | None = None,
+    feature_shift: FeatureShift | None = None,
+    feature_shift_strength: NonNegativeFloat | None = None,
     **options: Any,
 ) -> Federation:
     """A federation from the names of data and of a partition.
@@ -82,16 +93,28 @@ def federation_of(  # noqa: PLR0913 (the command line's)
             split. {}: the splits that the data have.
         standardize: for data with clients, True to standardize features by each
             client's training statistics. None: for school and vehicle only.
+        feature_shift: rotation, noise or brightness, or a function (client, x,
+            generator), by which clients see their inputs differently
+            (:meth:`Federation.shift_features`); None for no shift
+        feature_shift_strength: largest angle, deviation or constant of a client
         options: options of the partition, those of ``options_of(partition)``. Of data
-            with clients, ``leaf:`` has the option ``classes``, ``folder:`` has
-            ``classes`` and ``target``, and synthetic data have their function's.
+            with clients, ``leaf:`` has ``classes``, ``text``, ``length`` and
+            ``vocabulary``, ``folder:`` has ``classes`` and ``target``, and synthetic
+            data have their function's.
     """
+    expected = "None without a feature_shift"
+    fits = feature_shift is not None or feature_shift_strength is None
+    require(fits, "feature_shift_strength", expected, feature_shift_strength)
+
+    def shifted(federation: Federation) -> Federation:
+        return _shifted(federation, feature_shift, feature_shift_strength, seed)
+
     if isinstance(data, str) and data not in SOURCES:
         unusable = partition or train_samples or test_samples
         federation = _with_clients(data, n, seed, root, options)
         expected = f"none, as {data} has clients"
         require(not unusable, "partition and samples", expected, unusable)
-        federation = _hold_out(federation, fractions, seed)
+        federation = shifted(_hold_out(federation, fractions, seed))
         if standardize is None:
             standardize = data in TABULAR
         return _standardized(federation) if standardize else federation
@@ -118,7 +141,7 @@ def federation_of(  # noqa: PLR0913 (the command line's)
         classes=source.classes,
         **options,
     )
-    return Federation.from_partition(
+    federation = Federation.from_partition(
         source.x_train,
         source.y_train,
         made,
@@ -127,6 +150,7 @@ def federation_of(  # noqa: PLR0913 (the command line's)
         classes=source.classes,
         name=" ".join([source.name, name, *changed]),
     )
+    return shifted(federation)
 
 
 def _changed_options(
@@ -138,6 +162,21 @@ def _changed_options(
         if value != defaults.get(option):
             changed.append(f"{option}={summarize(value)}")
     return changed
+
+
+def _shifted(
+    federation: Federation,
+    shift: FeatureShift | None,
+    strength: float | None,
+    seed: int,
+) -> Federation:
+    """The federation with a feature shift, which its name says, or as it is."""
+    if shift is None:
+        return federation
+    made = federation.shift_features(shift, strength, seed)
+    name = shift if isinstance(shift, str) else getattr(shift, "__name__", "shift")
+    text = name if strength is None else f"{name}={summarize(strength)}"
+    return replace(made, name=f"{federation.name} {text}")
 
 
 def _standardized(federation: Federation) -> Federation:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from pflcore.data._natural import FILES_TEXT
 from pflcore.data._sources import SOURCES
+from pflcore.data._text import CHARACTERS, SPECIAL
 
 NO_LICENCE = "see its page"
 EMNIST_PAGE = "https://www.nist.gov/itl/products-and-services/emnist-dataset"
@@ -166,6 +167,40 @@ DATA_SETS: dict[str, DataSet] = {
         page="https://leaf.cmu.edu/",
         files=FILES_TEXT["femnist"],
     ),
+    "fed_cifar100": DataSet(
+        "photographs, 100 for each client",
+        60_000,
+        0,
+        (3, 32, 32),
+        100,
+        "files",
+        600,
+        page=CIFAR_PAGE,
+        files=FILES_TEXT["fed_cifar100"],
+    ),
+    "shakespeare": DataSet(
+        "the next character, a client for each role (numbers of TFF's snippets)",
+        16_068,
+        2356,
+        (80,),
+        len(CHARACTERS),
+        "files",
+        715,
+        page="https://leaf.cmu.edu/",
+        files=FILES_TEXT["shakespeare"],
+    ),
+    "stackoverflow": DataSet(
+        "the next word, a client for each user (numbers of TFF's sentences)",
+        135_818_730,
+        16_586_035,
+        (20,),
+        10_000 + len(SPECIAL),
+        "files",
+        342_477,
+        licence="CC BY-SA 3.0, as TFF states",
+        page="https://archive.org/details/stackexchange",
+        files=FILES_TEXT["stackoverflow"],
+    ),
     "synthetic_linear": DataSet(
         "linear regression, clients in groups",
         600,
@@ -192,6 +227,16 @@ DATA_SETS: dict[str, DataSet] = {
         1000,
         (8,),
         4,
+        "made",
+        10,
+        licence="none needed",
+    ),
+    "synthetic_text": DataSet(
+        "the next letter, in made-up texts of groups of clients",
+        400,
+        400,
+        (20,),
+        8,
         "made",
         10,
         licence="none needed",
@@ -248,6 +293,16 @@ PARTITION_FACTS: dict[str, PartitionFacts] = {
         "a random proportion of every class",
         "`n_ic = p_ci n_c`, `p_c ~ Dir_N(alpha)`",
         "Yurochkin et al. 2019",
+    ),
+    "extended_dirichlet": PartitionFacts(
+        "k classes, and a random proportion of each of them",
+        "`n_ic = p_ci n_c`, `p_c ~ Dir(alpha)` among the owners of class c",
+        "ExDir, Li and Lyu 2023",
+    ),
+    "inner_dirichlet": PartitionFacts(
+        "a number of samples, and apart from it a random mix of classes",
+        "`n_i ~ sizes[i] exp(sigma z_i)`; classes by `p_i ~ Dir_C(alpha)`",
+        "FedDyn, Acar et al. 2021",
     ),
     "pathological": PartitionFacts(
         "a few classes",

@@ -191,15 +191,21 @@ def _draw_proportions(
     sizes = np.zeros(n)
     rows = []
     for total in totals:
-        p = rng.dirichlet(np.full(n, alpha))
-        # All numbers of a draw can underflow where alpha is small.
-        if not np.isfinite(p).all() or p.sum() == 0:
-            p = np.eye(n)[rng.randint(n)]
+        p = draw_shares(n, alpha, rng)
         if balance:
             p = _without_full_clients(p, is_open=sizes < totals.sum() / n)
         rows.append(p)
         sizes += sample_counts(p[None], np.array([total]))[0]
     return np.stack(rows)
+
+
+def draw_shares(count: int, alpha: float, rng: Random) -> Floats:
+    """Proportions [count] from Dir(alpha), which sum to 1."""
+    p: Floats = rng.dirichlet(np.full(count, alpha))
+    # All numbers of a draw can underflow where alpha is small.
+    if not np.isfinite(p).all() or p.sum() == 0:
+        p = np.eye(count)[rng.randint(count)]
+    return p
 
 
 def _without_full_clients(

@@ -31,6 +31,7 @@ from pflcore.check import (
     reject,
     require,
 )
+from pflcore.data._feature_shift import FeatureShift, shift_client
 from pflcore.data._frames import (
     column_names,
     feature_names,
@@ -38,6 +39,7 @@ from pflcore.data._frames import (
     read_columns,
     text_names,
 )
+from pflcore.data._huggingface import read_hugging_face
 from pflcore.data._inputs import (
     Fields,
     has_single_step,
@@ -46,6 +48,7 @@ from pflcore.data._inputs import (
     to_targets,
     to_tensor,
 )
+from pflcore.data._items import SampleKey, SampleKeys, keys_of, read_by_keys
 from pflcore.data._meaning import (
     Classes,
     ReaderOptions,
@@ -138,6 +141,8 @@ class Federation(ClientSamples):
         cls,
         clients: PerClientData,
         *,
+        x: SampleKey | Sequence[SampleKey] | None = None,
+        y: SampleKey | None = None,
         classes: Classes = "infer",
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
@@ -154,6 +159,11 @@ class Federation(ClientSamples):
         client may have test samples alone: it is evaluated, and never trains. Where
         each x is a data frame, `columns` keeps the names of its columns, and other
         frames are read in the same order.
+
+        With `x` and `y` an entry is a Dataset, a list or a table of samples with
+        several parts: dicts, tuples or rows, of which these name the input and the
+        target. Then ``x="image", y="label"`` reads dicts, and ``x=0, y=1`` triples. The
+        other parts are ignored. Pictures of PIL become floats [C, H, W] from 0 to 1.
 
         What targets and inputs become is decided for all clients together
         (docs/data.md):
@@ -172,6 +182,9 @@ class Federation(ClientSamples):
 
         Args:
             clients: the data of each client, in the order of the clients' numbers
+            x: name or position of the input in a sample; of several, the input is a
+                dict of them. None where samples are pairs.
+            y: name or position of the target in a sample
             classes: number of classes, or the list of their names; "infer" for the
                 largest label plus one; None for regression
             dtype: dtype that floats are converted to; None keeps the dtype they have
@@ -184,8 +197,61 @@ class Federation(ClientSamples):
         if isinstance(clients, Mapping):
             names = list(clients)
             clients = clients.values()
-        reader = ReaderOptions(classes, dtype, ignored_label=ignored_label)
+        reader = ReaderOptions(
+            classes, dtype, ignored_label=ignored_label, keys=keys_of(x, y)
+        )
         return cls._from_reader(clients, reader, name, names)
+
+    @classmethod
+    @checked
+    def from_hf(
+        cls,
+        dataset: Any,
+        by: str | None = None,
+        x: str | Sequence[str] = "image",
+        y: str = "label",
+        *,
+        classes: Classes = "infer",
+        dtype: torch.dtype | None = torch.float32,
+        name: str = "data",
+    ) -> Self:
+        """A federation of Hugging Face's Datasets, or of flwr-datasets' partitions.
+
+        The data are given in one of these forms:
+
+        - a Dataset, or a DatasetDict of the splits train, validation and test. The
+          column `by` says which client holds a row. Clients are in the ascending order
+          of their ids, which `names` keeps.
+        - one of these for each client, in a list or in a dict by name, as
+          ``[partitioner.load_partition(i) for i in range(n)]``.
+        - a FederatedDataset or a partitioner of flwr-datasets: every partition is a
+          client.
+        - the name of a Dataset, which `datasets.load_dataset` loads.
+
+        The names of the classes come from the Dataset's features. Pictures become
+        floats [C, H, W] from 0 to 1. A function that the Dataset applies to its rows
+        (`with_transform`) is applied once.
+
+        Raises ValueError where a column is missing, and for streams, which have no
+        length; ImportError where a name is given and `datasets` is not installed.
+
+        Args:
+            dataset: the rows of all clients, or of each client
+            by: column with each row's client; None where the data are given by client
+            x: column of the inputs; of several, the input is a dict of them, which a
+                model's `forward` takes as a dict or by keywords
+            y: column of the targets
+            classes: number of classes, or their names; "infer" for the names in the
+                features, or else for the largest label plus one; None for regression
+            dtype: dtype that floats are converted to; None keeps the dtype they have
+            name: name of the data, for summaries and records
+        """
+        entries, class_names = read_hugging_face(dataset, by, SampleKeys(x, y))
+        if classes == "infer" and class_names is not None:
+            classes = class_names
+        names = list(entries) if isinstance(entries, Mapping) else None
+        clients = entries.values() if isinstance(entries, Mapping) else entries
+        return cls._from_reader(clients, ReaderOptions(classes, dtype), name, names)
 
     @classmethod
     def _from_reader(
@@ -673,6 +739,55 @@ class Federation(ClientSamples):
             scaling = scaling.combine_after(self.scaling)
         return self._copy_with(x=x, scaling=scaling)
 
+    @checked
+    def shift_features(
+        self,
+        shift: FeatureShift,
+        strength: NonNegativeFloat | None = None,
+        seed: Seed32 = 0,
+    ) -> Self:
+        """A federation whose clients see their inputs differently (feature shift).
+
+        Every client's samples of all splits are changed by one function, in a pool of
+        their own. Labels stay. What a client gets depends on the seed and on its number
+        alone, not on how many others there are.
+
+        - "rotation": images turned by a client's angle, from -strength to strength
+          degrees (45), with the border repeated
+        - "noise": normal noise with a client's deviation, from 0 to strength (0.5)
+        - "brightness": a client's constant, from -strength to strength (0.5), is added
+        - a function (client, x, generator) -> x of samples [n_i, ...], for anything
+          else; `generator` is the client's own, and `strength` has no meaning
+
+        A client's angle, deviation or constant is drawn uniformly, and
+        ``truth["shift"]`` [N] holds it. Strength 0 leaves every bit as it is.
+
+        Raises ValueError where x is no tensor of floats, where clients share samples,
+        and where a function returns another shape, or NaN.
+
+        Args:
+            shift: rotation, noise, brightness, or a function
+            strength: largest angle, deviation or constant of a client
+            seed: seeds each client's draws
+        """
+        is_plain = self.x.is_floating_point() and self.fields is None
+        expected = "floats in one tensor, to be shifted"
+        require(is_plain, "x", expected, self.fields or self.x)
+        lists = self._all_lists(None)
+        is_shared = int(torch.bincount(lists.flat).max()) > 1
+        expected = "samples of one client each, to be shifted"
+        require(not is_shared, "index", expected, "shared ones")
+        x = self.x.clone()
+        amounts = []
+        for i, client_rows in enumerate(lists):
+            rows = to_device(client_rows, x.device)
+            x[rows], amount = shift_client(i, x[rows], shift, strength, seed)
+            amounts.append(amount)
+        truth = dict(self.truth)
+        if isinstance(shift, str):
+            truth["shift"] = torch.tensor(amounts, dtype=torch.float64)
+        return self._copy_with(x=x, truth=truth)
+
     def _ids(self, clients: Any) -> Tensor:
         """Ids of distinct clients [S], in the given order, on the CPU.
 
@@ -711,12 +826,21 @@ def random_permutation(n: int, seed: int) -> Tensor:
     return torch.from_numpy(np.random.RandomState(seed).permutation(n))
 
 
-def _by_split(holder: str, entry: Any) -> dict[str, Any]:
-    """A client's pairs (x, y) by split.
+def _by_split(
+    holder: str, entry: Any, keys: SampleKeys | None = None
+) -> dict[str, Any]:
+    """A client's pairs (x, y), or other samples, by split.
 
     Raises ValueError for a split of an unknown name, and where there is no split.
+
+    Args:
+        holder: name of the client in errors
+        entry: the client's samples
+        keys: the parts of a sample; a dict may then be one of columns
     """
-    parts = dict(entry) if isinstance(entry, Mapping) else {"train": entry}
+    is_columns = keys is not None and isinstance(entry, Mapping) and keys.y in entry
+    has_splits = isinstance(entry, Mapping) and not is_columns
+    parts = dict(entry) if has_splits else {"train": entry}
     known = set(parts) <= set(SPLITS) and len(parts) > 0
     expected = "samples by split, one of 'train', 'val' and 'test' at least"
     require(known, holder, expected, list(parts))
@@ -760,8 +884,11 @@ def _read_pieces(
         count = i + 1
         name = i if names is None else names[i]
         holder = f"client {name}"
-        for split, pair in _by_split(holder, entry).items():
+        keys = reader.keys
+        for split, pair in _by_split(holder, entry, keys).items():
             place = f"{holder} ({split})"
+            if keys is not None:
+                pair = read_by_keys(pair, keys, place)
             samples = to_pair(pair, place, reader.dtype, reader.class_names)
             if not len(samples.y):
                 continue

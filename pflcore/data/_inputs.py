@@ -9,8 +9,10 @@ sequence has T steps, or t_i before it is padded.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from pflcore.check import Number, PositiveInt, checked, reject, require
 from pflcore.data._frames import text_names
+from pflcore.data._images import is_picture, picture_tensor
 
 IGNORED_LABEL = -100  # the label of a masked step, as in torch's cross entropy
 INPUT_HINT = (
@@ -30,7 +33,8 @@ INPUT_HINT = (
 )
 DENSE_TEXT = "dense floats or int64 (tokens to int64, images to float, then normalized)"
 PAIR_TEXT = "a pair (x, y), or a Dataset of pairs (or a list of them)"
-# Usual names of a target in a dict.
+# Usual names of an input and of a target in a dict.
+INPUT_KEYS = ("x", "image", "img", "pixels", "pixel_values", "features", "input_ids")
 TARGET_KEYS = ("y", "label", "labels", "target", "targets", "class")
 
 
@@ -55,8 +59,9 @@ class Field(NamedTuple):
 class Fields(tuple[Field, ...]):
     """The fields of every sample, in the order of the pool's columns.
 
-    It is also a module's pre-hook: the module receives a dict of fields in place of
-    rows.
+    It is also a module's pre-hook: the module receives the fields in place of rows.
+    They are one dict, or keyword arguments where there are several and its `forward`
+    has parameters of all their names, as models of transformers have.
     """
 
     def __str__(self) -> str:
@@ -72,11 +77,25 @@ class Fields(tuple[Field, ...]):
             values[field.name] = value.to(field.dtype)
         return values
 
-    def __call__(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not args:  # called by a user, with the fields as keywords
+            return args, options
         x = args[0]
         if isinstance(x, Tensor):
             x = self.split_fields(x)
-        return (x,)
+        names = {field.name for field in self}
+        takes_names = len(names) > 1 and names <= _parameter_names(type(module).forward)
+        if takes_names and isinstance(x, Mapping):
+            return (), {**options, **x}
+        return (x,), options
+
+
+@functools.cache
+def _parameter_names(forward: Callable[..., Any]) -> frozenset[str]:
+    """The names of a function's parameters."""
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def to_inputs(
@@ -265,35 +284,38 @@ def _read_samples(dataset: Any, name: str) -> Any:
     """All samples x [n, ...] (or a dict) and y [n, ...] of a Dataset."""
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         return dataset.tensors
-    _check_dataset(dataset, name)
+    check_dataset(dataset, name)
     items = [dataset[k] for k in range(len(dataset))]
     if not items:
         return torch.empty(0), torch.empty(0)
     _check_item(items[0], name)
     try:
-        x = _stack_values([item[0] for item in items])
-        y = _stack_values([item[1] for item in items])
+        x = stack_values([item[0] for item in items])
+        y = stack_values([item[1] for item in items])
     except (RuntimeError, TypeError, ValueError, KeyError):
         reject(name, INPUT_HINT, items[0])
     return x, y
 
 
-def _stack_values(values: list[Any]) -> Any:
+def stack_values(values: list[Any]) -> Any:
     """Values of samples as one tensor [n, ...] or a dict of tensors.
 
     A list of numbers becomes a row. torch's `default_collate` would make it a column.
+    Pictures of PIL become floats.
     """
     if isinstance(values[0], Mapping):
         stacked = {}
         for key in values[0]:
-            stacked[key] = _stack_values([value[key] for value in values])
+            stacked[key] = stack_values([value[key] for value in values])
         return stacked
+    if is_picture(values[0]):
+        values = [picture_tensor(value) for value in values]
     if all(isinstance(value, Tensor) for value in values):
         return torch.stack(values)
     return _read_array(values)
 
 
-def _check_dataset(dataset: Any, name: str) -> None:
+def check_dataset(dataset: Any, name: str) -> None:
     """Raises ValueError, with a remedy, for a value without numbered samples.
 
     A data frame, a loader and an iterator each have a remedy of their own.
@@ -325,9 +347,15 @@ def _check_item(item: Any, name: str) -> None:
         return
     if isinstance(item, Mapping):
         x, y = _likely_keys(item)
-        remedy = f"of dicts make [(d[{x!r}], d[{y!r}]) for d in dataset]"
+        remedy = (
+            f"of dicts say x={x!r}, y={y!r} in from_clients, or make "
+            f"[(d[{x!r}], d[{y!r}]) for d in dataset]"
+        )
     elif isinstance(item, tuple | list):
-        remedy = f"of samples of {len(item)} make [(d[0], d[1]) for d in dataset]"
+        remedy = (
+            f"of samples of {len(item)} say x=0, y=1 in from_clients, or make "
+            "[(d[0], d[1]) for d in dataset]"
+        )
     else:
         remedy = f"these samples are of type {type(item).__name__}"
     reject(name, f"{PAIR_TEXT}; {remedy}", item)
@@ -338,8 +366,12 @@ def _likely_keys(item: Mapping[Any, Any]) -> tuple[str, str]:
 
     They are "x" and "y" where the dict has fewer than two keys.
     """
-    # Keys that are usual names of a target are sorted to the end.
-    keys = sorted(map(str, item), key=lambda key: key.lower() in TARGET_KEYS)
+
+    # Usual names of an input are sorted to the end, and those of a target behind them.
+    def rank(key: str) -> int:
+        return 2 * (key.lower() in TARGET_KEYS) + (key.lower() in INPUT_KEYS)
+
+    keys = sorted(map(str, item), key=rank)
     if len(keys) < 2:
         return "x", "y"
     return keys[-2], keys[-1]

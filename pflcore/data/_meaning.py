@@ -33,6 +33,7 @@ Inputs become:
 - whole numbers in a CSV: floats, as its columns have no type
 - floats of one client and integers of another: floats, and refused where a whole
   number would be rounded
+- pictures of PIL: floats [C, H, W] from 0 to 1
 - uint8 and other bytes: refused; images are to be floats, and normalized
 - words, dates, complex: refused
 """
@@ -47,6 +48,7 @@ from torch import Tensor
 
 from pflcore.check import Expectation, PositiveInt, reject, require
 from pflcore.data._inputs import IGNORED_LABEL
+from pflcore.data._items import SampleKeys
 
 
 def _are_class_names(value: Any) -> bool:
@@ -81,6 +83,8 @@ class ReaderOptions(NamedTuple):
         columns: order of the columns of tables; None for that of the first table
         ignored_label: label that counts in nothing, and becomes `IGNORED_LABEL`; None
             for no other label than that
+        keys: the parts of each sample that are its input and its target; None where
+            samples are pairs
     """
 
     classes: Classes = "infer"
@@ -89,6 +93,7 @@ class ReaderOptions(NamedTuple):
     single_client: bool = False
     columns: tuple[str, ...] | None = None
     ignored_label: int | None = None
+    keys: SampleKeys | None = None
 
     @property
     def class_names(self) -> tuple[str, ...] | None:

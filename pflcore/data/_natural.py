@@ -1,10 +1,10 @@
 """Data that come with their clients.
 
-They are School, Vehicle, EMNIST by writer, LEAF's JSON files, and a folder with one
-file per client. A reader makes {client: {split: (x, y)}}, arrays of numbers as the file
-has them; `_federation` does the rest, by the table in `_meaning`. Where a file is
-missing or holds something else, readers raise OSError or ValueError with one sentence
-that names the file.
+They are School, Vehicle, EMNIST by writer, three more sets of TFF, LEAF's JSON files,
+and a folder with one file per client. A reader makes {client: {split: (x, y)}}, arrays
+of numbers as the file has them; `_federation` does the rest, by the table in
+`_meaning`. Where a file is missing or holds something else, readers raise OSError or
+ValueError with one sentence that names the file.
 
 Symbols: N clients; client i has n_i samples of D features; n rows are in a file.
 """
@@ -20,20 +20,28 @@ import re
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from pflcore.check import checked, import_optional, reject, require
+from pflcore.check import PositiveInt, checked, import_optional, reject, require
 from pflcore.data._federation import Federation
 from pflcore.data._meaning import Classes, ReaderOptions
+from pflcore.data._pickled import read_pickled_arrays
 from pflcore.data._samples import SPLITS
 from pflcore.data._sources import (
     DATA_FOLDER_HINT,
     check_published,
     digest_of,
     explain_read_errors,
+)
+from pflcore.data._text import CHARACTERS, number_texts
+from pflcore.data._tff import (
+    read_cifar100,
+    read_examples,
+    read_shakespeare,
+    read_stackoverflow,
 )
 
 AnyPath = str | os.PathLike[str]
@@ -47,6 +55,17 @@ FILES_TEXT = {
     "femnist": (
         "femnist/fed_emnist_train.h5 and femnist/fed_emnist_test.h5 (of TFF), or "
         "LEAF's .json files in femnist/ (with data/train/ and data/test/ or without)"
+    ),
+    "fed_cifar100": (
+        "fed_cifar100/fed_cifar100_train.h5 and fed_cifar100/fed_cifar100_test.h5 "
+        "(of TFF)"
+    ),
+    "shakespeare": (
+        "shakespeare/shakespeare_train.h5 and shakespeare/shakespeare_test.h5 (of TFF)"
+    ),
+    "stackoverflow": (
+        "stackoverflow/stackoverflow_train.h5 and "
+        "stackoverflow/stackoverflow_test.h5 (of TFF)"
     ),
 }
 
@@ -104,19 +123,81 @@ def femnist(root: AnyPath | None = None) -> Federation:
         federation = leaf(base, classes=62, name="femnist")
         images = federation.x.float().reshape(-1, 1, 28, 28)
         return federation._copy_with(x=images)
-    h5py = import_optional("h5py", "data: it")
     clients = Pairs()
     for split in ("train", "test"):
         path = base / f"fed_emnist_{split}.h5"
-        with explain_read_errors(f"{path}: expected TFF's HDF5 file, got none"):
-            require(path.is_file(), "file", "a regular one", path.name)
-            with h5py.File(path) as file:
-                for writer, examples in file["examples"].items():
-                    x = examples["pixels"][()][:, None]
-                    y = examples["label"][()].astype(np.int64)
-                    clients.setdefault(writer, {})[split] = (x, y)
+        for writer, (pixels, labels) in read_examples(path, ("pixels", "label")):
+            pair = (pixels[:, None], labels.astype(np.int64))
+            clients.setdefault(writer, {})[split] = pair
     reader = ReaderOptions(62, None, from_files=True)
     return _federation(dict(sorted(clients.items())), reader, "femnist")
+
+
+def fed_cifar100(root: AnyPath | None = None) -> Federation:
+    """CIFAR-100 by clients of 100 images: 500 of the training pool, 100 of the test.
+
+    Reads TFF's ``fed_cifar100_train.h5`` and ``fed_cifar100_test.h5``, in the folder
+    ``fed_cifar100/``. The clients of the second file are others: all samples are
+    "train", and ``truth["held_out"]`` [N] marks them. Images [n, 3, 32, 32] are
+    normalized as those of cifar100.
+
+    Args:
+        root: the data folder; None for the folder that PFLCORE_DATA names
+    """
+    folder = _root(root, "fed_cifar100") / "fed_cifar100"
+    clients, held_out = read_cifar100(folder)
+    reader = ReaderOptions(100, None, from_files=True)
+    federation = _federation(clients, reader, "fed_cifar100")
+    return federation._copy_with(truth={"held_out": torch.tensor(held_out)})
+
+
+@checked
+def shakespeare(
+    root: AnyPath | None = None, n: PositiveInt | None = None, length: PositiveInt = 80
+) -> Federation:
+    """Shakespeare by role: the next character, for each of T = 80 (LEAF, TFF).
+
+    Reads TFF's ``shakespeare_train.h5`` and ``shakespeare_test.h5``, in the folder
+    ``shakespeare/``. x are tokens int64 [n, T], y the characters that follow [n, T].
+    The classes are the printable characters of ASCII, the end of a line, and marks for
+    padding, other characters and the two ends of a text; ``class_names`` lists them.
+
+    Args:
+        root: the data folder; None for the folder that PFLCORE_DATA names
+        n: number of clients that are read; None for all
+        length: T, characters of a window
+    """
+    folder = _root(root, "shakespeare") / "shakespeare"
+    clients = read_shakespeare(folder, length, n)
+    reader = ReaderOptions(CHARACTERS, from_files=True)
+    return _federation(clients, reader, "shakespeare")
+
+
+@checked
+def stackoverflow(
+    root: AnyPath | None = None,
+    n: PositiveInt | None = None,
+    length: PositiveInt = 20,
+    vocabulary: PositiveInt = 10_000,
+) -> Federation:
+    """Stack Overflow by user: the next word, for each of T = 20 (TFF).
+
+    Reads TFF's ``stackoverflow_train.h5`` and ``stackoverflow_test.h5``, in the folder
+    ``stackoverflow/``. x are tokens int64 [n, T] of the first T words of a sentence, y
+    the words that follow [n, T]. The vocabulary, ``class_names``, is of the most
+    frequent words of the training sentences of the clients that are read, and of marks
+    for padding, other words and the two ends of a sentence.
+
+    Args:
+        root: the data folder; None for the folder that PFLCORE_DATA names
+        n: number of clients that are read; None for all 342,477, which need much memory
+        length: T, words of a sample
+        vocabulary: number of words
+    """
+    folder = _root(root, "stackoverflow") / "stackoverflow"
+    clients, words = read_stackoverflow(folder, length, vocabulary, n)
+    reader = ReaderOptions(words, from_files=True)
+    return _federation(clients, reader, "stackoverflow")
 
 
 @checked
@@ -124,6 +205,9 @@ def leaf(
     path: AnyPath,
     *,
     classes: Classes = "infer",
+    text: Literal["characters", "words"] | None = None,
+    length: PositiveInt = 80,
+    vocabulary: PositiveInt = 10_000,
     name: str | None = None,
     ignored_label: int | None = None,
 ) -> Federation:
@@ -136,17 +220,31 @@ def leaf(
     users' samples are "train", and ``truth["held_out"]`` [N] marks the test users.
     Targets and inputs are interpreted for all users together (docs/data.md).
 
+    With `text` the inputs are texts, which become tokens int64 [n, T], padded with 0. A
+    list of several texts is a row of Sent140, whose fifth entry is the text. Targets
+    that are single characters (Shakespeare) become tokens, too. Words are numbered by
+    how often the training users write them.
+
     Args:
         path: the file or the folder
         classes: number of classes, or their names; infer takes the largest label plus
             one; None reads targets as numbers to predict
+        text: characters or words, where inputs are texts; None where they are numbers
+        length: tokens of a text; further ones are cut off
+        vocabulary: number of words
         name: name of the data, for summaries and records
         ignored_label: label of samples or steps that count in nothing, such as 255
     """
     base = Path(path)
     if (base / "data" / "train").is_dir():
         base = base / "data"
-    users = {split: _leaf_users(part) for split, part in _split_folders(base).items()}
+    users = {}
+    for split, part in _split_folders(base).items():
+        users[split] = _leaf_users(part, is_text=text is not None)
+    if text is not None:
+        are_characters = number_texts(users, text, length, vocabulary)
+        if are_characters and classes == "infer":
+            classes = CHARACTERS
     test_users = users.get("test", {}).keys()
     strangers = test_users - users["train"].keys()
     split_by_user = bool(strangers) and len(strangers) == len(test_users)
@@ -175,7 +273,8 @@ def folder(
 ) -> Federation:
     """A federation from a folder with one file per client.
 
-    A file is ``.npz`` (arrays x, y; or x_train, y_train, x_test, y_test, ...) or
+    A file is ``.npz`` (arrays x, y; or x_train, y_train, x_test, y_test, ...; or
+    PFLlib's pickled dict of x and y, which is read without running anything) or
     ``.csv`` (numbers, one row per sample, in the grammar of Python's csv module). Files
     in ``train/`` and ``test/`` (and ``val/``) with the same names are one client's
     splits. Clients are in the order of the names; numbers in a name count as numbers,
@@ -310,8 +409,13 @@ def read_cells(path: Path) -> tuple[list[Any], list[Any]]:
     return x, [targets.reshape(-1) for targets in y]
 
 
-def _leaf_users(path: Path) -> dict[str, tuple[Any, Any]]:
-    """The x and y of each user in a file or folder."""
+def _leaf_users(path: Path, *, is_text: bool) -> dict[str, tuple[Any, Any]]:
+    """The x and y of each user in a file or folder.
+
+    Args:
+        path: the file or folder
+        is_text: True where x are texts, which stay as the file has them, and so do y
+    """
     users: dict[str, tuple[Any, Any]] = {}
     expected = "LEAF's users and user_data, each user once, numbers as x and y"
     for file in [path] if path.is_file() else _list_files(path, ".json"):
@@ -320,6 +424,9 @@ def _leaf_users(path: Path) -> dict[str, tuple[Any, Any]]:
             for user in content["users"]:
                 require(user not in users, "users", "each once", user)
                 samples = content["user_data"][user]
+                if is_text:
+                    users[user] = (samples["x"], samples["y"])
+                    continue
                 x = _to_number_array(samples["x"], f"x of {user}")
                 y = _to_number_array(samples["y"], f"y of {user}")
                 users[user] = (x, y)
@@ -336,7 +443,11 @@ def _to_number_array(values: Any, name: str) -> Any:
     except ValueError:
         reject(name, "as many numbers in each row", values)
     is_text = numbers.dtype.kind in "US"
-    expected = "numbers (for words their numbers)" if is_text else "numbers"
+    words = (
+        "numbers (for words their numbers; of LEAF's text say text='words' or "
+        "'characters')"
+    )
+    expected = words if is_text else "numbers"
     require(numbers.dtype.kind in "fiub", name, expected, values)
     return numbers.astype(np.float64) if numbers.dtype.itemsize > 8 else numbers
 
@@ -344,16 +455,17 @@ def _to_number_array(values: Any, name: str) -> Any:
 def _npz(path: Path, split: str) -> dict[str, tuple[Any, Any]]:
     """A client's x and y by split.
 
-    Arrays whose names have no split, x and y, are of the split `split`.
+    Arrays whose names have no split, x and y, are of the split `split`. A pickle is
+    never loaded: `_pickled` reads the arrays of PFLlib's.
     """
     text = (
         f"{path}: expected arrays of numbers x and y, or x_train and y_train, got none"
     )
     with explain_read_errors(text), np.load(path, allow_pickle=False) as file:
         names = file.files
-        rewrite = "; load it where you trust it and write np.savez(path, x=..., y=...)"
-        pflib = f"x and y (data is PFLlib's pickled dict, which is never read{rewrite})"
-        require(names != ["data"], "arrays", pflib, names)  # only a pickle holds a dict
+        if names == ["data"]:  # PFLlib's pickled dict
+            file = read_pickled_arrays(path, "data")
+            names = list(file)
         name_of = {k if "_" in k else f"{k}_{split}": k for k in names}
         pairs = {}
         is_complete = True
@@ -511,5 +623,12 @@ def _number_hint(text: str) -> str:
     return ""
 
 
-FEDERATIONS: dict[str, Any] = {"school": school, "vehicle": vehicle, "femnist": femnist}
+FEDERATIONS: dict[str, Any] = {
+    "school": school,
+    "vehicle": vehicle,
+    "femnist": femnist,
+    "fed_cifar100": fed_cifar100,
+    "shakespeare": shakespeare,
+    "stackoverflow": stackoverflow,
+}
 READERS: dict[str, Any] = {"leaf": leaf, "folder": folder}

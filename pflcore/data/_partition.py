@@ -6,6 +6,8 @@ rules stand in modules of their own, by what they divide:
 
 - `_proportions`: a pool, or each class, in given proportions
 - `_dirichlet`: each class, in random proportions
+- `_extended_dirichlet`: a few classes for each client, in random proportions
+- `_inner_dirichlet`: a random mix of classes for each client, of a given size
 - `_pathological`: a few classes for each client
 - `_dominant`: a part of dominant classes, and a part of all classes
 - `_subpopulations`: shards of single classes, for one or two groups of clients
@@ -29,6 +31,8 @@ from pflcore.check import PositiveInt, Seed32, checked, reject, require
 from pflcore.data._deal import seeded_stream
 from pflcore.data._dirichlet import dirichlet
 from pflcore.data._dominant import practical1
+from pflcore.data._extended_dirichlet import extended_dirichlet
+from pflcore.data._inner_dirichlet import inner_dirichlet
 from pflcore.data._inputs import IGNORED_LABEL
 from pflcore.data._meaning import ReaderOptions, interpret_targets
 from pflcore.data._pathological import pathological
@@ -61,6 +65,8 @@ PARTITIONS: dict[str, PartitionRule] = {
     "B*": PartitionRule("waffle", waffle, {"base": "B", "shift_seed": 0}),
     "iid": PartitionRule("iid", iid),
     "dirichlet": PartitionRule("dirichlet", dirichlet),
+    "extended_dirichlet": PartitionRule("extended_dirichlet", extended_dirichlet),
+    "inner_dirichlet": PartitionRule("inner_dirichlet", inner_dirichlet),
     "pathological": PartitionRule("pathological", pathological),
     "practical1": PartitionRule("practical1", practical1),
     "unimodal": PartitionRule("unimodal", unimodal),

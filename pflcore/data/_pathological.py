@@ -67,7 +67,7 @@ def pathological(
 def _deal_exact_classes(labels: Labels, k: int, rng: Random) -> Partition:
     """The partition by the mode "exact_k" of `pathological`."""
     require(k <= labels.classes, "k", f"at most the {labels.classes} classes", k)
-    owned = _assign_classes(labels.n, k, labels.classes, rng)
+    owned = assign_classes(labels.n, k, labels.classes, rng)
 
     def cut(y: Ints, split: str) -> Ragged:
         return _deal_equally(labels, y, split, owned, rng)
@@ -81,7 +81,7 @@ def _deal_exact_classes(labels: Labels, k: int, rng: Random) -> Partition:
     return Partition(index, facts=facts)
 
 
-def _assign_classes(n: int, k: int, classes: int, rng: Random) -> Ints:
+def assign_classes(n: int, k: int, classes: int, rng: Random) -> Ints:
     """Classes of each client, [C, N]: 1 where it owns the class, else 0.
 
     One client after the other takes the k classes with the fewest owners so far, in

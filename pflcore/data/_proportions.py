@@ -59,7 +59,7 @@ def iid(labels: Labels, rng: Random, *, sizes: Sizes = None) -> Partition:
         sizes: A, B or C of the WAFFLE paper's Table 4, or proportions of the clients'
             sizes, which are repeated where there are more clients; equal if not said
     """
-    weights = _size_weights(sizes, labels.n)[None]
+    weights = size_weights(sizes, labels.n)[None]
 
     def cut(y: Ints, split: str) -> Ragged:
         order = rng.permutation(len(y))
@@ -110,7 +110,7 @@ def waffle(
     if classes != 10:
         first_client = np.array([1] * classes, dtype=object)
     shifted = np.add.outer(np.arange(classes), np.arange(n)) % classes  # [C, N]
-    weights = first_client[shifted] * _size_weights(sizes, n)
+    weights = first_client[shifted] * size_weights(sizes, n)
 
     def cut(y: Ints, split: str) -> Ragged:
         order = rng if shuffle and split == "train" else None
@@ -138,7 +138,7 @@ def concept_shift(n: int, classes: int, shift_seed: int = 0) -> Tensor:
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def _size_weights(sizes: Sizes, n: int) -> Exact:
+def size_weights(sizes: Sizes, n: int) -> Exact:
     """Exact proportions [N] of the clients' sizes.
 
     A float is read as it is written: 0.1 is a tenth, and not the nearest float.

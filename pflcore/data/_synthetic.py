@@ -6,13 +6,24 @@ w_i [D]; a and b [N, D] are the curvature and the optimum of quadratics.
 
 from __future__ import annotations
 
-from typing import Any
+from string import ascii_lowercase
+from typing import Annotated, Any
 
+import annotated_types as at
 import torch
 from torch import Tensor
 
-from pflcore.check import NonNegativeFloat, PositiveInt, Seed, checked, require
+from pflcore.check import (
+    NonNegativeFloat,
+    PositiveInt,
+    Seed,
+    UnitFloat,
+    checked,
+    require,
+)
 from pflcore.data._federation import Federation
+
+LetterCount = Annotated[int, at.Interval(ge=2, le=len(ascii_lowercase))]
 
 
 @checked
@@ -139,6 +150,67 @@ def synthetic_clusters(  # noqa: PLR0913 (the recipe's options)
         classes=classes,
         relabel=relabel,
         truth={"group": group, "centre": centre.expand(n, -1, -1)},
+    )
+
+
+@checked
+def synthetic_text(  # noqa: PLR0913 (the recipe's options)
+    n: PositiveInt = 10,
+    groups: PositiveInt = 2,
+    samples: PositiveInt = 40,
+    length: PositiveInt = 20,
+    letters: LetterCount = 8,
+    surprise: UnitFloat = 0.2,
+    held_out: PositiveInt = 40,
+    seed: Seed = 0,
+) -> Federation:
+    """Made-up text: the next letter, for each of T letters.
+
+    In each group one letter calls for the next: with the probability 1 - surprise it
+    is the letter that the group's random permutation gives, and else any letter, with
+    equal probabilities. Client i belongs to group i mod groups. The best possible
+    accuracy is 1 - surprise + surprise / letters for a client, while one model for two
+    groups can only guess. x are tokens int64 [n, T], y the letters that follow [n, T].
+
+    ``truth`` holds "group" [N] and "transition" [N, C, C], the probability of each
+    letter after each letter.
+
+    Args:
+        n: number of clients
+        groups: groups of clients; clients of a group have the same transitions
+        samples: training samples of a client
+        length: T, letters of a sample
+        letters: C, the number of different letters, at most 26
+        surprise: share of letters that are drawn at random
+        held_out: test samples of a client
+        seed: seeds all draws
+    """
+    generator = torch.Generator().manual_seed(seed)
+    group = torch.arange(n) % groups
+    orders = [torch.randperm(letters, generator=generator) for _ in range(groups)]
+    successor = torch.stack(orders)[group]  # [N, C]
+    certain = torch.nn.functional.one_hot(successor, letters).float()
+    transition = (1 - surprise) * certain + surprise / letters
+    size = samples + held_out
+    text = torch.empty(n, size, length + 1, dtype=torch.int64)
+    # Client after client, so that further clients change no text.
+    for i in range(n):
+        text[i, :, 0] = torch.randint(letters, (size,), generator=generator)
+        for step in range(length):
+            random = torch.randint(letters, (size,), generator=generator)
+            is_random = torch.rand(size, generator=generator) < surprise
+            following = successor[i, text[i, :, step]]
+            text[i, :, step + 1] = torch.where(is_random, random, following)
+    text = text.flatten(0, 1)
+    return _equal_clients(
+        text[:, :-1],
+        text[:, 1:],
+        n,
+        samples,
+        name="synthetic_text",
+        classes=letters,
+        class_names=tuple(ascii_lowercase[:letters]),
+        truth={"group": group, "transition": transition},
     )
 
 

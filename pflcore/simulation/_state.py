@@ -313,7 +313,12 @@ def copy_state(config: RunConfig, state: State) -> State:
     has_client_rows = bool(state.clients)
     context = config.context
     new = initial_state(
-        alg, context.net, n, config.folder, has_client_rows, context.training
+        alg,
+        context.net,
+        n,
+        config.folder,
+        has_client_rows,
+        training=context.training,
     )
     if config.folder is not None:
         num_participated = int(state.participated.sum())

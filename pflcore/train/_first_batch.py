@@ -22,7 +22,7 @@ from pflcore.data._federation import Federation
 from pflcore.metrics import ArgumentForm
 from pflcore.nn._context import forward_context
 from pflcore.train import _validate as validate
-from pflcore.train._net import Net
+from pflcore.train._net import Net, scores_of
 from pflcore.train._training import Training
 from pflcore.train._validate import MismatchError
 
@@ -112,7 +112,7 @@ def first_batch_loss(
     seed = x.new_zeros((), dtype=torch.int64)
     with forward_context(train, None, seed), torch.enable_grad():
         with validate.reraise_as(explain_forward_error):
-            scores = module(x)
+            scores = scores_of(module(x))
         validate.check_scores(net, data, scores, y)
         net.single_score = scores.numel() == y.numel()
         if find_form:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate, pairwise
@@ -317,7 +317,7 @@ class Net:
         other = copy.copy(self)
         other.fields = fields
         other.module = copy.deepcopy(self.module)
-        other.module.register_forward_pre_hook(fields)
+        other.module.register_forward_pre_hook(fields, with_kwargs=True)
         return other
 
     # the function of a row ---------------------------------------------------
@@ -348,7 +348,7 @@ class Net:
         if bound.buffers:
             bind_tensors(bound.buffers, self._buffer_pieces())
         forward_state.random_layer = 0
-        scores = bound.module(x)
+        scores = scores_of(bound.module(x))
         if bound.buffers and forward_state.train:
             # Read from the slots: a forward may have put another tensor there.
             pieces = []
@@ -535,6 +535,19 @@ class Net:
                 f"row: expected {self.size} parameters for this model, got "
                 f"{tuple(row.shape)}; cut extra columns off first."
             )
+
+
+def scores_of(output: Any) -> Any:
+    """The scores in a module's output: the output itself, or its `logits`.
+
+    Models of transformers, and some of torchvision, return an object or a dict that has
+    them under this name.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("logits", output)
+    return getattr(output, "logits", output)
 
 
 def _reset(m: nn.Module) -> None:

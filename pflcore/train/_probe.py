@@ -45,7 +45,7 @@ from pflcore.train._context import TrainContext
 from pflcore.train._engines import Engine
 from pflcore.train._first_batch import spread_samples
 from pflcore.train._graphs import GradientGraphs
-from pflcore.train._net import Net
+from pflcore.train._net import Net, scores_of
 from pflcore.train._training import Training
 from pflcore.train._workers import Workers
 
@@ -289,7 +289,7 @@ def reference_gradient(
 ) -> tuple[Tensor, Tensor]:  # [], [P]
     """Loss and gradient of the module by plain autograd."""
     with forward_context(module.training, None, seed), torch.enable_grad():
-        loss = net.batch_loss(module(x), y)
+        loss = net.batch_loss(scores_of(module(x)), y)
     parameters = dict(module.named_parameters())
     trained = [parameters[name] for name in net.names]
     # The gradient of a parameter that the loss does not depend on is 0.

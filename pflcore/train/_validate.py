@@ -26,7 +26,7 @@ from pflcore.nn import Dropout
 from pflcore.nn._context import forward_context
 from pflcore.train import _memory as memory
 from pflcore.train._losses import LOSSES, loss_name
-from pflcore.train._net import Net
+from pflcore.train._net import Net, scores_of
 from pflcore.train._random import IsolatedDraws
 
 # Layers whose training mode differs from their evaluation mode.
@@ -129,8 +129,8 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
     """
     if not isinstance(scores, Tensor):
         raise MismatchError(
-            "model: expected its forward pass to give one tensor of scores, got a "
-            f"{type(scores).__name__}; return the scores alone."
+            "model: expected its forward pass to give one tensor of scores, alone or "
+            f"as `logits`, got a {type(scores).__name__}; return the scores alone."
         )
     shape = list(scores.shape)
     targets = list(y.shape)
@@ -379,7 +379,7 @@ def explain_impure_model(net: Net, x: Tensor, y: Tensor, mismatch: str) -> str:
         for _ in range(3):
             net.load(module, net.w0, net.b0)
             with forward_context(train, None, seed), torch.no_grad():
-                scores.append(module(x))
+                scores.append(scores_of(module(x)))
         if not all(are_equal(scores[0], other) for other in scores):
             return (
                 "model: its forward pass gives other scores when it is called again on "

@@ -143,21 +143,55 @@ X = np.ones((3, 2))
 Y = np.array([0, 1, 1])
 
 
-def test_a_pickled_file_is_named_and_never_read(tmp_path):
-    """A pickled file is refused, and the advice of the message works.
+@pytest.mark.parametrize(
+    "x",
+    [X.astype(np.float32), np.asfortranarray(X), X.astype(">f8"), X.astype(np.int64)],
+    ids=["float32", "by columns", "big-endian", "int64"],
+)
+def test_pflibs_pickled_arrays_are_read(x, tmp_path):
+    for split, rows in (("train", slice(0, 3)), ("test", slice(1, 2))):
+        (tmp_path / split).mkdir()
+        for client in range(2):
+            arrays = {"x": x[rows] + client, "y": Y[rows]}
+            np.savez_compressed(tmp_path / split / f"{client}.npz", data=arrays)
+    (tmp_path / "config.json").write_text("{}")
 
-    PFLlib writes such files.
-    """
-    path = tmp_path / "0.npz"
-    np.savez(path, data=np.array({"x": X, "y": Y}, dtype=object))
-    with sentence(
-        r".*0\.npz: .*PFLlib's pickled dict, which is never read; load it", OSError
-    ):
+    data = folder(tmp_path)
+
+    want = np.concatenate([x, x[1:2], x + 1, x[1:2] + 1]).astype(np.float32)
+    assert data.x.tolist() == want.tolist() and data.x.is_floating_point() == (
+        x.dtype.kind == "f"
+    )
+    assert data.names == ("0", "1") and data.size("test").tolist() == [1, 1]
+    assert data.y.tolist() == [0, 1, 1, 1] * 2
+
+
+class Harmful:
+    """An object whose pickle makes a folder when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["member", "whole", "words", "complex", "list"])
+def test_another_pickle_is_never_run(kind, tmp_path):
+    made = tmp_path / "made"
+    content = {
+        "member": {"x": Harmful(made), "y": Y},
+        "whole": Harmful(made),
+        "words": {"x": np.array(["a", "b", "c"]), "y": Y},
+        "complex": {"x": X * 1j, "y": Y},
+        "list": [X, Y],
+    }[kind]
+    data = np.empty((), dtype=object)
+    data[()] = content
+    np.savez(tmp_path / "0.npz", data=data)
+    with sentence(r".*0\.npz: expected arrays of numbers", OSError):
         folder(tmp_path)
-
-    of = np.load(path, allow_pickle=True)["data"].tolist()
-    np.savez(path, x=of["x"], y=of["y"])
-    assert folder(tmp_path).y.tolist() == Y.tolist()
+    assert not made.exists()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ def labels_with(counts, seed=0):
 
 def counts(part, y, split="train"):
     """Numbers [N, 10] of samples of each client in each class."""
-    return np.array([np.bincount(y[rows], minlength=10) for rows in part.index[split]])
+    return np.array(
+        [np.bincount(y[rows.numpy()], minlength=10) for rows in part.index[split]]
+    )
 
 
 def tens(low, high):
@@ -164,7 +166,8 @@ def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed
     # These partitions cut their own test sets.
     own_cut = name in ("practical2", "unimodal", "multimodal")
     assert own_cut or int(train.max()) < len(y) <= int(test.min())
-    if name in ("A", "A*", "iid", "dirichlet", "pathological", "practical2"):
+    whole_pool = ("A", "A*", "iid", "dirichlet", "pathological", "practical2")
+    if name in whole_pool or name == "inner_dirichlet":
         assert len(both) == len(pool)
     assert "test" not in partition(name, y, n, **options).index or own_cut
 
@@ -184,6 +187,76 @@ def test_dirichlet_cuts_both_pools_alike_and_pools_them_four_to_one():
     part = partition("practical2", y, 10)
     for a, b in zip(sizes(part), sizes(part, "test"), strict=True):
         assert a == int(0.8 * (a + b) + 1e-9)
+
+
+# Counts of ten classes, of which some may be absent.
+SOME = st.lists(st.integers(0, 30), min_size=10, max_size=10).filter(any)
+ALPHAS = st.sampled_from([1e-300, 0.01, 0.5, 100.0, 1e6])
+
+
+@given(SOME, st.integers(1, 12), st.integers(1, 4), ALPHAS, st.integers(0, 3))
+def test_extended_dirichlet_gives_each_client_k_classes_at_most(
+    have, n, k, alpha, seed
+):
+    y = labels_with(have, seed)
+    try:
+        options = {"k": k, "alpha": alpha, "seed": seed, "classes": 10}
+        part = partition("extended_dirichlet", y, n, **options)
+    except ValueError as e:
+        assert str(e).startswith(("k: expected at most", "n: expected "))
+        return
+    got = counts(part, y)
+    assert (got.sum(1) > 0).all() and ((got > 0).sum(1) <= k).all()
+    # A class is dealt completely or, without an owner, not at all.
+    assert ((got.sum(0) == have) | (got.sum(0) == 0)).all()
+    unused = sum(have) - got.sum()
+    assert part.facts.get("unused train samples", 0) == unused
+    assert unused == 0 or n * k < sum(count > 0 for count in have)
+
+
+def test_extended_dirichlet_sets_classes_and_shares_apart():
+    y = labels_with([1000] * 10)
+    yt = labels_with([500] * 10, 1)
+    part = partition("extended_dirichlet", y, 20, k=3, alpha=1e6, test_labels=yt)
+    got, tests = (counts(part, np.concatenate([y, yt]), s) for s in ("train", "test"))
+    # Six owners share each class equally, where alpha is large.
+    assert ((got > 0).sum(1) == 3).all() and ((got > 0).sum(0) == 6).all()
+    assert np.abs(got[got > 0] - 1000 / 6).max() < 5
+    assert np.abs(got / 2 - tests).max() <= 1.5
+    skewed = counts(partition("extended_dirichlet", y, 20, k=3, alpha=0.05), y)
+    assert (skewed.max(0) > 600).sum() >= 8 and ((skewed > 0).sum(1) <= 3).all()
+    # With all classes it is a Dirichlet cut of every class.
+    every = counts(partition("extended_dirichlet", y, 10, k=10, alpha=1e6), y)
+    assert np.abs(every / 100 - 1).max() < 0.05
+
+
+@given(SOME, st.integers(1, 12), ALPHAS, st.sampled_from([0, 0.5, 900.0]))
+def test_inner_dirichlet_deals_every_sample_once(have, n, alpha, sigma):
+    y = labels_with(have)
+    try:
+        options = {"alpha": alpha, "sigma": sigma, "classes": 10}
+        part = partition("inner_dirichlet", y, n, **options)
+    except ValueError as e:
+        assert str(e).startswith("n: expected at most")
+        return
+    assert sorted(torch.cat(part.index["train"]).tolist()) == [*range(len(y))]
+    assert min(sizes(part)) >= 1
+    if not sigma:
+        assert max(sizes(part)) - min(sizes(part)) <= 1
+
+
+def test_inner_dirichlet_sets_sizes_and_classes_apart():
+    y = labels_with([600] * 10)
+    for alpha in (0.05, 100.0):
+        part = partition("inner_dirichlet", y, 3, sizes=[1, 2, 3], alpha=alpha)
+        assert sizes(part) == [1000, 2000, 3000]
+    even = counts(partition("inner_dirichlet", y, 10, alpha=1e6), y)
+    assert np.abs(even - 60).max() < 40
+    # With a small alpha a client has mostly one class, until others have used it up.
+    skewed = counts(partition("inner_dirichlet", y, 60, alpha=0.01), y)
+    assert skewed.max(1).mean() > 70 and even.max(1).mean() < 90
+    uneven = sizes(partition("inner_dirichlet", y, 20, sigma=1.0))
+    assert max(uneven) > 4 * min(uneven)
 
 
 def test_dirichlet_falls_back_and_says_so():

@@ -168,7 +168,7 @@ def test_a_tuple_of_three_is_no_pair():
 
 def test_three_tensors_are_no_pairs():
     dataset = TensorDataset(X, Y, Y)
-    with sentence(r"client 0 \(train\): .*of samples of 3 make"):
+    with sentence(r"client 0 \(train\): .*of samples of 3 say x=0, y=1"):
         read(dataset)
     assert read([(d[0], d[1]) for d in dataset]) == WANT
 

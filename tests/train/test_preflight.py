@@ -90,7 +90,8 @@ LINEAR = nn.Linear(6, 4)
 BROKEN = [  # model, error message, loss (optional)
     (
         Own(lambda m, x: (m.layer(x), x)),
-        r"model: expected its forward pass to give one tensor of scores, got a tuple",
+        r"model: expected its forward pass to give one tensor of scores, alone or "
+        r"as `logits`, got a tuple",
     ),
     (
         Own(lambda m, x: m.layer(x).sum(0)),

@@ -22,6 +22,9 @@ PLACES = {
     "school": ("school",),
     "vehicle": ("vehicle",),
     "femnist": ("femnist",),
+    "fed_cifar100": ("fed_cifar100",),
+    "shakespeare": ("shakespeare",),
+    "stackoverflow": ("stackoverflow",),
 }
 
 
