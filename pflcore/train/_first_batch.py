@@ -38,6 +38,7 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
     data and loss do not fit together.
     """
     validate.check_torch_modes()
+    validate.check_modes(net)
     validate.check_dtypes(net, data)
     count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
     x, y = spread_samples(data, count)
@@ -83,7 +84,8 @@ def plan_single_samples(net: Net, data: Federation, training: Training) -> None:
 
 def _single_sample_reason(net: Net, error: MismatchError) -> str:
     """End of a sentence on a model that cannot train on one sample."""
-    if any(isinstance(layer, _BatchNorm) for layer in net.module.modules()):
+    layers = net.module.modules()
+    if any(isinstance(layer, _BatchNorm) and layer.training for layer in layers):
         return ", as batch norm cannot"
     return f" ({str(error).rstrip('.')})"
 
@@ -102,7 +104,8 @@ def first_batch_loss(
     of `net` is located. With `find_form` the form in which the loss takes scores and
     targets is set in `net`. Raises MismatchError where a pass fails.
     """
-    module = copy.deepcopy(net.module).train(train)
+    module = copy.deepcopy(net.module)
+    net.set_mode(module, train)
     calls = _record_calls(module)
 
     def explain_forward_error(error: Exception) -> str:

@@ -271,7 +271,8 @@ def _reference(
     losses = []
     grads = []
     for row, samples, seed in zip(w, index, seeds, strict=True):
-        net.load(module, row, net.b0).train(train)
+        net.load(module, row, net.b0)
+        net.set_mode(module, train)
         x = data.x[samples]
         y = data.y[samples]
         loss, grad = reference_gradient(net, module, x, y, seed)
