@@ -23,7 +23,7 @@ from pflcore.metrics import ArgumentForm
 from pflcore.nn._context import forward_context
 from pflcore.train import _validate as validate
 from pflcore.train._net import Net
-from pflcore.train._training import Training
+from pflcore.train._training import Precision, Training, autocast
 from pflcore.train._validate import MismatchError
 
 FIRST_BATCH_SIZE = 8  # samples
@@ -40,12 +40,14 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
     validate.check_torch_modes()
     validate.check_modes(net)
     validate.check_dtypes(net, data)
+    validate.check_precision(net, training)
     count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
     x, y = spread_samples(data, count)
     net.argument_form = ArgumentForm()
     # The first pass finds the form of the loss's arguments, and the second uses it.
     for train in (False, True):
-        run = partial(first_batch_loss, net, data, x, y, train, find_form=not train)
+        precision = training.precision if train else None
+        run = partial(first_batch_loss, net, data, x, y, train, not train, precision)
         validate.run_without_global_draws(run)
     plan_single_samples(net, data, training)
 
@@ -65,7 +67,8 @@ def plan_single_samples(net: Net, data: Federation, training: Training) -> None:
         return
     x, y = spread_samples(data, 1)
     try:
-        first_batch_loss(net, data, x, y, train=True)
+        precision = training.precision
+        first_batch_loss(net, data, x, y, train=True, precision=precision)
     except MismatchError as error:
         net.merge_last_sample = True
         if not has_only_singles.any():
@@ -97,6 +100,7 @@ def first_batch_loss(
     y: Tensor,  # [B, ...]
     train: bool,
     find_form: bool = False,
+    precision: Precision = None,
 ) -> Tensor:
     """Loss of one batch by a copy of the module.
 
@@ -109,10 +113,18 @@ def first_batch_loss(
     calls = _record_calls(module)
 
     def explain_forward_error(error: Exception) -> str:
-        return validate.explain_layer_error(*calls[-1], data, error)
+        text = validate.explain_layer_error(*calls[-1], data, error)
+        if precision is None:
+            return text
+        # In evaluation, which is in float32, it did not fail.
+        return f"{text.rstrip('.')}; leave out precision={precision!r}."
 
     seed = x.new_zeros((), dtype=torch.int64)
-    with forward_context(train, None, seed), torch.enable_grad():
+    with (
+        forward_context(train, None, seed),
+        torch.enable_grad(),
+        autocast(precision, x.device),
+    ):
         with validate.reraise_as(explain_forward_error):
             scores = module(x)
         validate.check_scores(net, data, scores, y)

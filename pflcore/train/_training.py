@@ -10,6 +10,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
@@ -38,6 +39,7 @@ SCHEDULE_TEXT = (
 Schedule = Annotated[
     RoundSchedule | SchedulerMaker, Expectation(SCHEDULE_TEXT, callable)
 ]
+Precision = Literal["bf16"] | None
 # The defaults of `torch.optim.AdamW`.
 DEFAULT_BETAS = (0.9, 0.999)
 DEFAULT_EPS = 1e-8
@@ -123,6 +125,13 @@ def _makes_scheduler(function: Callable[..., Any]) -> bool:
     return inspect.isclass(function)
 
 
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """Context of the forward pass and the loss of a step in this precision."""
+    if precision is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
 @dataclass(frozen=True)
 class Training:
     """Options of local training, which are the same for every client.
@@ -157,6 +166,9 @@ class Training:
         betas: Decay rates of AdamW's means of the gradient and of its square, two
             numbers from 0 to below 1; None: 0.9 and 0.999.
         eps: Number that AdamW adds to the root of the mean square; None: 1e-8.
+        precision: "bf16" computes the forward passes and losses of local steps under
+            `torch.autocast` with bfloat16. Weights, gradients and the optimizer's state
+            stay in float32, and so does evaluation. None: the model's own dtype.
     """
 
     lr: NonNegativeFloat = 0.1
@@ -171,6 +183,7 @@ class Training:
     clip_grad: PositiveFloat | None = None
     betas: Betas | None = None
     eps: PositiveFloat | None = None
+    precision: Precision = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -27,6 +27,7 @@ from pflcore.train import _memory as memory
 from pflcore.train._losses import LOSSES, loss_name
 from pflcore.train._net import Net
 from pflcore.train._random import IsolatedDraws
+from pflcore.train._training import Training
 
 # Attributes of a layer that say the width of its input.
 WIDTH_ATTRIBUTES = ("in_features", "in_channels", "num_features", "input_size")
@@ -74,8 +75,9 @@ def check_torch_modes() -> None:
         )
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise MismatchError(
-            "torch: autocast is on, and clients train in the model's own dtype; set up "
-            "and run the simulation outside of it."
+            "torch: autocast is on, and clients train in the model's own dtype; for "
+            "mixed precision take Training(precision='bf16'), and set up and run the "
+            "simulation outside of it."
         )
 
 
@@ -109,6 +111,19 @@ def check_dtypes(net: Net, data: Federation) -> None:
                 f"or Federation.from_clients(..., dtype={net.dtype})."
             )
     _check_signed_targets(net, data)
+
+
+def check_precision(net: Net, training: Training) -> None:
+    """Raises MismatchError for mixed precision of a model that is not in float32.
+
+    Autocast casts float32 alone.
+    """
+    if training.precision is not None and net.dtype != torch.float32:
+        raise MismatchError(
+            f"precision: expected a model in float32 for {training.precision!r}, got "
+            f"{net.dtype}; convert it with model.float(), and the data with "
+            "Federation.from_clients(..., dtype=torch.float32)."
+        )
 
 
 def _check_signed_targets(net: Net, data: Federation) -> None:
