@@ -9,6 +9,7 @@ from parts.user import simulation
 from small import at_work, equals, images, layers, make_setting, near, wide
 
 from pflcore import Federation, Net, Training
+from pflcore.nn._context import forward_state
 from pflcore.train._batches import Batches, BatchPlan
 
 DATA = images((9, 20), shape=(3, 8, 8))
@@ -80,7 +81,7 @@ class Watched(nn.Module):
         self.dtypes = set()
 
     def forward(self, scores, y):
-        self.dtypes.add((scores.requires_grad, scores.dtype))
+        self.dtypes.add((forward_state.train, scores.dtype))
         return F.cross_entropy(scores, y)
 
 
