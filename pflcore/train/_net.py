@@ -434,6 +434,11 @@ class Net:
         leaves out.
         """
         scores, y = self.argument_form.convert(scores, y)
+        # Autocast computes losses in float32. Under vmap it does not reach all of the
+        # functions that they consist of.
+        is_autocast = torch.is_autocast_enabled(scores.device.type)
+        if is_autocast and not forward_state.single_client:
+            scores = scores.float()
         if self.ignored_label != IGNORED_LABEL and not y.is_floating_point():
             y = y.masked_fill(y == IGNORED_LABEL, self.ignored_label)
         return self.loss_fn(scores, y)
