@@ -75,9 +75,9 @@ def check_torch_modes() -> None:
         )
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise MismatchError(
-            "torch: autocast is on, and clients train in the model's own dtype; for "
-            "mixed precision take Training(precision='bf16'), and set up and run the "
-            "simulation outside of it."
+            "torch: autocast is on, and clients train in the model's own dtype; set up "
+            "and run the simulation outside of it, and for mixed precision take "
+            "Training(precision='bf16')."
         )
 
 

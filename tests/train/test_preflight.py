@@ -202,6 +202,8 @@ def test_autocast_is_named():
         with sentence("torch: autocast is on"):
             run.run()
     assert run.run().rounds
+    training = Training(precision="bf16")
+    assert simulation(model=model, data=data, training=training).run().rounds
 
 
 class Annealed(nn.Module):
