@@ -138,6 +138,8 @@ class RunDescription:
             record["sampling"] = describe_sampling(options.sampling)
         if data.names is not None:
             record["names"] = data.names
+        if net.eval_modules:
+            record["eval_modules"] = net.eval_modules
         if net.w0.device.type == "cuda":
             record["tf32"] = allows_tf32()
         if isinstance(alg, SplitModel):
@@ -166,6 +168,8 @@ class RunDescription:
         description: Record = {
             "federation": describe_data(self.options.data),
             "loss": loss_name(net.loss_fn),
+            # It stands before the net, whose buffers depend on it.
+            "eval_modules": net.eval_modules or None,
             "net": describe_net(net),
         }
         for name, value in self.header().items():

@@ -389,7 +389,9 @@ class Personalized(nn.Module):
             )
         row = self.get_buffer("view_w")
         template = self.net.to(row.device).module
-        return self.net.load(template, row, self.buffer_row).eval()
+        self.net.load(template, row, self.buffer_row)
+        template.eval()  # one of the user's need not return the module
+        return template
 
     def tensors(self) -> Tensors:
         """The tensors [...] that predictions are made of, by name.

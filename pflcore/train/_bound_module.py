@@ -24,7 +24,7 @@ class BoundModule:
     """One thread's copy of a module.
 
     Args:
-        module: The module that is copied.
+        module: The module that is copied, in the modes in which it trains.
         names: The names of the parameters that are replaced, in the order of a row.
         buffers: The names of the buffers that are replaced.
 
@@ -40,6 +40,8 @@ class BoundModule:
         self, module: nn.Module, names: Iterable[str], buffers: Iterable[str]
     ) -> None:
         self.module = copy.deepcopy(module)
+        self._eval_modules = names_in_evaluation(module)
+        self._train: bool | None = None  # the mode that was set, None before the first
         for layer in self.module.modules():
             if isinstance(layer, _BatchNorm):
                 # Nothing reads this count of batches, and a model that adds to it in
@@ -53,10 +55,46 @@ class BoundModule:
         self.sizes = [shape.numel() for shape in self.shapes]
         unroll_recurrent(self.module)
 
+    def set_mode(self, train: bool) -> None:
+        """Puts the copy into training or evaluation mode, where it is in the other."""
+        # A forward pass may leave another mode behind than it found.
+        if self._train != train or self.module.training != train:
+            set_mode(self.module, train, self._eval_modules)
+            self._train = train
+
     def cut(self, row: Tensor) -> list[Tensor]:
         """The pieces of `row` [P] in the shapes of the parameters."""
         pieces = zip(row.split(self.sizes), self.shapes, strict=True)
         return [piece.view(shape) for piece, shape in pieces]
+
+
+def start_training_mode(module: nn.Module) -> list[str]:
+    """Puts a module into training mode; the names of what stays in evaluation mode.
+
+    Those are the submodules that are in evaluation mode while `module` itself is in
+    training mode, and those that a `train` of the user's keeps there. A module that is
+    itself in evaluation mode trains as after `module.train()`.
+    """
+    eval_modules = names_in_evaluation(module) if module.training else []
+    set_mode(module, train=True, eval_modules=eval_modules)
+    return names_in_evaluation(module)
+
+
+def names_in_evaluation(module: nn.Module) -> list[str]:
+    """The names of the submodules that are in evaluation mode."""
+    return [name for name, layer in module.named_modules() if not layer.training]
+
+
+def set_mode(module: nn.Module, train: bool, eval_modules: Iterable[str]) -> None:
+    """Puts a module into training or evaluation mode.
+
+    In training mode the submodules of the names `eval_modules` stay in evaluation mode.
+    """
+    # A `train` of the user's may return nothing, so calls are not chained.
+    module.train(train)
+    if train:
+        for name in eval_modules:
+            module.get_submodule(name).training = False
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,8 @@ model is no chain where its forward pass
 
 - calls another function, or calls the functions in no simple sequence,
 - has hooks, or uses a tied or frozen weight,
-- differs between training and evaluation, or between sizes of the batch.
+- differs between training and evaluation by more than dropout, or between sizes of the
+  batch.
 
 The trial before round 1 (`_select_engine`) tells whether the program computes what the
 model computes.
@@ -180,11 +181,12 @@ def compile_chain(net: Net, shape: Shape) -> Chain:
     require(not net.buffer_names, "buffers")
     require(len(shape) in (1, 3) and all(shape), f"samples of shape {list(shape)}")
     _check_no_hooks(net.module)
-    # Two passes whose modes and batches differ must have the same lines.
+    # Two passes whose modes and batches differ must have the same lines, up to dropout.
     recorder = record_forward(net, shape, train=True, batch=2)
     other_recorder = record_forward(net, shape, train=False, batch=3)
+    evaluation_lines = [line for line in recorder.lines if line[0] != "dropout"]
     require(
-        recorder.lines == other_recorder.lines,
+        other_recorder.lines == evaluation_lines,
         "a forward that differs between training and evaluation, or between batches "
         "of two and three samples",
     )
@@ -323,7 +325,8 @@ def record_forward(net: Net, shape: Shape, train: bool, batch: int) -> _Recorder
     seed = net.w0.new_zeros((), dtype=torch.int64)
     try:
         with torch.no_grad(), forward_context(train, None, seed), recorder:
-            out = recorder.copy.train(train)(recorder.last)
+            net.set_mode(recorder.copy, train)
+            out = recorder.copy(recorder.last)
     except NotAChain:
         raise
     except Exception as error:
@@ -440,8 +443,8 @@ def _act(
 
 
 def _dropout(m: Dropout, c: LayerCall) -> Lines:
-    """The line of dropout, if it drops anything."""
-    if m.p > 0:
+    """The line of dropout, if it drops anything in the mode of the layer."""
+    if m.p > 0 and m.training:
         yield "dropout", m.p
 
 

@@ -376,6 +376,7 @@ class Clients:
             loss=objective.loss,
             extra={name: v[index] for name, v in objective.extra.items()},
             graphs=context.graphs,
+            precision=context.training.precision,
         )
 
     def _training_parts(

@@ -33,6 +33,7 @@ from pflcore.train._batches import Batches, BatchStep
 from pflcore.train._chain import Chain
 from pflcore.train._graphs import GradientGraphs, GraphFunction
 from pflcore.train._net import Net
+from pflcore.train._training import Precision, autocast
 
 # Minibatches of an epoch are gathered at once, up to this size of their samples.
 EPOCH_BYTES = 1 << 26
@@ -156,6 +157,7 @@ def gradients(  # noqa: PLR0913 (one call for two engines)
     train: bool,
     objective_loss: ObjectiveLoss | None = None,
     extra: Tensors = {},  # noqa: B006
+    precision: Precision = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [s], gradients [s, Q] and new buffers [s, b] by autograd.
 
@@ -165,12 +167,16 @@ def gradients(  # noqa: PLR0913 (one call for two engines)
         train: True for the model in training mode.
         objective_loss: The loss in place of the run's.
         extra: The tensors [s, ...] that `objective_loss` receives.
+        precision: The precision of the forward pass and the loss.
     """
 
     def loss_and_buffers(
         extra: Tensors, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor
     ) -> Any:
-        with forward_context(train, buffers, seed, single_client=not vmap):
+        with (
+            forward_context(train, buffers, seed, single_client=not vmap),
+            autocast(precision, w.device),
+        ):
             if objective_loss is None:
                 loss = net.loss(w, x, y)
             else:
@@ -208,7 +214,11 @@ def gather_samples(
 
 
 def autograd_graph_function(
-    net: Net, data: Federation, vmap: bool, objective_loss: ObjectiveLoss | None
+    net: Net,
+    data: Federation,
+    vmap: bool,
+    objective_loss: ObjectiveLoss | None,
+    precision: Precision,
 ) -> GraphFunction:
     """A function for `GradientGraphs` that computes gradients by autograd."""
 
@@ -229,6 +239,7 @@ def autograd_graph_function(
             train=True,
             objective_loss=objective_loss,
             extra=extra,
+            precision=precision,
         )
         return {"losses": losses, "g": grads, "buffers": new_buffers}
 
@@ -262,6 +273,7 @@ class Chunk:
         loss: The loss in place of the run's, or None.
         extra: The tensors that this loss receives, [s, ...] each.
         graphs: The CUDA graphs of the run, or None on a CPU.
+        precision: The precision of forward passes and losses.
         losses: The sums of the minibatches' losses, [s] float64, each before its step.
         leaves: Views of the row as parameters, where a single client trains by them;
             otherwise empty.
@@ -276,6 +288,7 @@ class Chunk:
     loss: ObjectiveLoss | None
     extra: Tensors
     graphs: GradientGraphs | None = None
+    precision: Precision = None
 
     def __post_init__(self) -> None:
         self.losses = self.buffers.new_zeros(len(self.buffers), dtype=torch.float64)
@@ -361,6 +374,7 @@ class Chunk:
             train=True,
             objective_loss=self.loss,
             extra=extra,
+            precision=self.precision,
         )
         return losses, grads
 
@@ -396,7 +410,10 @@ class Chunk:
             inputs[EXTRA_PREFIX + name] = tensor[clients]
         vmap = self.engine.name == "vmap"
         key = (self.net, self.loss, vmap, *pool)
-        return key, autograd_graph_function(self.net, data, vmap, self.loss), inputs
+        function = autograd_graph_function(
+            self.net, data, vmap, self.loss, self.precision
+        )
+        return key, function, inputs
 
     def leaf_gradients(self, step: BatchStep) -> tuple[Tensor, ...]:
         """The gradient of each parameter, at the row behind `leaves`.
@@ -405,9 +422,10 @@ class Chunk:
         """
         x, y = self.samples(step)
         seeds = self.batches.seeds_of(step)
-        with forward_context(
+        context = forward_context(
             train=True, buffers=self.buffers[0], seed=seeds[0], single_client=True
-        ):
+        )
+        with context, autocast(self.precision, x.device):
             loss = self.net.batch_loss(self.net.forward_bound(x[0]), y[0])
             self.buffers[0] = forward_state.buffers
         self.losses += loss.detach()

@@ -23,7 +23,7 @@ from pflcore.metrics import ArgumentForm
 from pflcore.nn._context import forward_context
 from pflcore.train import _validate as validate
 from pflcore.train._net import Net, scores_of
-from pflcore.train._training import Training
+from pflcore.train._training import Precision, Training, autocast
 from pflcore.train._validate import MismatchError
 
 FIRST_BATCH_SIZE = 8  # samples
@@ -39,13 +39,16 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
     """
     validate.check_torch_modes()
     validate.check_has_training(data)
+    validate.check_modes(net)
     validate.check_dtypes(net, data)
+    validate.check_precision(net, training)
     count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
     x, y = spread_samples(data, count)
     net.argument_form = ArgumentForm()
     # The first pass finds the form of the loss's arguments, and the second uses it.
     for train in (False, True):
-        run = partial(first_batch_loss, net, data, x, y, train, find_form=not train)
+        precision = training.precision if train else None
+        run = partial(first_batch_loss, net, data, x, y, train, not train, precision)
         validate.run_without_global_draws(run)
     plan_single_samples(net, data, training)
 
@@ -65,7 +68,8 @@ def plan_single_samples(net: Net, data: Federation, training: Training) -> None:
         return
     x, y = spread_samples(data, 1)
     try:
-        first_batch_loss(net, data, x, y, train=True)
+        precision = training.precision
+        first_batch_loss(net, data, x, y, train=True, precision=precision)
     except MismatchError as error:
         net.merge_last_sample = True
         if not has_only_singles.any():
@@ -84,7 +88,8 @@ def plan_single_samples(net: Net, data: Federation, training: Training) -> None:
 
 def _single_sample_reason(net: Net, error: MismatchError) -> str:
     """End of a sentence on a model that cannot train on one sample."""
-    if any(isinstance(layer, _BatchNorm) for layer in net.module.modules()):
+    layers = net.module.modules()
+    if any(isinstance(layer, _BatchNorm) and layer.training for layer in layers):
         return ", as batch norm cannot"
     return f" ({str(error).rstrip('.')})"
 
@@ -96,6 +101,7 @@ def first_batch_loss(
     y: Tensor,  # [B, ...]
     train: bool,
     find_form: bool = False,
+    precision: Precision = None,
 ) -> Tensor:
     """Loss of one batch by a copy of the module.
 
@@ -103,14 +109,23 @@ def first_batch_loss(
     of `net` is located. With `find_form` the form in which the loss takes scores and
     targets is set in `net`. Raises MismatchError where a pass fails.
     """
-    module = copy.deepcopy(net.module).train(train)
+    module = copy.deepcopy(net.module)
+    net.set_mode(module, train)
     calls = _record_calls(module)
 
     def explain_forward_error(error: Exception) -> str:
-        return validate.explain_layer_error(*calls[-1], data, error)
+        text = validate.explain_layer_error(*calls[-1], data, error)
+        if precision is None:
+            return text
+        # In evaluation, which is in float32, it did not fail.
+        return f"{text.rstrip('.')}; leave out precision={precision!r}."
 
     seed = x.new_zeros((), dtype=torch.int64)
-    with forward_context(train, None, seed), torch.enable_grad():
+    with (
+        forward_context(train, None, seed),
+        torch.enable_grad(),
+        autocast(precision, x.device),
+    ):
         with validate.reraise_as(explain_forward_error):
             scores = scores_of(module(x))
         validate.check_scores(net, data, scores, y)

@@ -50,7 +50,7 @@ def hinge(scores: Tensor, y: Tensor) -> Tensor:
 
     The labels of the two classes are 0 and 1, or -1 and 1.
     """
-    sign = torch.where(y > 0, 1.0, -1.0).to(scores.dtype)
+    sign = torch.where(y > 0, 1.0, -1.0).to(_target_dtype(scores))
     # At 0 the slope of `clamp` depends on torch's release, and that of `relu` is 0.
     return (1 - sign * scores.reshape(y.shape)).relu().mean()
 
@@ -60,7 +60,7 @@ def squared(scores: Tensor, y: Tensor) -> Tensor:
 
     Both are [B] or [B, 1], or [B, K] for K targets.
     """
-    return F.mse_loss(scores.reshape(y.shape), y.to(scores.dtype))
+    return F.mse_loss(scores.reshape(y.shape), y.to(_target_dtype(scores)))
 
 
 def binary_cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
@@ -70,7 +70,15 @@ def binary_cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
     once.
     """
     logits = scores.reshape(y.shape)
-    return F.binary_cross_entropy_with_logits(logits, y.to(scores.dtype))
+    return F.binary_cross_entropy_with_logits(logits, y.to(_target_dtype(scores)))
+
+
+def _target_dtype(scores: Tensor) -> torch.dtype:
+    """The dtype of targets: that of the scores, or float32 under autocast.
+
+    Scores under autocast are bfloat16, in which targets would lose digits.
+    """
+    return torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype
 
 
 def half_squared(scores: Tensor, y: Tensor) -> Tensor:

@@ -31,7 +31,13 @@ from pflcore.data._inputs import IGNORED_LABEL, Fields
 from pflcore.metrics import ArgumentForm
 from pflcore.nn import Dropout
 from pflcore.nn._context import forward_state
-from pflcore.train._bound_module import BoundModule, bind_tensors, named_tensors
+from pflcore.train._bound_module import (
+    BoundModule,
+    bind_tensors,
+    named_tensors,
+    set_mode,
+    start_training_mode,
+)
 from pflcore.train._losses import (
     LOGIT_LOSSES,
     REGRESSION_LOSSES,
@@ -57,6 +63,12 @@ class Net:
     `nn.Dropout` layers become `pflcore.nn.Dropout`. Raises ValueError for a module that
     clients cannot train.
 
+    A submodule that is in evaluation mode while the module is in training mode stays
+    so while clients train, as in a loop that calls `eval()` on it after
+    `module.train()`. So does one that a `train()` of the module's own keeps there. Its
+    buffers are constants. A module that is in evaluation mode itself trains as after
+    `module.train()`.
+
     Args:
         build: A module, whose weights become `w0`, or a function without arguments that
             makes one; then `w0 = init(seed)`. The draws of that function from torch's
@@ -71,7 +83,8 @@ class Net:
         seed: The seed of the initial weights, where a function makes the module.
 
     Attributes:
-        module: The net's copy of the module.
+        module: The net's copy of the module, in the modes in which it trains.
+        eval_modules: The names of the submodules that stay in evaluation mode.
         w0: The initial row [P].
         b0: The initial row of the float buffers, [b].
         names: The names of the trainable parameters, in the order of a row.
@@ -112,6 +125,7 @@ class Net:
         if not isinstance(built_module, nn.Module):
             built_module = self._build_module(seed)
         self.module = _copy_module(built_module)
+        self.eval_modules = start_training_mode(self.module)
         check_weights(self.module)
         check_layers(self.module)
         check_hooks(built_module)
@@ -144,8 +158,12 @@ class Net:
 
     def _set_buffers(self) -> None:
         """Sets the description of the float buffers, and their initial row `b0`."""
-        named = self.module.named_buffers()
-        floats = {name: b for name, b in named if b.is_floating_point()}
+        floats = {}
+        for name, buffer in self.module.named_buffers():
+            owner = name.rpartition(".")[0]
+            # No pass changes a buffer in evaluation mode, so it is a constant.
+            if buffer.is_floating_point() and owner not in self.eval_modules:
+                floats[name] = buffer
         self.buffer_names = list(floats)
         self.buffer_shapes = [b.shape for b in floats.values()]
         self.buffer_sizes = [shape.numel() for shape in self.buffer_shapes]
@@ -320,6 +338,13 @@ class Net:
         other.module.register_forward_pre_hook(fields, with_kwargs=True)
         return other
 
+    def set_mode(self, module: nn.Module, train: bool) -> None:
+        """Puts a copy of the net's module into training or evaluation mode.
+
+        In training mode the submodules `eval_modules` stay in evaluation mode.
+        """
+        set_mode(module, train, self.eval_modules)
+
     # the function of a row ---------------------------------------------------
     def __call__(self, row: Tensor, x: Tensor) -> Tensor:
         """Scores of the model `row` [P] on a batch `x` [B, ...]."""
@@ -343,8 +368,7 @@ class Net:
     def forward_bound(self, x: Tensor) -> Tensor:
         """Scores of the bound parameters on a batch `x` [B, ...]."""
         bound = self._bound()
-        if bound.module.training != forward_state.train:
-            bound.module.train(forward_state.train)
+        bound.set_mode(forward_state.train)
         if bound.buffers:
             bind_tensors(bound.buffers, self._buffer_pieces())
         forward_state.random_layer = 0
@@ -390,7 +414,7 @@ class Net:
         bound = self._bound("head")
         head_row = row if is_head_row else row[columns]
         bind_tensors(bound.params, bound.cut(head_row))
-        bound.module.train(forward_state.train)
+        bound.set_mode(forward_state.train)
         return bound.module(z)  # type: ignore[no-any-return]
 
     @property
@@ -425,6 +449,11 @@ class Net:
         leaves out.
         """
         scores, y = self.argument_form.convert(scores, y)
+        # Autocast computes losses in float32. Under vmap it does not reach all of the
+        # functions that they consist of.
+        is_autocast = torch.is_autocast_enabled(scores.device.type)
+        if is_autocast and not forward_state.single_client:
+            scores = scores.float()
         label = self.ignored_label
         if label not in (None, IGNORED_LABEL) and not y.is_floating_point():
             y = y.masked_fill(y == IGNORED_LABEL, label)

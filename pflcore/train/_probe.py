@@ -46,7 +46,7 @@ from pflcore.train._engines import Engine
 from pflcore.train._first_batch import spread_samples
 from pflcore.train._graphs import GradientGraphs
 from pflcore.train._net import Net, scores_of
-from pflcore.train._training import Training
+from pflcore.train._training import Precision, Training, autocast
 from pflcore.train._workers import Workers
 
 # A larger model has probes of one client, and on a CPU none in float64: the copies
@@ -173,11 +173,14 @@ def _describe_gap(
     return f"off by {gap:.1e}, the largest is {largest:.1e}"
 
 
-def make_probes(net: Net, data: Federation) -> list[EngineProbe]:
+def make_probes(
+    net: Net, data: Federation, precision: Precision = None
+) -> list[EngineProbe]:
     """The probes of a net: in float64, where possible, and in its dtype.
 
     On a CPU the numbers of both decide. On a GPU only those in float64 do, where there
-    is that probe.
+    is that probe. With a `precision` there is one more, which must only run without an
+    error: its rounding hides differences that the others show.
     """
     probes = []
     device = net.w0.device
@@ -191,10 +194,15 @@ def make_probes(net: Net, data: Federation) -> list[EngineProbe]:
             probes.append(make_probe(wide_net, data))
     probe = make_probe(net, data)
     probe.is_decisive = not (on_gpu and probes)
-    return [*probes, probe]
+    probes.append(probe)
+    if precision is not None:
+        rounded_probe = make_probe(net, data, precision)
+        rounded_probe.is_decisive = False
+        probes.append(rounded_probe)
+    return probes
 
 
-def make_probe(net: Net, data: Federation) -> EngineProbe:
+def make_probe(net: Net, data: Federation, precision: Precision = None) -> EngineProbe:
     """A probe in the dtype of `net`, at initial weights plus noise.
 
     The noise lets clients differ, and lets a weight that starts at 0 take part.
@@ -202,7 +210,7 @@ def make_probe(net: Net, data: Federation) -> EngineProbe:
     sizes = PROBE_SIZES if net.size <= FULL_PROBE_MAX_WEIGHTS else PROBE_SIZES[:1]
     federation = _probe_federation(net, data, sizes)
     # Each client has one batch.
-    training = Training(batch_size=max(sizes))
+    training = Training(batch_size=max(sizes), precision=precision)
     workers = Workers(1, federation.x.device)
     context = TrainContext(net, federation, training, Engine("loop"), workers)
     ids = torch.arange(len(sizes))
@@ -217,10 +225,10 @@ def make_probe(net: Net, data: Federation) -> EngineProbe:
     order = batches.order[:, 0]
     train_index = [order[i, :size] for i, size in enumerate(sizes)]
     test_index = list(federation.lists("test"))
-    expected = {
-        "training": _reference(net, federation, w, train_index, seeds, train=True),
-        "evaluation": _reference(net, federation, w, test_index, seeds, train=False),
-    }
+    with autocast(precision, federation.x.device):
+        trained = _reference(net, federation, w, train_index, seeds, train=True)
+    evaluated = _reference(net, federation, w, test_index, seeds, train=False)
+    expected = {"training": trained, "evaluation": evaluated}
     return EngineProbe(clients, w, expected)
 
 
@@ -271,7 +279,8 @@ def _reference(
     losses = []
     grads = []
     for row, samples, seed in zip(w, index, seeds, strict=True):
-        net.load(module, row, net.b0).train(train)
+        net.load(module, row, net.b0)
+        net.set_mode(module, train)
         x = data.x[samples]
         y = data.y[samples]
         loss, grad = reference_gradient(net, module, x, y, seed)

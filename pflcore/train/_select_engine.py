@@ -42,12 +42,13 @@ from pflcore.train._gpu_flags import NO_TF32_FLAGS, REPEATABLE_FLAGS
 from pflcore.train._graphs import GradientGraphs
 from pflcore.train._net import Net
 from pflcore.train._probe import EngineProbe, first_mismatch, make_probes
-from pflcore.train._training import Training
+from pflcore.train._training import Precision, Training, autocast
 from pflcore.train._validate import MismatchError
 from pflcore.train._workers import Workers, single_threaded
 
 # A CPU trains clients of larger models faster one by one than a block at once.
 VMAP_MAX_WEIGHTS = 1 << 16
+NO_CHAIN_OF_BF16 = "precision is 'bf16', and the chain's kernels compute in float32"
 # Layers that a CPU trains faster in a loop than under vmap.
 SLOW_UNDER_VMAP = {"convolutions": nn.modules.conv._ConvNd, "an LSTM": nn.LSTM}
 
@@ -89,13 +90,14 @@ def make_context(  # noqa: PLR0913 (the options of a run)
     ):
         net = net.with_fields(data.fields)
         prepare_net(net, data, training)
-        probes = make_probes(net, data)
-        selected = select_engine(net, data, probes, engine)
+        probes = make_probes(net, data, training.precision)
+        selected = select_engine(net, data, probes, engine, training.precision)
         gradient_graphs = None
         if data.device.type == "cuda":
             gradient_graphs = verified_graphs(probes, selected, graphs)
         x, y = spread_samples(data, FIRST_BATCH_SIZE)
-        batch_bytes = memory.activation_bytes(net, x, y)
+        with autocast(training.precision, device):
+            batch_bytes = memory.activation_bytes(net, x, y)
     if selected.chain is not None and training.local_optimizer != "sgd":
         note = "it gives the gradients, and AdamW takes its steps in torch"
         selected = selected._replace(reason=f"{selected.reason}; {note}")
@@ -117,7 +119,11 @@ def make_context(  # noqa: PLR0913 (the options of a run)
 
 
 def select_engine(
-    net: Net, data: Federation, probes: list[EngineProbe], name: str
+    net: Net,
+    data: Federation,
+    probes: list[EngineProbe],
+    name: str,
+    precision: Precision = None,
 ) -> Engine:
     """The engine called `name`; for "auto" the first one that matches.
 
@@ -133,7 +139,9 @@ def select_engine(
         return Engine("loop")
     if name == "vmap":
         return _required_vmap(probes)
-    trial = try_chain(net, data, probes)
+    trial = ChainTrial(None, NO_CHAIN_OF_BF16)
+    if precision is None:
+        trial = try_chain(net, data, probes)
     if trial.chain is None and name == "chain":
         raise MismatchError(
             f"engine: 'chain' cannot train this model: {trial.reason}; take 'auto'."

@@ -10,6 +10,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
@@ -63,6 +64,7 @@ def _is_count(value: Any) -> bool:
 
 
 Steps = Annotated[int | str | StepsRule, Expectation(STEPS_TEXT, _are_steps)]
+Precision = Literal["bf16"] | None
 # The defaults of `torch.optim.AdamW`.
 DEFAULT_BETAS = (0.9, 0.999)
 DEFAULT_EPS = 1e-8
@@ -148,6 +150,13 @@ def _makes_scheduler(function: Callable[..., Any]) -> bool:
     return inspect.isclass(function)
 
 
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """Context of the forward pass and the loss of a step in this precision."""
+    if precision is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
 @dataclass(frozen=True)
 class Training:
     """Options of local training, which are the same for every client.
@@ -194,6 +203,9 @@ class Training:
             other state; False: it starts anew in every round. It is that of the
             training whose stream is "fit", which every method has once in a round
             (Ditto's of the personal model); other trainings start anew.
+        precision: "bf16" computes the forward passes and losses of local steps under
+            `torch.autocast` with bfloat16. Weights, gradients and the optimizer's state
+            stay in float32, and so does evaluation. None: the model's own dtype.
     """
 
     lr: NonNegativeFloat = 0.1
@@ -210,6 +222,7 @@ class Training:
     eps: PositiveFloat | None = None
     steps: Steps | None = None
     keep_optimizer: bool = False
+    precision: Precision = None
 
     def __post_init__(self) -> None:
         check_fields(self)

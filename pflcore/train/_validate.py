@@ -22,15 +22,13 @@ from torch import Tensor
 from pflcore.data._federation import Federation
 from pflcore.data._inputs import IGNORED_LABEL
 from pflcore.metrics import ArgumentForm, find_argument_form, has_one_score_each
-from pflcore.nn import Dropout
 from pflcore.nn._context import forward_context
 from pflcore.train import _memory as memory
 from pflcore.train._losses import LOSSES, loss_name
 from pflcore.train._net import Net, scores_of
 from pflcore.train._random import IsolatedDraws
+from pflcore.train._training import Training
 
-# Layers whose training mode differs from their evaluation mode.
-MODE_LAYERS = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, Dropout)
 # Attributes of a layer that say the width of its input.
 WIDTH_ATTRIBUTES = ("in_features", "in_channels", "num_features", "input_size")
 # Losses of targets -1 and 1.
@@ -78,7 +76,8 @@ def check_torch_modes() -> None:
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise MismatchError(
             "torch: autocast is on, and clients train in the model's own dtype; set up "
-            "and run the simulation outside of it."
+            "and run the simulation outside of it, and for mixed precision take "
+            "Training(precision='bf16')."
         )
 
 
@@ -89,6 +88,21 @@ def check_has_training(data: Federation) -> None:
             "data: no client has training samples with a label that counts; nothing is "
             "left to be learnt."
         )
+
+
+def check_modes(net: Net) -> None:
+    """Raises MismatchError for a module whose `train()` or `eval()` changes tensors."""
+    module = copy.deepcopy(net.module)
+    net.set_mode(module, train=True)
+    before = {name: t.detach().clone() for name, t in module.state_dict().items()}
+    net.set_mode(module, train=False)
+    for name, tensor in module.state_dict().items():
+        if name in before and not are_equal(tensor, before[name]):
+            raise MismatchError(
+                f"model: its eval() changes {name!r}, as merging an adapter does, and "
+                "clients' models are put there before each pass; switch the merging "
+                "off."
+            )
 
 
 def check_dtypes(net: Net, data: Federation) -> None:
@@ -106,6 +120,19 @@ def check_dtypes(net: Net, data: Federation) -> None:
                 f"or Federation.from_clients(..., dtype={net.dtype})."
             )
     _check_signed_targets(net, data)
+
+
+def check_precision(net: Net, training: Training) -> None:
+    """Raises MismatchError for mixed precision of a model that is not in float32.
+
+    Autocast casts float32 alone.
+    """
+    if training.precision is not None and net.dtype != torch.float32:
+        raise MismatchError(
+            f"precision: expected a model in float32 for {training.precision!r}, got "
+            f"{net.dtype}; convert it with model.float(), and the data with "
+            "Federation.from_clients(..., dtype=torch.float32)."
+        )
 
 
 def _check_signed_targets(net: Net, data: Federation) -> None:
@@ -367,63 +394,77 @@ def explain_impure_model(net: Net, x: Tensor, y: Tensor, mismatch: str) -> str:
 
     The text names the cause where one can be found, and otherwise the mismatch.
     """
-    mode_mismatch = _explain_mode_mismatch(net, MODE_LAYERS)
-    if mode_mismatch is not None:
-        return mode_mismatch
     module = copy.deepcopy(net.module)
-    seed = torch.zeros((), dtype=torch.int64, device=x.device)
     for train in (True, False):
-        module.train(train)
-        scores = []
-        # Three passes, since a counter may begin with a pass that changes nothing.
-        for _ in range(3):
-            net.load(module, net.w0, net.b0)
-            with forward_context(train, None, seed), torch.no_grad():
-                scores.append(scores_of(module(x)))
-        if not all(are_equal(scores[0], other) for other in scores):
+        scores = _repeated_scores(net, module, x, train, keep_modes=True)
+        if not _are_all_equal(scores):
             return (
                 "model: its forward pass gives other scores when it is called again on "
                 "the same samples; it must use nothing that another pass has changed, "
                 "such as a counter or a cache, and no random numbers but those of "
                 "pflcore.nn.Dropout."
             )
+        if not _are_all_equal(_repeated_scores(net, module, x, train)):
+            return _explain_own_mode(net, module, train)
     losses = [net.batch_loss(scores[0], y) for _ in range(3)]
-    if not all(are_equal(losses[0], other) for other in losses):
+    if not _are_all_equal(losses):
         return (
             "loss: it gives another value when it is called again on the same scores "
             "and targets; it must use nothing that another call has changed, such as a "
             "counter, and no random numbers."
         )
-    return _explain_mode_mismatch(net, (nn.Module,)) or (
+    return (
         "model: as a function of its parameters it is not what the module computes: "
         f"{mismatch}; its forward must use the parameters where they are registered, "
         "and nothing that another pass has changed."
     )
 
 
-def _explain_mode_mismatch(net: Net, kinds: tuple[type[nn.Module], ...]) -> str | None:
-    """Text on the first submodule whose mode is not the model's, or None.
+def _repeated_scores(
+    net: Net, module: nn.Module, x: Tensor, train: bool, keep_modes: bool = False
+) -> list[Tensor]:
+    """Scores of three passes with the initial weights, on the same samples.
 
-    The model is examined as it is, and after `train()`.
+    There are three, since a counter may begin with a pass that changes nothing. With
+    `keep_modes` the mode is set before each pass, and otherwise before the first alone.
     """
-    for model in (net.module, copy.deepcopy(net.module).train()):
-        for name, m in model.named_modules():
-            if isinstance(m, kinds) and m.training != model.training:
-                mode = "training" if m.training else "evaluation"
-                other = "evaluation" if m.training else "training"
-                return (
-                    f"model: its submodule {name!r} ({type(m).__name__}) is in {mode} "
-                    f"mode while the model is in {other} mode; call model.train() "
-                    "before the run and let train() reach every submodule, or for "
-                    "fixed statistics put a layer of a fixed shift and scale in its "
-                    "place."
-                )
-    return None
+    seed = torch.zeros((), dtype=torch.int64, device=x.device)
+    net.set_mode(module, train)
+    scores = []
+    for _ in range(3):
+        net.load(module, net.w0, net.b0)
+        if keep_modes:
+            net.set_mode(module, train)
+        with forward_context(train, None, seed), torch.no_grad():
+            scores.append(scores_of(module(x)))
+    return scores
+
+
+def _explain_own_mode(net: Net, module: nn.Module, train: bool) -> str:
+    """Text on a module whose forward pass leaves submodules in another mode."""
+    after_pass = {name: layer.training for name, layer in module.named_modules()}
+    net.set_mode(module, train)
+    changed = "the model"
+    for name, layer in module.named_modules():
+        if name and layer.training != after_pass[name]:
+            changed = f"{name!r} ({type(layer).__name__})"
+            break
+    return (
+        f"model: its forward pass leaves {changed} in another mode than it found, so "
+        "the next pass computes something else; call train() and eval() outside of "
+        "forward, or let it restore each submodule's own mode."
+    )
+
+
+def _are_all_equal(tensors: list[Tensor]) -> bool:
+    """True where all tensors have the same values."""
+    return all(are_equal(tensors[0], other) for other in tensors)
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
     """True where two tensors have the same values; NaN equals NaN."""
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    is_equal = torch.equal(one, other)
+    return is_equal or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @contextmanager

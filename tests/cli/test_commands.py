@@ -299,6 +299,13 @@ def test_metrics_that_were_asked_for_are_in_the_table():
     assert all(val == math.ceil((train + val) / 4) for train, val in sizes)
 
 
+def test_a_run_in_mixed_precision():
+    assert command(f"run fedavg {SHORT} --precision bf16") == 0
+    (run,) = read("o")
+    assert run.header["training"]["precision"] == "bf16"
+    assert "precision is 'bf16'" in run.header["path"]["why"]
+
+
 # folders --------------------------------------------------------------------
 def test_a_record_is_only_replaced_on_demand(capsys):
     assert command(f"run fedavg {SHORT}") == 0

@@ -191,75 +191,6 @@ def test_data():
 # an error names the real cause, and its advice works ---------------------------
 
 
-class Frozen(nn.Module):
-    """A module with a first layer in evaluation mode.
-
-    Its overridden `train` keeps batch norm in evaluation mode. A layer of fixed numbers
-    may stand in its place.
-    """
-
-    def __init__(self, norm, override):
-        super().__init__()
-        self.norm = norm
-        self.head = nn.Linear(6, 4)
-        self.override = override
-        self.norm.requires_grad_(False)
-
-    def train(self, mode=True):
-        super().train(mode)
-        if self.override:
-            self.norm.eval()
-        return self
-
-    def forward(self, x):
-        return self.head(self.norm(x))
-
-
-class Fixed(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.register_buffer("shift", norm.running_mean.clone())
-        self.register_buffer("scale", (norm.running_var + norm.eps).rsqrt())
-
-    def forward(self, x):
-        return (x - self.shift) * self.scale
-
-
-MODE = (
-    r"model: its submodule '{}' \({}\) is in evaluation mode while the model is in "
-    r"training mode; "
-)
-
-
-def shifted():
-    return federation(torch.randn(24, 6) + 3)
-
-
-@pytest.mark.parametrize("engine", ["auto", "loop"])
-def test_a_submodule_in_another_mode_is_named(engine):
-    data = shifted()
-    for model, message in (
-        (Frozen(nn.BatchNorm1d(6), True), MODE.format("norm", "BatchNorm1d")),
-        (
-            nn.Sequential(nn.BatchNorm1d(6).eval(), nn.Linear(6, 4)),
-            MODE.format("0", "BatchNorm1d"),
-        ),
-        (
-            nn.Sequential(
-                nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.9)).eval(), nn.Linear(9, 4)
-            ),
-            MODE.format("0.1", "Dropout"),
-        ),
-    ):
-        with sentence(message):
-            simulation(model=model, data=data, engine=engine)
-        if isinstance(model, Frozen):
-            model.override = False
-        assert simulation(model=model.train(), data=data, engine=engine).run().rounds
-    fixed = Frozen(Fixed(nn.BatchNorm1d(6)), True)
-    assert simulation(model=fixed, data=data, engine=engine).run().rounds
-
-
 def test_autocast_is_named():
     data = federation()
     model = nn.Linear(6, 4)
@@ -272,6 +203,8 @@ def test_autocast_is_named():
         with sentence("torch: autocast is on"):
             run.run()
     assert run.run().rounds
+    training = Training(precision="bf16")
+    assert simulation(model=model, data=data, training=training).run().rounds
 
 
 class Annealed(nn.Module):
