@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from pflcore.algorithms import Algorithm, fixed_options
-from pflcore.check import import_optional
+from pflcore.check import OnCommandLine, import_optional
 
 Facts = Mapping[str, Any]
 POSITIONAL = {"positional": True}  # the metadata of a field
@@ -156,7 +156,7 @@ def _group_type(
         defaults: Defaults of options that are not those of their fields.
     """
     arg = import_optional("tyro").conf.arg
-    hints = get_type_hints(cls)
+    hints = command_line_hints(cls)
     comments = field_comments(cls)
     options: list[tuple[str, Any, Any]] = []
     for f in option_fields(cls):
@@ -172,6 +172,17 @@ def _group_type(
     about = (inspect.getdoc(cls) or "").partition("\n\nArgs:")[0]
     group = make_dataclass(_identifier(title), options)
     return Annotated[group, arg(name=title, help=about)]
+
+
+def command_line_hints(cls: type) -> dict[str, Any]:
+    """The type of each field of a dataclass, as the command line has it."""
+    hints = get_type_hints(cls)
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        for part in (hint, *get_args(hint)):  # the parts of X | None
+            for metadata in getattr(part, "__metadata__", ()):
+                if isinstance(metadata, OnCommandLine):
+                    hints[name] = metadata.hint
+    return hints
 
 
 def allow_own_modules(words: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
@@ -27,4 +28,9 @@ def to_json(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, Iterable):
         return [to_json(v) for v in value]
-    return getattr(value, "__name__", None) or str(value)
+    return getattr(value, "__name__", None) or text_without_address(value)
+
+
+def text_without_address(value: Any) -> str:
+    """The text of a value without an address, which another process would not have."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))

@@ -305,7 +305,8 @@ class Clients:
             fit.loss[index] = chunk.losses / taken
 
         width = max(v[0].numel() for v in rows.values())
-        parts = self._training_parts(engine, width, steps_in_python=terms is None)
+        in_python = terms is None or bool(self.context.training.transforms)
+        parts = self._training_parts(engine, width, steps_in_python=in_python)
         self.context.workers.map(train_part, parts)
         return fit
 
@@ -341,6 +342,7 @@ class Clients:
             loss=objective.loss,
             extra={name: v[index] for name, v in objective.extra.items()},
             graphs=context.graphs,
+            transforms=context.training.transforms,
         )
 
     def _training_parts(

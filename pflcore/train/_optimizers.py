@@ -41,7 +41,9 @@ def train_chunk(
     chain = chunk.engine.chain
     uses_sgd = training.local_optimizer == "sgd"
     _check_terms(training, lr, w, terms)
-    if uses_sgd and chain is not None and has_kernels(w.device):
+    # The kernels that take all steps read the samples from the pool, as they are there.
+    takes_pool = not chunk.transforms
+    if uses_sgd and takes_pool and chain is not None and has_kernels(w.device):
         losses = sgd_by_kernels(chunk, chain, w, terms, training, lr, grad_sums)
         chunk.losses += losses
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
@@ -23,9 +23,16 @@ from pflcore.check import (
     Expectation,
     Momentum,
     NonNegativeFloat,
+    OnCommandLine,
     PositiveFloat,
     PositiveInt,
     check_fields,
+)
+from pflcore.train._augment import (
+    AUGMENT_TEXT,
+    AugmentFunction,
+    augment_entries,
+    is_augment,
 )
 
 RoundSchedule = Callable[[int, int], float]  # (round, rounds) -> factor of lr
@@ -37,6 +44,11 @@ SCHEDULE_TEXT = (
 )
 Schedule = Annotated[
     RoundSchedule | SchedulerMaker, Expectation(SCHEDULE_TEXT, callable)
+]
+Augment = Annotated[
+    str | AugmentFunction | Sequence[str | AugmentFunction],
+    Expectation(AUGMENT_TEXT, is_augment),
+    OnCommandLine(tuple[str, ...] | None),
 ]
 # The defaults of `torch.optim.AdamW`.
 DEFAULT_BETAS = (0.9, 0.999)
@@ -157,6 +169,13 @@ class Training:
         betas: Decay rates of AdamW's means of the gradient and of its square, two
             numbers from 0 to below 1; None: 0.9 and 0.999.
         eps: Number that AdamW adds to the root of the mean square; None: 1e-8.
+        augment: Random changes of the samples of every minibatch in the rounds'
+            training, one after another. "flip" or "flip:P" mirrors an image left to
+            right with probability P (0.5), "crop:PIXELS" takes a window of the image
+            with a border of zeros (4), "cutout:PIXELS" puts a square of zeros into it
+            (16). A function of (batch, generator) returns a batch of the same shape:
+            samples [B, ...] of one client, and a `torch.Generator` on their device.
+            Evaluation, what trains in it, and `History.adapt` take samples as they are.
     """
 
     lr: NonNegativeFloat = 0.1
@@ -171,9 +190,12 @@ class Training:
     clip_grad: PositiveFloat | None = None
     betas: Betas | None = None
     eps: PositiveFloat | None = None
+    augment: Augment | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        # A list would have no hash, which a frozen dataclass needs.
+        object.__setattr__(self, "augment", self.transforms or None)
         if self.local_optimizer == "adamw" and self.momentum:
             raise ValueError(
                 f"momentum: AdamW has betas in its place, got {self.momentum}; leave "
@@ -188,6 +210,11 @@ class Training:
                     f"{name}: SGD has none, got {value}; leave it out, or take "
                     "local_optimizer='adamw'."
                 )
+
+    @property
+    def transforms(self) -> tuple[str | AugmentFunction, ...]:
+        """The names and functions in `augment`, in their order."""
+        return augment_entries(self.augment)
 
     @property
     def gradient_decay(self) -> float:

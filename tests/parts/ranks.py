@@ -50,6 +50,11 @@ MODELS = {
 }
 
 
+def noise(batch, generator):
+    """The batch with random numbers added, as an augmentation."""
+    return batch + torch.randn(batch.shape, generator=generator)
+
+
 def make_simulation(case):
     """The simulation of a case; what a case leaves out has its default here."""
     data = make_data()
@@ -59,7 +64,7 @@ def make_simulation(case):
         algorithm_of(case["algorithm"], **case.get("options", {})),
         MODELS[case.get("model", "chain")],
         data,
-        Training(lr=0.05, batch_size=8),
+        Training(lr=0.05, batch_size=8, augment=noise if case.get("noise") else None),
         rounds=case.get("rounds", 3),
         participation=case.get("participation", 0.7),
         seed=case.get("seed", 1),

@@ -70,7 +70,7 @@ def assert_equal_digests(count, cases, folder):
 
 QUICK_CASES = [
     {"algorithm": "fedavg", "model": "batch_norm", "engine": "vmap"},
-    {"algorithm": "scaffold", "model": "plain", "engine": "loop"},
+    {"algorithm": "scaffold", "model": "plain", "engine": "loop", "noise": True},
     {"algorithm": "ditto", "model": "plain", "engine": "vmap"},
     {"algorithm": "feddwa", "participation": 0.15},  # one client: a rank has none
     {"algorithm": "l2c", "participation": 1.0},
