@@ -42,7 +42,7 @@ from pflcore.check import (
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of
 from pflcore.data._natural import READERS
 from pflcore.data._partition import options_of
-from pflcore.nn.models import MODELS, model_for
+from pflcore.nn.models import MODELS, TEXT_MODELS, model_for
 from pflcore.results.record import DATA_FIELDS, Facts, Line, OnRound
 from pflcore.simulation import (
     Evaluation,
@@ -272,8 +272,9 @@ def load_federation(options: Options, cut: Facts | None = None) -> Federation:
         # These losses take targets, which may be whole numbers, and not labels.
         more.setdefault("classes", None)
     data = federation_of(o.data, o.partition, o.n, o.data_seed, **more)
-    if ":" not in o.model and not data.x.is_floating_point():
-        # No model by name has an embedding, so whole numbers are features.
+    takes_numbers = ":" not in o.model and MODELS.get(o.model) not in TEXT_MODELS
+    if takes_numbers and not data.x.is_floating_point():
+        # Only models for text have an embedding; else whole numbers are features.
         data = replace(data, x=data.x.float())
     if o.val:
         data = data.split(val=o.val, seed=o.data_seed)
@@ -294,12 +295,15 @@ def make_model(
     """
     name = model_name(options, data)
     classes = None if options.loss == "hinge" else data.classes
+    own = dict(own or {})
+    if MODELS.get(name) in TEXT_MODELS and own.get("vocabulary") is None:
+        own["vocabulary"] = int(data.x.max()) + 1
 
     def make() -> nn.Module:
         if ":" in name:
             model: nn.Module = import_object(name, "model")()
         else:
-            model = model_for(name, data.shape, classes, **(own or {}))
+            model = model_for(name, data.shape, classes, **own)
         if data.x.dtype == torch.float64:
             return model.to(data.x.dtype)
         return model

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore.check import PositiveFloat, UnitFloat, checked, require
-from pflcore.nn._context import forward_state
+from pflcore.check import PositiveFloat, checked, require
+from pflcore.nn._dropout import Dropout
 from pflcore.nn._factorized import FactorizedConv2d, FactorizedLinear, factorize
-from pflcore.ops._chain import apply_dropout, hashed_integers
 
 __all__ = [
     "Dropout",
@@ -24,42 +22,6 @@ __all__ = [
     "Normalize",
     "factorize",
 ]
-
-
-@checked
-class Dropout(nn.Module):
-    """`nn.Dropout` whose random numbers belong to the client and the step.
-
-    So results repeat for any number of workers. While pflcore trains, the mask is a
-    hash of the client's seed of this step, of the number of the random layer within the
-    forward pass, and of the element's place. The mask is the same in every engine, and
-    works under `torch.vmap`. Outside of pflcore such a module draws from torch's global
-    generator, as `nn.Dropout` does. In evaluation mode it is the identity.
-
-    Args:
-        p: The probability with which an element is dropped.
-    """
-
-    def __init__(self, p: UnitFloat = 0.5) -> None:
-        super().__init__()
-        self.p = p
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` [...] with elements dropped, in training mode.
-
-        The other elements are divided by 1 - p.
-        """
-        if not self.training or self.p == 0:
-            return x
-        if forward_state.seed is None:
-            return F.dropout(x, self.p, training=True)
-        layer = forward_state.random_layer
-        forward_state.random_layer = forward_state.random_layer + 1
-        numbers = hashed_integers(forward_state.seed, layer, x.shape)
-        return apply_dropout(x, self.p, numbers)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
 
 
 @checked
