@@ -136,7 +136,7 @@ def test_numbers_of_parameters(name, shape, options, parameters):
 
 
 TEXTS = torch.randint(9, (6, 5), generator=torch.Generator().manual_seed(0))
-IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 TRAINED = {
     "resnet18": (IMAGES, {"width": 8}),
     "resnet18 group": (IMAGES, {"width": 8, "norm": "group"}),
