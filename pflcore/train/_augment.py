@@ -39,9 +39,8 @@ from pflcore.train._validate import MismatchError, are_equal, first_line, rerais
 # (batch [B, ...], generator) -> batch [B, ...]
 AugmentFunction: TypeAlias = Callable[[Tensor, torch.Generator], Tensor]
 AUGMENT_TEXT = (
-    "'flip', 'crop', 'cutout', each with a number behind a colon where it shall not be "
-    "the usual one, or a function of (batch, generator) that returns a batch, or "
-    "several of them in a list"
+    "'flip', 'crop:PIXELS', 'cutout:PIXELS', a function of (batch, generator) that "
+    "returns a batch, or a list of these"
 )
 # What evaluation needs as well is no augmentation.
 AUGMENT_REMEDY = (

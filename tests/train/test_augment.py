@@ -220,7 +220,7 @@ impure.calls = 0
 WRONG = {
     "name": (
         "flop",
-        r"augment: expected 'flip', .* got 'flop' \(did you mean 'flip'\?",
+        r"augment: expected .flip., .* got .flop. \(did you mean 'flip'\?",
     ),
     "number": ("crop:2.5", "augment: expected a whole number of pixels, from 1 behind"),
     "value": (3, "augment: expected 'flip'"),
