@@ -77,6 +77,18 @@ class Expectation(NamedTuple):
     names: tuple[str, ...] = ()
 
 
+class OnCommandLine(NamedTuple):
+    """The type of an option on the command line, where it differs from Python's.
+
+    It stands in an annotation: Annotated[Any, OnCommandLine(tuple[str, ...])].
+
+    Attributes:
+        hint: The type of the words there.
+    """
+
+    hint: Any
+
+
 class Words(str):
     """Text that an error shows whole and without quotation marks.
 

@@ -44,7 +44,7 @@ from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federatio
 from pflcore.data._feature_shift import ShiftName
 from pflcore.data._natural import READERS
 from pflcore.data._partition import options_of
-from pflcore.nn.models import MODELS, model_for
+from pflcore.nn.models import MODELS, TEXT_MODELS, model_for
 from pflcore.results.record import DATA_FIELDS, Facts, Line, OnRound
 from pflcore.simulation import (
     Evaluation,
@@ -59,6 +59,7 @@ from pflcore.simulation._ranks import ONE_RANK, Ranks, find_ranks
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.executor import OneByOne
 from pflcore.train import Training
+from pflcore.train._augment import TRANSFORMS
 from pflcore.train._net import Net
 
 
@@ -285,8 +286,9 @@ def load_federation(options: Options, cut: Facts | None = None) -> Federation:
         # These losses take targets, which may be whole numbers, and not labels.
         more.setdefault("classes", None)
     data = federation_of(o.data, o.partition, o.n, o.data_seed, **more)
-    if ":" not in o.model and not data.x.is_floating_point():
-        # No model by name has an embedding, so whole numbers are features.
+    takes_numbers = ":" not in o.model and MODELS.get(o.model) not in TEXT_MODELS
+    if takes_numbers and not data.x.is_floating_point():
+        # Only models for text have an embedding; else whole numbers are features.
         data = replace(data, x=data.x.float())
     if o.val:
         data = data.split(val=o.val, seed=o.data_seed)
@@ -307,12 +309,15 @@ def make_model(
     """
     name = model_name(options, data)
     classes = None if options.loss == "hinge" else data.classes
+    own = dict(own or {})
+    if MODELS.get(name) in TEXT_MODELS and own.get("vocabulary") is None:
+        own["vocabulary"] = int(data.x.max()) + 1
 
     def make() -> nn.Module:
         if ":" in name:
             model: nn.Module = import_object(name, "model")()
         else:
-            model = model_for(name, data.shape, classes, **(own or {}))
+            model = model_for(name, data.shape, classes, **own)
         if data.x.dtype == torch.float64:
             return model.to(data.x.dtype)
         return model
@@ -340,6 +345,21 @@ def make_net(options: Options, data: Federation, make: Callable[[], nn.Module]) 
     if loss == "auto":
         loss = "squared" if data.y.is_floating_point() else "cross_entropy"
     return Net(make, loss, seed=options.seed)
+
+
+def make_training(values: Facts) -> Training:
+    """The options of local training, of which words may name functions.
+
+    "package.module:function" is the function of that name.
+    """
+    words = values.get("augment")
+    if words is None:
+        return Training(**values)
+    transforms = []
+    for word in words:
+        is_named = word.partition(":")[0] in TRANSFORMS or ":" not in word
+        transforms.append(word if is_named else import_object(word, "augment"))
+    return Training(**{**values, "augment": transforms})
 
 
 def has_target(name: str) -> bool:

@@ -17,7 +17,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pflcore.algorithms import Algorithm, fixed_options
-from pflcore.check import import_optional
+from pflcore.check import OnCommandLine, import_optional
 
 Facts = Mapping[str, Any]
 POSITIONAL = {"positional": True}  # the metadata of a field
@@ -158,7 +158,7 @@ def _group_type(
         defaults: Defaults of options that are not those of their fields.
     """
     arg = import_optional("tyro").conf.arg
-    hints = get_type_hints(cls)
+    hints = command_line_hints(cls)
     comments = field_comments(cls)
     options: list[tuple[str, Any, Any]] = []
     for f in option_fields(cls):
@@ -188,6 +188,17 @@ def _without_functions(hint: Any) -> Any:
     if not is_union or len(others) == len(kinds) or {*others} <= {NoneType}:
         return hint
     return Union[tuple(others)]  # noqa: UP007 (made of a list)
+
+
+def command_line_hints(cls: type) -> dict[str, Any]:
+    """The type of each field of a dataclass, as the command line has it."""
+    hints = get_type_hints(cls)
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        for part in (hint, *get_args(hint)):  # the parts of X | None
+            for metadata in getattr(part, "__metadata__", ()):
+                if isinstance(metadata, OnCommandLine):
+                    hints[name] = metadata.hint
+    return hints
 
 
 def allow_own_modules(words: Iterable[str]) -> None:

@@ -77,6 +77,14 @@ class Fields(tuple[Field, ...]):
             values[field.name] = value.to(field.dtype)
         return values
 
+    def join_fields(self, values: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The rows [B, D] of which `split_fields` makes these fields."""
+        columns = []
+        for field in self:
+            value = values[field.name]
+            columns.append(value.reshape(len(value), -1).to(dtype))
+        return torch.cat(columns, 1)
+
     def __call__(
         self, module: Any, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -548,9 +548,10 @@ def _config_with_newcomer(
 ) -> RunConfig:
     """The options of `rounds` more rounds with one more client.
 
-    They are played with the learning rate of the last round, in memory.
+    They are played with the learning rate of the last round, without augmentation, in
+    memory.
     """
-    context = config.context
+    context = config.context.without_augmentation()
     net = context.net
     needs_val = config.algorithm.traits.needs_val
     data = with_extra_client(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pflcore._device import to_device
 from pflcore.data._federation import Federation
-from pflcore.train._random import client_seeds, client_shuffles
+from pflcore.train._random import U64, client_seeds, client_shuffles, random_words
 from pflcore.train._training import Training
 
 
@@ -206,16 +206,25 @@ class Batches:
         # [s, passes, longest]
         self.order = lists.flat.take(to_device(order, lists.flat.device))
         self._ids = ids
-        self._noise_key = (*key, plan.stream, "noise")
+        self._key = (*key, plan.stream)
         self._device = data.y.device
 
     @cached_property
     def seeds(self) -> Tensor:
         """Seeds of each client's dropout in each pass, [s, passes]."""
-        passes = range(self.order.shape[1])
-        seeds = [client_seeds(self._ids, *self._noise_key, p) for p in passes]
-        table = torch.from_numpy(np.stack(seeds, 1).view(np.int64))
+        table = torch.from_numpy(self._words("noise").view(np.int64))
         return to_device(table, self._device)
+
+    @cached_property
+    def _augment_words(self) -> U64:
+        """A random word of each client's augmentation in each pass, [s, passes]."""
+        return self._words("augment")
+
+    def _words(self, purpose: str) -> U64:
+        """A random word for each client and pass, [s, passes]."""
+        passes = range(self.order.shape[1])
+        words = [client_seeds(self._ids, *self._key, purpose, p) for p in passes]
+        return np.stack(words, 1)
 
     @cached_property
     def _sizes_on_device(self) -> Tensor:
@@ -235,6 +244,23 @@ class Batches:
         """
         number = step.epoch + which * step.epochs
         return self.order[step.clients, number, step.first : step.last]
+
+    def augment_seeds(self, step: BatchStep, which: int = 0) -> U64:
+        """Random words [s, B] for the augmentation of a minibatch's samples.
+
+        They are those of the samples' numbers in their pass, which has each sample
+        once.
+        """
+        number = step.epoch + which * step.epochs
+        words = self._augment_words[step.clients, number]
+        last = min(step.last, self.order.shape[2])
+        return random_words(words, last - step.first, step.first)
+
+    def batch_sizes(self, step: BatchStep) -> list[int]:
+        """Number [s] of each client's samples in a step, as Python has them."""
+        remaining = self.size[step.clients] - step.first
+        sizes: list[int] = remaining.clamp(max=step.last - step.first).tolist()
+        return sizes
 
     def seeds_of(self, step: BatchStep, which: int = 0) -> Tensor:
         """Seeds [s] of dropout for a step's `which`-th minibatch."""

@@ -338,7 +338,8 @@ class Clients:
             fit.loss[index] = chunk.losses / taken
 
         width = max(v[0].numel() for v in rows.values())
-        parts = self._training_parts(engine, width, steps_in_python=terms is None)
+        in_python = terms is None or bool(self.context.training.transforms)
+        parts = self._training_parts(engine, width, steps_in_python=in_python)
         self.context.workers.map(train_part, parts)
         return fit
 
@@ -377,6 +378,7 @@ class Clients:
             extra={name: v[index] for name, v in objective.extra.items()},
             graphs=context.graphs,
             precision=context.training.precision,
+            transforms=context.training.transforms,
         )
 
     def _training_parts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from pflcore.data._federation import Federation
@@ -48,3 +49,9 @@ class TrainContext(NamedTuple):
     clients_per_block: int = CPU_BLOCK_CLIENTS
     sample_activation_bytes: int = 0
     graphs: GradientGraphs | None = None
+
+    def without_augmentation(self) -> TrainContext:
+        """The same context for what trains outside of a run's rounds."""
+        if not self.training.transforms:
+            return self
+        return self._replace(training=replace(self.training, augment=None))

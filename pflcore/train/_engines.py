@@ -18,7 +18,7 @@ x, y samples and labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from pflcore._device import to_device
 from pflcore.data._federation import Federation
 from pflcore.nn._context import forward_context, forward_state
 from pflcore.ops._chain import chain_grad
+from pflcore.train._augment import AugmentFunction, augment_batches
 from pflcore.train._batches import Batches, BatchStep
 from pflcore.train._chain import Chain
 from pflcore.train._graphs import GradientGraphs, GraphFunction
@@ -220,10 +221,16 @@ def autograd_graph_function(
     objective_loss: ObjectiveLoss | None,
     precision: Precision,
 ) -> GraphFunction:
-    """A function for `GradientGraphs` that computes gradients by autograd."""
+    """A function for `GradientGraphs` that computes gradients by autograd.
+
+    Where the inputs hold no samples, it takes them from the pool.
+    """
 
     def graph_function(inputs: Tensors) -> Tensors:
-        x, y = gather_samples(data, inputs["places"], inputs.get("relabel"))
+        if "x" in inputs:
+            x, y = inputs["x"], inputs["y"]
+        else:
+            x, y = gather_samples(data, inputs["places"], inputs.get("relabel"))
         extra = {}
         for name, tensor in inputs.items():
             if name.startswith(EXTRA_PREFIX):
@@ -246,13 +253,34 @@ def autograd_graph_function(
     return graph_function
 
 
+def batch_as_pool(chain: Chain, x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    """Arguments of the chain's op, behind the rows, for samples that are in no pool.
+
+    Args:
+        chain: The model.
+        x: Samples of each client, [s, B, ...].
+        y: Their labels, as the clients know them, [s, B].
+    """
+    places = torch.arange(y.numel(), device=y.device).view(y.shape)
+    return (*chain.fixed_args, x.flatten(0, 1), y.flatten(), None, places)
+
+
 def chain_graph_function(chain: Chain, data: Federation) -> GraphFunction:
-    """A function for `GradientGraphs` that computes gradients by the chain's op."""
+    """A function for `GradientGraphs` that computes gradients by the chain's op.
+
+    Where the inputs hold no samples, it takes them from the pool.
+    """
 
     def graph_function(inputs: Tensors) -> Tensors:
-        pool = (*chain.fixed_args, data.x, data.y, inputs.get("relabel"))
-        batch = (inputs["places"], inputs["size"], inputs.get("seeds"))
-        grads, losses = chain_grad(inputs["w"], *pool, *batch)
+        if "x" in inputs:
+            pool = batch_as_pool(chain, inputs["x"], inputs["y"])
+        else:
+            relabel = inputs.get("relabel")
+            samples = (*chain.fixed_args, data.x, data.y, relabel)
+            pool = (*samples, inputs["places"])
+        grads, losses = chain_grad(
+            inputs["w"], *pool, inputs["size"], inputs.get("seeds")
+        )
         return {"losses": losses, "g": grads}
 
     return graph_function
@@ -274,6 +302,7 @@ class Chunk:
         extra: The tensors that this loss receives, [s, ...] each.
         graphs: The CUDA graphs of the run, or None on a CPU.
         precision: The precision of forward passes and losses.
+        transforms: The transforms that change the samples of every minibatch.
         losses: The sums of the minibatches' losses, [s] float64, each before its step.
         leaves: Views of the row as parameters, where a single client trains by them;
             otherwise empty.
@@ -289,6 +318,7 @@ class Chunk:
     extra: Tensors
     graphs: GradientGraphs | None = None
     precision: Precision = None
+    transforms: Sequence[str | AugmentFunction] = ()
 
     def __post_init__(self) -> None:
         self.losses = self.buffers.new_zeros(len(self.buffers), dtype=torch.float64)
@@ -299,8 +329,18 @@ class Chunk:
     def samples(self, step: BatchStep, which: int = 0) -> tuple[Tensor, Tensor]:
         """Samples [s, B, ...] and labels [s, B, ...] of a minibatch.
 
-        The labels are those that the clients know.
+        The labels are those that the clients know. The samples are augmented, where the
+        run augments them.
         """
+        x, y = self._stored_samples(step, which)
+        if not self.transforms:
+            return x, y
+        sizes = self.batches.batch_sizes(step)
+        seeds = self.batches.augment_seeds(step, which)
+        return augment_batches(self.transforms, x, sizes, seeds, self.data.fields), y
+
+    def _stored_samples(self, step: BatchStep, which: int) -> tuple[Tensor, Tensor]:
+        """Samples and labels of a minibatch, as they are in the pool."""
         clients = step.clients
         epoch = step.epoch + which * step.epochs
         epoch_order = self.batches.order[:, epoch]
@@ -350,10 +390,13 @@ class Chunk:
     ) -> tuple[Tensor, Tensor]:  # losses [s], gradients [s, Q]
         """Losses and gradients by the op of the chain."""
         seeds = self.batches.seeds_of(step, which) if chain.dropout else None
-        pool = chain.kernel_args(self.data, self.relabel, step.clients)
-        places = self.batches.places(step, which)
+        if not self.transforms:
+            samples = chain.kernel_args(self.data, self.relabel, step.clients)
+            pool = (*samples, self.batches.places(step, which))
+        else:
+            pool = batch_as_pool(chain, *self.samples(step, which))
         counts = self.batches.sample_counts(step)
-        grads, losses = chain_grad(w.detach(), *pool, places, counts, seeds)
+        grads, losses = chain_grad(w.detach(), *pool, counts, seeds)
         return losses, grads
 
     def _autograd_gradient(
@@ -395,9 +438,14 @@ class Chunk:
         batches = self.batches
         data = self.data
         chain = self.engine.chain
-        inputs = {"w": w.detach(), "places": batches.places(step, which)}
-        if self.relabel is not None:
-            inputs["relabel"] = self.relabel[clients]
+        inputs = {"w": w.detach()}
+        if self.transforms:
+            # Outside of the graph, which would repeat the draws of the captured step.
+            inputs["x"], inputs["y"] = self.samples(step, which)
+        else:
+            inputs["places"] = batches.places(step, which)
+            if self.relabel is not None:
+                inputs["relabel"] = self.relabel[clients]
         pool = (id(data.x), id(data.y))
         if chain is not None:
             inputs["size"] = batches.sample_counts(step)

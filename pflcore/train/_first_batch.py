@@ -22,6 +22,7 @@ from pflcore.data._federation import Federation
 from pflcore.metrics import ArgumentForm
 from pflcore.nn._context import forward_context
 from pflcore.train import _validate as validate
+from pflcore.train._augment import check_augment
 from pflcore.train._net import Net, scores_of
 from pflcore.train._training import Precision, Training, autocast
 from pflcore.train._validate import MismatchError
@@ -44,6 +45,7 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
     validate.check_precision(net, training)
     count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
     x, y = spread_samples(data, count)
+    check_augment(training.transforms, data, x)
     net.argument_form = ArgumentForm()
     # The first pass finds the form of the loss's arguments, and the second uses it.
     for train in (False, True):

@@ -14,6 +14,8 @@ import torch.nn as nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from pflcore.nn._dropout import OWN_LAYERS
+
 # Layers that draw from torch's global generator.
 RANDOM_MODULES = (
     nn.modules.dropout._DropoutNd,
@@ -110,9 +112,19 @@ def check_layers(module: nn.Module) -> None:
                 f"{layer} is nn.{type(m).__name__}, which draws from the global "
                 "generator; use pflcore.nn.Dropout, which draws from the client's own."
             )
-        if isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout > 0:
+        drops = isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout > 0
+        if drops and type(m) not in OWN_LAYERS:
             raise ValueError(
-                f"{layer} drops out with the global generator; set its dropout to 0."
+                f"{layer} is a class of its own that drops out with the global "
+                "generator; set its dropout to 0, or take torch's class."
+            )
+        adds_keys = isinstance(m, nn.MultiheadAttention) and (
+            m.bias_k is not None or m.add_zero_attn
+        )
+        if drops and adds_keys:
+            raise ValueError(
+                f"{layer} drops out and adds keys of its own; set its dropout to 0, or "
+                "leave out add_bias_kv and add_zero_attn."
             )
         if isinstance(m, nn.SyncBatchNorm):
             raise ValueError(

@@ -29,8 +29,8 @@ from torch import Tensor
 from pflcore.check import Seed, checked
 from pflcore.data._inputs import IGNORED_LABEL, Fields
 from pflcore.metrics import ArgumentForm
-from pflcore.nn import Dropout
 from pflcore.nn._context import forward_state
+from pflcore.nn._dropout import use_own_dropout
 from pflcore.train._bound_module import (
     BoundModule,
     bind_tensors,
@@ -60,8 +60,9 @@ from pflcore.train._random import IsolatedDraws
 class Net:
     """An `nn.Module` as a function of a flat row.
 
-    `nn.Dropout` layers become `pflcore.nn.Dropout`. Raises ValueError for a module that
-    clients cannot train.
+    `nn.Dropout` layers become `pflcore.nn.Dropout`, and the dropout inside of torch's
+    recurrent and attention layers draws as that does. Raises ValueError for a module
+    that clients cannot train.
 
     A submodule that is in evaluation mode while the module is in training mode stays
     so while clients train, as in a loop that calls `eval()` on it after
@@ -129,9 +130,7 @@ class Net:
         check_weights(self.module)
         check_layers(self.module)
         check_hooks(built_module)
-        for layer in self.module.modules():
-            if type(layer) is nn.Dropout:
-                layer.__class__ = Dropout  # type: ignore[assignment]
+        use_own_dropout(self.module)
         self._set_parameters()
         self._set_buffers()
         self.head_name = self._find_head(head)

@@ -102,8 +102,10 @@ def train_chunk(
     chain = chunk.engine.chain
     uses_sgd = training.local_optimizer == "sgd"
     _check_terms(training, lr, w, terms)
-    # The kernels begin with a buffer of zeros, so they cannot take up a kept one.
-    if uses_sgd and chain is not None and has_kernels(w.device) and not state:
+    # The kernels that take all steps read the samples from the pool, as they are there,
+    # and begin with a buffer of zeros: they cannot take up a kept one.
+    takes_pool = not chunk.transforms and not state
+    if uses_sgd and takes_pool and chain is not None and has_kernels(w.device):
         losses = sgd_by_kernels(chunk, chain, w, terms, training, lr, grad_sums)
         chunk.losses += losses
         return

@@ -114,9 +114,9 @@ def client_seeds(ids: npt.ArrayLike, *key: object) -> U64:
     return mix64(np.uint64(seed_of(*key)) + GOLDEN_GAMMA * counters)
 
 
-def random_words(seeds: U64, count: int) -> U64:
-    """Random words of each seed, [S, count]."""
-    counters = np.arange(1, count + 1, dtype=np.uint64)
+def random_words(seeds: U64, count: int, first: int = 0) -> U64:
+    """Random words of each seed, [S, count], from the one of number `first` on."""
+    counters = np.arange(first + 1, first + count + 1, dtype=np.uint64)
     return mix64(seeds[:, None] + GOLDEN_GAMMA * counters)
 
 

@@ -4,7 +4,7 @@ torch's own layers are one operation each, which has no rule for vmap. Without v
 client after another, a small model spends most of its time outside of their arithmetic.
 
 torch's layer still computes a call for a single client, and a call with packed
-sequences, initial states, projections or dropout.
+sequences, initial states or projections. Dropout is that of `pflcore.nn._dropout`.
 
 Symbols: T steps of a sequence; B samples; I inputs; H hidden features; x the input, h
 the hidden state, c the cell state of an LSTM.
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore.nn._context import forward_state
+from pflcore.nn._dropout import GRU, LSTM, RNN, drop, drops_by_seed
 
 State = tuple[Tensor, ...]  # h [B, H], and an LSTM's c [B, H]
 
@@ -36,7 +37,9 @@ class _Unrolled(nn.RNNBase):
 
     def forward(self, x: Any, hx: Any = None) -> Any:
         is_plain = isinstance(x, Tensor) and x.dim() == 3 and hx is None
-        has_options = self.dropout or self.proj_size
+        drops = drops_by_seed(self, self.dropout)
+        draws_globally = self.training and self.dropout and not drops
+        has_options = self.proj_size or draws_globally
         if forward_state.single_client or not is_plain or has_options:
             return super().forward(x, hx)
         if self.batch_first:
@@ -45,6 +48,8 @@ class _Unrolled(nn.RNNBase):
         # before backwards.
         last_states: list[State] = []
         for layer in range(self.num_layers):
+            if layer > 0 and drops:
+                x = self._drop_outputs(x)
             output, state = self._run_direction(x, f"_l{layer}", step=1)
             outputs = [output]
             last_states.append(state)
@@ -58,6 +63,15 @@ class _Unrolled(nn.RNNBase):
         if self.batch_first:
             x = x.transpose(0, 1)
         return x, tuple(states) if len(states) > 1 else states[0]
+
+    def _drop_outputs(self, x: Tensor) -> Tensor:
+        """Outputs [T, B, H] of a layer after dropout.
+
+        The mask is that of the outputs as torch's layer gives them.
+        """
+        if not self.batch_first:
+            return drop(x, self.dropout)
+        return drop(x.transpose(0, 1), self.dropout).transpose(0, 1)
 
     def _run_direction(
         self, x: Tensor, suffix: str, step: int
@@ -83,14 +97,14 @@ class _Unrolled(nn.RNNBase):
         return torch.stack(outputs[::step]), state
 
 
-class _RNN(_Unrolled, nn.RNN):
+class _RNN(_Unrolled, RNN):
     """An Elman network."""
 
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
         return (getattr(torch, self.nonlinearity)(x + h),)
 
 
-class _GRU(_Unrolled, nn.GRU):
+class _GRU(_Unrolled, GRU):
     """A GRU by torch's formula."""
 
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
@@ -103,7 +117,7 @@ class _GRU(_Unrolled, nn.GRU):
         return (torch.lerp(new, state[0], update),)
 
 
-class _LSTM(_Unrolled, nn.LSTM):
+class _LSTM(_Unrolled, LSTM):
     """An LSTM by torch's formula, without projections."""
 
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
@@ -114,9 +128,9 @@ class _LSTM(_Unrolled, nn.LSTM):
 
 
 UNROLLED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.RNN: _RNN,
-    nn.GRU: _GRU,
-    nn.LSTM: _LSTM,
+    **dict.fromkeys((nn.RNN, RNN), _RNN),
+    **dict.fromkeys((nn.GRU, GRU), _GRU),
+    **dict.fromkeys((nn.LSTM, LSTM), _LSTM),
 }
 
 

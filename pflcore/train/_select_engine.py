@@ -98,8 +98,8 @@ def make_context(  # noqa: PLR0913 (the options of a run)
         x, y = spread_samples(data, FIRST_BATCH_SIZE)
         with autocast(training.precision, device):
             batch_bytes = memory.activation_bytes(net, x, y)
-    if selected.chain is not None and training.local_optimizer != "sgd":
-        note = "it gives the gradients, and AdamW takes its steps in torch"
+    note = chain_note(training)
+    if selected.chain is not None and note is not None:
         selected = selected._replace(reason=f"{selected.reason}; {note}")
     default_clients = GPU_BLOCK_CLIENTS
     if data.device.type == "cpu":
@@ -116,6 +116,15 @@ def make_context(  # noqa: PLR0913 (the options of a run)
         sample_activation_bytes=batch_bytes // FIRST_BATCH_SIZE,
         graphs=gradient_graphs,
     )
+
+
+def chain_note(training: Training) -> str | None:
+    """The reason why the kernels of a chain do not take the steps, or None."""
+    if training.local_optimizer != "sgd":
+        return "it gives the gradients, and AdamW takes its steps in torch"
+    if training.transforms:
+        return "it gives the gradients of augmented batches, and torch takes the steps"
+    return None
 
 
 def select_engine(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,11 +25,18 @@ from pflcore.check import (
     Expectation,
     Momentum,
     NonNegativeFloat,
+    OnCommandLine,
     PositiveFloat,
     PositiveInt,
     check_fields,
     import_object,
     require,
+)
+from pflcore.train._augment import (
+    AUGMENT_TEXT,
+    AugmentFunction,
+    augment_entries,
+    is_augment,
 )
 from pflcore.train._random import generator_of
 
@@ -65,6 +72,11 @@ def _is_count(value: Any) -> bool:
 
 Steps = Annotated[int | str | StepsRule, Expectation(STEPS_TEXT, _are_steps)]
 Precision = Literal["bf16"] | None
+Augment = Annotated[
+    str | AugmentFunction | Sequence[str | AugmentFunction],
+    Expectation(AUGMENT_TEXT, is_augment),
+    OnCommandLine(tuple[str, ...] | None),
+]
 # The defaults of `torch.optim.AdamW`.
 DEFAULT_BETAS = (0.9, 0.999)
 DEFAULT_EPS = 1e-8
@@ -206,6 +218,13 @@ class Training:
         precision: "bf16" computes the forward passes and losses of local steps under
             `torch.autocast` with bfloat16. Weights, gradients and the optimizer's state
             stay in float32, and so does evaluation. None: the model's own dtype.
+        augment: Random changes of the samples of every minibatch in the rounds'
+            training, one after another. "flip" or "flip:P" mirrors an image left to
+            right with probability P (0.5), "crop:PIXELS" takes a window of the image
+            with a border of zeros (4), "cutout:PIXELS" puts a square of zeros into it
+            (16). A function of (batch, generator) returns a batch of the same shape:
+            samples [B, ...] of one client, and a `torch.Generator` on their device.
+            Evaluation, what trains in it, and `History.adapt` take samples as they are.
     """
 
     lr: NonNegativeFloat = 0.1
@@ -223,9 +242,12 @@ class Training:
     steps: Steps | None = None
     keep_optimizer: bool = False
     precision: Precision = None
+    augment: Augment | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        # A list would have no hash, which a frozen dataclass needs.
+        object.__setattr__(self, "augment", self.transforms or None)
         if self.local_optimizer == "adamw" and self.momentum:
             raise ValueError(
                 f"momentum: AdamW has betas in its place, got {self.momentum}; leave "
@@ -275,6 +297,11 @@ class Training:
             require(_is_count(count), name, "a whole number, at least 1", count)
             counts.append(count)
         return torch.tensor(counts)
+
+    @property
+    def transforms(self) -> tuple[str | AugmentFunction, ...]:
+        """The names and functions in `augment`, in their order."""
+        return augment_entries(self.augment)
 
     @property
     def gradient_decay(self) -> float:

@@ -94,6 +94,23 @@ def test_a_run_on_real_images(capsys, pictures):
     assert pictures_made == {"curves", "weights", "clients", "federation"}
 
 
+def test_augmentation_by_names_and_by_an_own_function(tmp_path, monkeypatch):
+    """A function of the working folder stands beside the names of transforms."""
+    Path("own_noise.py").write_text(
+        "def brighten(batch, generator):\n    return batch + 1\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    words = f"run fedavg {SHORT} --augment flip crop:1 own_noise:brighten"
+
+    assert command(words) == 0
+
+    (run,) = read("o")
+    assert run.header["training"]["augment"] == ["flip", "crop:1", "brighten"]
+    assert command("run fedavg --config o/run.toml --out again --quiet") == 0
+    (again,) = read("again")
+    assert torch.equal(again.last_values(), run.last_values())
+
+
 def test_several_algorithms_and_seeds_share_data_and_weights(tmp_path, capsys):
     """Several algorithms and seeds share one partition of the data.
 

@@ -1,12 +1,14 @@
 """The papers' networks: sizes, shapes, options."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn as nn
 from entry_points import sentence
 from places import golden, tabled
 
-from pflcore import Net
+from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training
 from pflcore.nn import factorize
 from pflcore.nn.models import model_for
 
@@ -81,6 +83,9 @@ BAD = """\
 lenet | {"shape": [1, 28, 28]} | model: got 'lenet', did you mean 'lenet5'. Expected one of
 lenet5 | {"shape": [784]} | shape: a convolutional model needs inputs
 dla | {"shape": [100]} | shape: a convolutional model needs inputs
+lstm | {"shape": [1, 28, 28]} | shape: lstm takes sequences of tokens
+resnet18 | {"shape": [3, 8, 8], "width": 12, "norm": "group"} | groups: expected a number that divides
+transformer | {"shape": [9], "heads": 5} | heads: expected a number that divides
 lenet5 | {"shape": [1, 6, 6]} | shape: expected inputs large enough
 cifar_cnn | {"shape": [3, 8, 8]} | shape: expected inputs large enough
 mlp | {"shape": [1, 28, 28], "activation": "gelu"} | activation: got 'gelu', did you mean 'relu'
@@ -111,3 +116,72 @@ def test_deep_layer_aggregation_joins_each_half_with_the_one_after_it():
         x = tree(x)
         sizes.append(tuple(x.shape[1:]))
     assert sizes == [(64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4)]
+
+
+# The first is the published number of a ResNet-18 for CIFAR-10. The others are counted
+# by hand: a block of c to d channels has 9cd + 9dd weights, and 4d of its two norms.
+SIZES = """\
+resnet18 | [3, 32, 32] | {} | 11173962
+resnet18 | [3, 32, 32] | {"norm": "group"} | 11173962
+resnet18 | [3, 32, 32] | {"width": 16} | 701466
+lstm | [80] | {"vocabulary": 90} | 802010
+transformer | [80] | {"vocabulary": 90} | 111498
+"""
+
+
+@pytest.mark.parametrize("name, shape, options, parameters", tabled(SIZES))
+def test_numbers_of_parameters(name, shape, options, parameters):
+    model = model_for(name, shape, 10, **options)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+TEXTS = torch.randint(9, (6, 5), generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+TRAINED = {
+    "resnet18": (IMAGES, {"width": 8}),
+    "resnet18 group": (IMAGES, {"width": 8, "norm": "group"}),
+    "lstm": (TEXTS, {"vocabulary": 9, "hidden": 4, "dropout": 0.2}),
+    "lstm steps": (TEXTS, {"hidden": 4, "every_step": True}),
+    "transformer": (TEXTS, {"vocabulary": 9, "width": 8}),
+    "transformer steps": (TEXTS, {"width": 8, "every_step": True}),
+}
+
+
+LARGE = pytest.mark.deep("a larger model")
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=LARGE if c.startswith("resnet") else ()) for c in TRAINED],
+)
+def test_a_round_on_each_engine(case, engine):
+    x, options = TRAINED[case]
+    y = TEXTS if options.get("every_step") else torch.arange(6) % 3
+    name = case.split()[0]
+    classes = 9 if options.get("every_step") else 3
+    make = partial(model_for, name, tuple(x.shape[1:]), classes, **options)
+    assert make()(x).shape[:2] == (6, classes)
+    data = Federation.from_clients([(x, y)] * 2, classes=classes)
+    run = Simulation(
+        "fedavg",
+        make,
+        data,
+        Training(lr=0.1, batch_size=3),
+        rounds=1,
+        evaluation=Evaluation(split="train"),
+        hardware=Hardware(engine=engine, workers=1),
+    )
+    history = run.run()
+    assert history.stopped is None and history.last_values("loss").isfinite().all()
+
+
+def test_a_transformer_of_every_step_does_not_look_ahead():
+    model = model_for("transformer", (5,), 9, every_step=True, width=8).eval()
+    other = TEXTS.clone()
+    other[:, 3:] = (other[:, 3:] + 1) % 9
+
+    got, want = model(other), model(TEXTS)
+
+    torch.testing.assert_close(got[..., :3], want[..., :3])
+    assert not torch.isclose(got[..., 3:], want[..., 3:]).any()

@@ -61,6 +61,11 @@ def draw_steps(round, client, generator):
     return 1 + int(torch.randint(4, (), generator=generator))
 
 
+def noise(batch, generator):
+    """The batch with random numbers added, as an augmentation."""
+    return batch + torch.randn(batch.shape, generator=generator)
+
+
 def make_simulation(case):
     """The simulation of a case; what a case leaves out has its default here."""
     data = make_data()
@@ -76,7 +81,12 @@ def make_simulation(case):
         algorithm_of(case["algorithm"], **case.get("options", {})),
         MODELS[case.get("model", "chain")],
         data,
-        Training(lr=0.05, batch_size=8, **case.get("training", {})),
+        Training(
+            lr=0.05,
+            batch_size=8,
+            augment=noise if case.get("noise") else None,
+            **case.get("training", {}),
+        ),
         rounds=case.get("rounds", 3),
         participation=case.get("participation", 0.7),
         sampling=case.get("sampling", "uniform"),

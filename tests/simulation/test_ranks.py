@@ -75,6 +75,7 @@ QUICK_CASES = [
         "model": "plain",
         "engine": "loop",
         "sampling": "parts.ranks:draw_five",
+        "noise": True,
         "training": {"local_optimizer": "adamw", "keep_optimizer": True},
     },
     {

@@ -127,7 +127,6 @@ Flatten | no trainable parameter
 Linear 2 2, AlphaDropout | pflcore.nn.Dropout
 Linear 6 8, Dropout1d 0.5 | 1 is nn.Dropout1d
 Linear 2 2, RReLU | RReLU
-LSTM 2 2 2 true false 0.5 | set its dropout to 0
 BatchNorm1d 2 1e-5 null | give it a momentum
 """
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from pflcore.nn import Dropout, FactorizedConv2d, FactorizedLinear
 from pflcore.nn._layers import build_module, describe_module
-from pflcore.nn.models import MODELS, model_for
+from pflcore.nn.models import MODELS, TEXT_MODELS, model_for
 
 STANDARD = [
     nn.Linear(3, 2, bias=False),
@@ -37,7 +37,7 @@ def test_a_standard_module_comes_back(module):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_by_name_comes_back(name):
-    shape = (1, 28, 28)
+    shape = (28,) if MODELS[name] in TEXT_MODELS else (1, 28, 28)
     module = model_for(name, shape, 10)
     description = describe_module(module)
     if description is None:  # the manifest then asks for the function

@@ -61,13 +61,12 @@ def gpu(monkeypatch):
 
 def play(algorithm, model, device, sizes=(6, 9, 7), **options):
     shape = (1, 4, 4) if model is convolved else (6,)
-    training = Training(0.05, batch_size=5, epochs=2)
+    options = {"training": Training(0.05, batch_size=5, epochs=2), **options}
     data = held_out(images(sizes, shape))
     run = simulation(
         algorithm,
         data,
         model=model,
-        training=training,
         rounds=2,
         device=device,
         **options,
@@ -114,6 +113,16 @@ def test_graphs_change_no_bit(gpu, algorithm, model):
     assert got.context.graphs.replays > 0
     assert path(got)["graphs"] == "captured"
     assert path(want)["graphs"] == "eager: asked for"
+    assert_same_state(got, want)
+
+
+def test_augmentation_draws_anew_in_every_replay(gpu):
+    """The samples are inputs of a graph."""
+    options = {"training": Training(0.05, 5, 2, augment=("flip", "crop:1"))}
+    got = play("fedavg", convolved, gpu, **options)
+    want = play("fedavg", convolved, gpu, graphs=False, **options)
+
+    assert got.context.graphs.replays > 0
     assert_same_state(got, want)
 
 
