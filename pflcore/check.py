@@ -469,6 +469,21 @@ def import_optional(module: str, what: str = "This", alternative: str = "") -> A
         ) from None
 
 
+def import_object(place: str, what: str) -> Any:
+    """The object at "package.module:name".
+
+    Raises ValueError, with the name of the argument `what`, where the import fails.
+    """
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        fault = f"importing {place!r} failed with {type(error).__name__}: {error}"
+        raise ValueError(
+            f"{what}: {fault}; check the name, or change folder."
+        ) from error
+
+
 SHOWN_NAMES = 5  # the most clients that an error names
 
 
@@ -644,7 +659,8 @@ Matrix = Annotated[Tensor, expect_dim(2, "a matrix of floating-point numbers")]
 Row = Annotated[Tensor, expect_dim(1, "a row of floating-point numbers")]
 EXPECT_MODEL = Expectation(
     "an nn.Module, a function that makes one or a Net",
-    lambda v: callable(v) or hasattr(v, "module"),
+    # Several models in a list or a dict are refused where the reason can be given.
+    lambda v: callable(v) or hasattr(v, "module") or isinstance(v, list | tuple | dict),
 )
 Model = Annotated[Any, EXPECT_MODEL]
 BatchNormPolicy = Literal["auto", "average", "local"]

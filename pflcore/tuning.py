@@ -36,6 +36,7 @@ from pflcore.simulation import Simulation
 from pflcore.simulation._describe import content_digest
 from pflcore.simulation._evaluate import evaluate
 from pflcore.simulation._ranks import ONE_RANK, Ranks
+from pflcore.simulation._sampling import Sampling
 from pflcore.simulation._settings import Evaluation, Hardware
 from pflcore.simulation._state import RunConfig, State, flatten_state
 from pflcore.simulation.checkpoint import Checkpoint, load, lock, save
@@ -269,6 +270,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     *,
     states: Sequence[State] | None = None,
     participation: Fraction = 1.0,
+    sampling: Sampling = "uniform",
     seed: Seed | Sequence[int] = 0,
     hardware: Hardware = Hardware(),  # noqa: B008 (frozen)
     metric: str | Metric | None = None,
@@ -298,6 +300,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
         states: Trained states, one per protocol; None trains them. With these, the grid
             may vary only options that evaluation alone uses.
         participation: The fraction of clients that train in a round.
+        sampling: The rule by which they are drawn, as in `Simulation`.
         seed: The seed. The run with protocol j has the seed `seed + j`, or the j-th of
             several seeds.
         hardware: The engine, the threads and the device of all runs.
@@ -329,6 +332,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     run = {
         "rounds": max(1, rounds),
         "participation": participation,
+        "sampling": sampling,
         "hardware": hardware,
     }
     search = _Search(protocols, nets, seeds, BY_LOSS, run, states or None, path)

@@ -126,6 +126,14 @@ class Divides(Steps):
         return (delta / (cohort.round - 2)).mean(0)
 
 
+@found(
+    r"update or train: server\.x depends on the number of rounds of the run, .* traits"
+)
+class Fades(Steps):
+    def step(self, delta, cohort):
+        return delta.mean(0) * (1 - cohort.round / (2 * cohort.rounds))
+
+
 @found(r"server\.x differs between two runs of one seed")
 class GlobalNoise(Steps):
     def step(self, delta, cohort):

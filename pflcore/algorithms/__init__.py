@@ -8,7 +8,6 @@ benchmark. Users name an algorithm by an instance, a class, its name, or
 "package.module:Class" for one of their own.
 """
 
-import importlib
 import inspect
 from collections.abc import Iterable
 from dataclasses import fields
@@ -59,7 +58,7 @@ from pflcore.algorithms._split import (
     SplitModel,
 )
 from pflcore.algorithms._waffle import Scaffold, Waffle, WeightErosion
-from pflcore.check import require
+from pflcore.check import import_object, require
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -260,21 +259,6 @@ def _canonical_name(name: str) -> str:
     """A name as `ALGORITHMS` writes it; an unknown name as it is."""
     plain = name.lower().replace("-", "").replace("_", "")
     return next((k for k in ALGORITHMS if k.replace("_", "") == plain), name)
-
-
-def import_object(place: str, what: str) -> Any:
-    """The object at "package.module:name".
-
-    Raises ValueError, with the name of the argument `what`, where the import fails.
-    """
-    module, _, name = place.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as error:
-        fault = f"importing {place!r} failed with {type(error).__name__}: {error}"
-        raise ValueError(
-            f"{what}: {fault}; check the name, or change folder."
-        ) from error
 
 
 def fixed_options(cls: type[Algorithm]) -> list[str]:

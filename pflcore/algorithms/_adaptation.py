@@ -133,7 +133,8 @@ class FineTune(FedProx, FedOpt):
         has_val = data.size("val") > 0
         if has_val[ids].all():
             return ids
-        clients: Tensor = torch.cat([ids, has_val.nonzero()[:, 0]]).unique()
+        judges = has_val & (data.size("train") > 0)
+        clients: Tensor = torch.cat([ids, judges.nonzero()[:, 0]]).unique()
         return clients
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
@@ -289,7 +290,7 @@ class KnnPer(FedOpt):
     the hinge loss it is the mean of their signs, mixed with the score; with binary
     cross entropy the mean of their labels, mixed with the score's probability and given
     as a logit. Of equally near samples the earlier ones vote. A client with fewer than
-    k samples uses all of them.
+    k samples uses all of them, and a client without training samples p_x alone.
 
     Acceptance (Motley, section 4.3, observation 1, and the remark of 4.1): a client
     with less than `min_size` samples stays with p_x. So does a client for which p does
@@ -346,16 +347,19 @@ class KnnPer(FedOpt):
         The neighbours are among the first n rows of z [n_max, H], and near to the
         features of x (what w's head sees).
         """
+        scores = net(model["w"], x)
+        has_classes = net.scores_classes
+        has_classes &= net.loss_fn not in (hinge, binary_cross_entropy)
+        has_classes &= not model["y"].is_floating_point()
+        if model["n"] == 0:  # a client without training samples
+            return scores.softmax(1) if has_classes else scores
         features = net.features(model["w"], x).flatten(1)
         weight, near = nearest_neighbours(
             features, model["z"], model["n"], self.k, self.kernel
         )
         lam = model.get("lam", self.lam)
-        scores = net(model["w"], x)
         labels = model["y"][near]
-        has_classes = net.scores_classes
-        has_classes &= net.loss_fn not in (hinge, binary_cross_entropy)
-        if has_classes and not labels.is_floating_point():
+        if has_classes:
             # A sample without a label has no vote.
             has_label = (labels != IGNORED_LABEL)[..., None]
             labels = F.one_hot(labels.clamp(min=0), scores.shape[1]) * has_label

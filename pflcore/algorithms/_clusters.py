@@ -74,7 +74,8 @@ class Ensemble(WithoutDefence, FedOpt):
 
     A client uses the model with the lowest loss on its training data: `pick_i =
     argmin_j F_i(x_j)`. The k runs differ in shuffles and, where the model draws them,
-    in initial weights.
+    in initial weights. A client without training samples is evaluated with the model
+    that most clients used last.
 
     Deviation: one cohort a round serves all k models; k separate runs would draw k
     cohorts.
@@ -111,8 +112,16 @@ class Ensemble(WithoutDefence, FedOpt):
         return {"x": x0, "b": b, **self.optimizer_state(x0), "pick": pick, **more}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        all_models = torch.arange(self.k).expand(len(cohort.ids), -1)
-        return {key: SharedRows(state[key], all_models) for key in ("x", "b")}
+        count = len(cohort.ids)
+        all_models = torch.arange(self.k).expand(count, -1)
+        down: Payload = {key: SharedRows(state[key], all_models) for key in ("x", "b")}
+        if not cohort.num_samples.all():
+            # In an evaluation: clients without training samples cannot choose.
+            picks = state["pick"]
+            if cohort.trainable_clients is not None:
+                picks = picks[cohort.trainable_clients]
+            down["popular"] = picks.bincount().argmax().expand(count, 1)
+        return down
 
     def choose_models(
         self, down: Payload, clients: Clients
@@ -123,7 +132,12 @@ class Ensemble(WithoutDefence, FedOpt):
         """
         rows = down["x"].rows
         b = down["b"].rows
-        return rows, b, loss_per_model(rows, b, clients).argmin(1)
+        pick = loss_per_model(rows, b, clients).argmin(1)
+        if "popular" in down:
+            can_choose = to_device(clients.have_samples, pick.device)
+            popular = to_device(down["popular"][:, 0], pick.device)
+            pick = torch.where(can_choose, pick, popular)
+        return rows, b, pick
 
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients

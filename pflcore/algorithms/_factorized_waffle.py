@@ -331,6 +331,8 @@ class FactorizedWaffle(FedAvg):
         training = clients.context.training
         largest = int(clients.num_samples.max())
         steps = training.epochs * math.ceil(largest / training.batch_size)
+        if clients.own_steps is not None:
+            steps = int(clients.own_steps.max())
         u = client_uniforms_of(clients, "beliefs", steps * 2 * factors)
         u = u.mul_(1 - 2e-4).add_(1e-4)  # within [1e-4, 1 - 1e-4]
         u = u.to(clients.net.w0).view(len(u), steps, 2, factors)

@@ -107,7 +107,7 @@ class FedAvg(Algorithm):
             of `clip_norm`. None with every other defence.
         expected_clients: The expected number of clients of a round, by which "dp"
             divides: the probability of each client times the number of clients. None
-            means all clients.
+            means all clients with training samples.
     """
 
     server_lr: NonNegativeFloat = 1.0
@@ -216,7 +216,7 @@ class FedAvg(Algorithm):
             delta,
             self.clip_norm,
             self.noise_multiplier,
-            self.expected_clients or cohort.n,
+            self.expected_clients or cohort.num_trainable,
             generator_of(cohort.seed, cohort.round, "noise of the sum"),
         )
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
+from pflcore._device import to_device
 from pflcore.algorithms._fedavg import FedAvg
 from pflcore.algorithms._protocol import (
     GradientFn,
@@ -170,7 +171,9 @@ class APFL(FedAvg):
         return alpha * net(v, x) + (1 - alpha) * net(w, x)
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
-        return {"w": down["x"], **client_state}
+        alpha = client_state["alpha"]
+        can_train = to_device(clients.have_samples[:, None], alpha.device)
+        return {"w": down["x"], **client_state, "alpha": alpha * can_train}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
         """Scores of the model `alpha v + (1 - alpha) w` [P].
@@ -340,7 +343,7 @@ def subsample_training(clients: Clients, fraction: float) -> TrainContext:
     data = context.data
     ids = clients.ids.sort().values
     lists = data.lists("train").take(ids)
-    count = (fraction * lists.size).long().clamp(min=1)
+    count = (fraction * lists.size).long().clamp(min=1).minimum(lists.size)
     if clients.net.buffer_names:
         count = _without_single_samples(count, lists.size, context)
     seeds = client_seeds(ids.numpy(), context.seed, clients.round, "sample")

@@ -179,6 +179,9 @@ class Cohort(NamedTuple):
             part, but their uploads were not finite, or could not be used.
         purpose: "send" in a round, "evaluation" where models are evaluated. It names
             the stream of `generator`, so that an evaluation changes no draw of a round.
+        trainable_clients: The ids of the federation's clients with training samples,
+            ascending. None means all of them. The others are evaluated, and are in no
+            round: they count nowhere.
     """
 
     ids: Tensor  # [S]
@@ -189,6 +192,16 @@ class Cohort(NamedTuple):
     seed: int = 0
     num_dropped: int = 0
     purpose: str = "send"
+    trainable_clients: Tensor | None = None  # [T]
+
+    @property
+    def num_trainable(self) -> int:
+        """The number of the federation's clients with training samples.
+
+        A mean over the federation's clients is one over these.
+        """
+        trainable = self.trainable_clients
+        return self.n if trainable is None else len(trainable)
 
     def take(self, kept: Tensor) -> Cohort:
         """The cohort of the clients that the mask `kept`, bool [S], selects.
@@ -333,6 +346,13 @@ class Traits(NamedTuple):
         no_clip_grad_reason: Why clipped gradients do not fit the formula, as a clause
             after the algorithm's name. A run with `clip_grad` is refused with it; ""
             allows clipping.
+        epochs_reason: Why the formula holds for epochs only, as a clause after the
+            algorithm's name. A run whose training has `steps` is refused with it; ""
+            allows them.
+        rounds_reason: Why the results of a round depend on the number of rounds of the
+            run, as a clause after the algorithm's name: "follows a curve ...". Such a
+            run cannot go on to more rounds than it was begun with; "" says that no hook
+            reads the number of rounds.
         model_uploads: Names of uploads that are models, not differences. Each maps to
             the model from which its update is measured: "down.x" for x of the client's
             download, or "server.w" for the client's row of the server's tensor w.
@@ -353,6 +373,8 @@ class Traits(NamedTuple):
     needs_val: bool = False
     sgd_only_reason: str = ""
     no_clip_grad_reason: str = ""
+    epochs_reason: str = ""
+    rounds_reason: str = ""
     model_uploads: Mapping[str, str] = {}
     per_client_state: tuple[str, ...] = ()
     clipped_with_update: tuple[str, ...] = ()
@@ -575,7 +597,7 @@ class Algorithm:
         return {}
 
     def add_client(self, state: Tensors, n: int) -> Tensors:
-        """The state [...] after a client has joined the n clients.
+        """The state [...] after a client has joined the n clients that train.
 
         `History.adapt` calls it before the client's first training. The run itself then
         adds the client's rows to tables. This hook is for a tensor that is a mean over
@@ -598,6 +620,8 @@ def check_training(alg: Algorithm, training: Training) -> None:
             f"clip_grad: {name} {traits.no_clip_grad_reason}, which are not clipped; "
             "leave clip_grad out."
         )
+    if traits.epochs_reason and training.steps is not None:
+        raise ValueError(f"steps: {name} {traits.epochs_reason}; give epochs.")
 
 
 def warn_unused_momentum(alg: Algorithm, clients: Clients) -> None:

@@ -16,11 +16,12 @@ Symbols:
 
 from __future__ import annotations
 
-from dataclasses import field, fields
+from dataclasses import field, fields, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from pflcore import ops
 from pflcore._device import to_device
@@ -87,7 +88,9 @@ class LatestModels(Algorithm):
         sqdist.index_copy_(1, ids, to_all.T)  # in place: this copy is new
         norm2 = state["norm2"].index_copy(0, ids, norm2)
         last = state["last"].index_fill(0, ids, cohort.round)
-        weights = self.mixing_matrix(sqdist, norm2, has_model=last > 0)
+        weights = self._mixing_of_trainable(
+            sqdist, norm2, last > 0, cohort.trainable_clients
+        )
         changes: Changes = {
             "w": RowUpdate(ids, models),
             "sqdist": sqdist,
@@ -99,6 +102,34 @@ class LatestModels(Algorithm):
         # what the uploads of this round weigh in each of them.
         mixing = MixingWeights(weights[:, ids], receivers=torch.arange(cohort.n))
         return changes, mixing
+
+    def _mixing_of_trainable(
+        self,
+        sqdist: Tensor,  # [N, N]
+        norm2: Tensor,  # [N]
+        has_model: Tensor,  # bool [N]
+        trainable: Tensor | None,  # [T]
+    ) -> Tensor:  # [N, N] float64
+        """The mixing weights, which the clients with training samples have alone.
+
+        Another client mixes its own row, which no upload has changed.
+        """
+        if trainable is None:
+            return self.mixing_matrix(sqdist, norm2, has_model)
+        rows = trainable[:, None]
+        of_trainable = self.select_clients(trainable).mixing_matrix(
+            sqdist[rows, trainable], norm2[trainable], has_model[trainable]
+        )
+        weights = torch.eye(len(sqdist), dtype=of_trainable.dtype)
+        weights[rows, trainable] = of_trainable
+        return weights
+
+    def select_clients(self, ids: Tensor) -> Self:
+        """The algorithm with its options for the clients `ids` [S] alone.
+
+        An option with a row for each client is cut to these rows.
+        """
+        return self
 
     def mixing_matrix(
         self,
@@ -352,18 +383,31 @@ class SFL(LatestModels):
             weights[~has_model] = weights[has_model].mean(0)
         return weights
 
+    def select_clients(self, ids: Tensor) -> Self:
+        if self.adjacency is None:
+            return self
+        return replace(self, adjacency=self.adjacency[ids[:, None], ids])
+
     def add_client(self, state: Tensors, n: int) -> Tensors:
         # Raises ValueError where a given graph has no row for the newcomer.
+        rows = len(state["w"]) + 1
         self.adjacency_matrix(
-            sqdist=torch.zeros(n + 1, n + 1),
-            has_model=torch.ones(n + 1, dtype=torch.bool),
+            sqdist=torch.zeros(rows, rows),
+            has_model=torch.ones(rows, dtype=torch.bool),
         )
         return state
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         weights = state["weights"]
-        readout = weights.mean(0, keepdim=True)
-        mixing = MixingWeights(torch.cat([weights[cohort.ids], readout]))
+        trainable = cohort.trainable_clients
+        if trainable is None:
+            readout = weights.mean(0, keepdim=True)
+            own = weights[cohort.ids]
+        else:
+            readout = weights[trainable].mean(0, keepdim=True)
+            can_train = torch.isin(cohort.ids, trainable)[:, None]
+            own = torch.where(can_train, weights[cohort.ids], readout)
+        mixing = MixingWeights(torch.cat([own, readout]))
         models = mixing.aggregate(state["w"])
         x = models[-1].expand(len(cohort.ids), -1)
         return {"x": x, "u": models[:-1]}
@@ -500,12 +544,24 @@ class Mocha(Algorithm):
         if cohort.round % self.outer == 0:
             rows = to_device(ids, up["w"].device)
             models = state["w"].index_copy(0, rows, up["w"])
-            omega = task_relation(models, self.delta, self.relation)
+            omega = self._relation_of_trainable(state, models, cohort)
             lr = up["lr"][:, 0].double()
             lr_sum = up["lr_sum"][:, 0].double()
             self.check_stability(omega[rows][:, rows], lr, lr_sum, cohort)
             changes["omega"] = omega
         return changes, None
+
+    def _relation_of_trainable(
+        self, state: Tensors, models: Tensor, cohort: Cohort
+    ) -> Tensor:
+        """The relation [N, N] of the models; clients that cannot train keep theirs."""
+        ids = cohort.trainable_clients
+        if ids is None:
+            return task_relation(models, self.delta, self.relation)
+        ids = to_device(ids, models.device)
+        omega = state["omega"].clone()
+        omega[ids[:, None], ids] = task_relation(models[ids], self.delta, self.relation)
+        return omega
 
     def check_stability(
         self,

@@ -144,7 +144,7 @@ class Scaffold(FedAvg):
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         changes, mix = super().update(state, up, cohort)
         rows, mean = self.robust_weights(up["control"], cohort, state.get("c_center"))
-        c = mean.aggregate(rows, state["c"], len(cohort.ids) / cohort.n)[0]
+        c = mean.aggregate(rows, state["c"], len(cohort.ids) / cohort.num_trainable)[0]
         c_center = self.new_centers(rows, mean, "c_center")
         return {**changes, "c": c, **c_center}, mix
 
@@ -232,6 +232,7 @@ class Waffle(WithoutDefence, Scaffold):
         clipped = ("control", "c") if self.control_agg == "literal" else ("control",)
         return super().traits._replace(
             required_clients=(known_id("target", self.target),),
+            rounds_reason="goes from global to local over the whole run",
             clipped_with_update=clipped,
             reported_state=("mix",),
         )
@@ -268,7 +269,7 @@ class Waffle(WithoutDefence, Scaffold):
         if _is_late(cohort.round, cohort.rounds):
             weight = is_target.double()
         # On the scale of a round with all clients, where an even weight is 1 / N.
-        weight = weight * (len(weight) / cohort.n)
+        weight = weight * (len(weight) / cohort.num_trainable)
         before = history[cohort.ids]
         new_history = torch.stack([weight, before[:, 0]], 1)
         if _is_late(cohort.round - 2, cohort.rounds):
@@ -343,7 +344,17 @@ class WeightErosion(Algorithm):
     @property
     def traits(self) -> Traits:
         """The traits of the algorithm, which depend on its options."""
-        return Traits(required_clients=(known_id("target", self.target),))
+        rounds_reason = ""
+        if self.p_d is None:
+            rounds_reason = "without p_d calibrates it by the number of rounds"
+        epochs_reason = ""
+        if self.size_unit == "epochs":
+            epochs_reason = "with size_unit='epochs' counts the epochs of the rounds"
+        return Traits(
+            required_clients=(known_id("target", self.target),),
+            epochs_reason=epochs_reason,
+            rounds_reason=rounds_reason,
+        )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {"x": x0, "alpha": torch.ones(n, dtype=torch.float64)}
@@ -395,7 +406,11 @@ class WeightErosion(Algorithm):
     def report(
         self, state: Tensors, mix: MixingWeights | None, cohort: Cohort
     ) -> Tensors:
-        return {"weights": normalize_rows(state["alpha"][None])[0]}
+        alpha = state["alpha"]
+        trainable = cohort.trainable_clients
+        if trainable is not None:  # the others were never weighed
+            alpha = torch.zeros_like(alpha).index_copy(0, trainable, alpha[trainable])
+        return {"weights": normalize_rows(alpha[None])[0]}
 
 
 def _calibrated_penalty(distance: Tensor, rounds: int) -> float:

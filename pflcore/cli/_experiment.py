@@ -22,7 +22,6 @@ from pflcore.algorithms import (
     Algorithm,
     algorithm_of,
     class_of,
-    import_object,
     name_of,
 )
 from pflcore.check import (
@@ -36,6 +35,7 @@ from pflcore.check import (
     client_id,
     device_of,
     ids_of,
+    import_object,
     reject,
     require,
 )
@@ -57,7 +57,6 @@ from pflcore.simulation._ranks import ONE_RANK, Ranks, find_ranks
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.executor import OneByOne
 from pflcore.train import Training
-from pflcore.train._augment import TRANSFORMS
 from pflcore.train._net import Net
 
 
@@ -77,6 +76,9 @@ class Options:
             by the labels
         rounds: rounds of each run
         participation: fraction of the clients that take part in a round
+        sampling: rule by which the clients of a round are drawn: uniform, size (by
+            their training samples), or package.module:function of (round, generator,
+            sizes) that returns their ids
         target: the client to personalize for, by number or name, whose accuracy is
             reported; all: each client in a run of its own
         seed: seed of the weights, the batches and the cohorts
@@ -119,6 +121,7 @@ class Options:
     loss: str = "auto"
     rounds: NonNegativeInt = 50
     participation: Fraction = 1.0
+    sampling: str = "uniform"
     target: int | Literal["all"] | str | None = None
     seed: int = 0
     seeds: PositiveInt = 1
@@ -211,7 +214,7 @@ def reader_of(data: str) -> NamedFunction | None:
     if kind not in READERS or not path:
         return None
     parameters = inspect.signature(READERS[kind]).parameters
-    defaults = {"target": -1, "classes": "infer"}
+    defaults = {"target": -1, "classes": "infer", "ignored_label": None}
     defaults = {k: v for k, v in defaults.items() if k in parameters}
     return NamedFunction(kind, READERS[kind], defaults)
 
@@ -331,21 +334,6 @@ def make_net(options: Options, data: Federation, make: Callable[[], nn.Module]) 
     if loss == "auto":
         loss = "squared" if data.y.is_floating_point() else "cross_entropy"
     return Net(make, loss, seed=options.seed)
-
-
-def make_training(values: Facts) -> Training:
-    """The options of local training, of which words may name functions.
-
-    "package.module:function" is the function of that name.
-    """
-    words = values.get("augment")
-    if words is None:
-        return Training(**values)
-    transforms = []
-    for word in words:
-        is_named = word.partition(":")[0] in TRANSFORMS or ":" not in word
-        transforms.append(word if is_named else import_object(word, "augment"))
-    return Training(**{**values, "augment": transforms})
 
 
 def has_target(name: str) -> bool:
@@ -478,6 +466,7 @@ class Job:
         return {
             "rounds": o.rounds,
             "participation": o.participation,
+            "sampling": o.sampling,
             "seed": o.seed,
             "evaluation": evaluation,
             "robustness": o.robustness,

@@ -6,13 +6,15 @@ docstring.
 
 from __future__ import annotations
 
+import collections.abc as abc
 import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
-from typing import Annotated, Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pflcore.algorithms import Algorithm, fixed_options
 from pflcore.check import OnCommandLine, import_optional
@@ -165,7 +167,7 @@ def _group_type(
         option = copy(f)
         if f.name in defaults:
             option = field(default=defaults[f.name])
-        hint: Any = Annotated[hints[f.name], details]
+        hint: Any = Annotated[_without_functions(hints[f.name]), details]
         if f.metadata == POSITIONAL:
             hint = import_optional("tyro").conf.Positional[hint]
         options.append((f.name, hint, option))
@@ -183,6 +185,20 @@ def command_line_hints(cls: type) -> dict[str, Any]:
                 if isinstance(metadata, OnCommandLine):
                     hints[name] = metadata.hint
     return hints
+
+
+def _without_functions(hint: Any) -> Any:
+    """The type of an option without functions, which a command line cannot write.
+
+    A function that has a place, "package.module:function", is a string there. An option
+    that has no other value than functions and None is left as it is, and is not shown.
+    """
+    kinds = get_args(hint)
+    others = [kind for kind in kinds if get_origin(kind) is not abc.Callable]
+    is_union = get_origin(hint) in (Union, UnionType)
+    if not is_union or len(others) == len(kinds) or {*others} <= {NoneType}:
+        return hint
+    return Union[tuple(others)]  # noqa: UP007 (made of a list)
 
 
 def allow_own_modules(words: Iterable[str]) -> None:

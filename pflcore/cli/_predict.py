@@ -13,8 +13,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from pflcore.algorithms import import_object
-from pflcore.check import require
+from pflcore.check import import_object, require
 from pflcore.cli._options import POSITIONAL, parse
 from pflcore.data._natural import read_csv_columns, read_csv_rows
 from pflcore.data._sources import explain_read_errors

@@ -78,6 +78,7 @@ from pflcore.results.record import (
 from pflcore.results.table import Format
 from pflcore.simulation import History, checkpoint
 from pflcore.simulation import _describe as describe
+from pflcore.simulation._per_target import target_folder
 from pflcore.simulation._ranks import Ranks
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training
@@ -91,7 +92,7 @@ HELP_NAMES = {
 }
 Model = Callable[[], Any]
 MODELS_FOLDER = "models"  # the folder of exported models
-CHECKPOINTS = "checkpoints"  # the folder of checkpoints of runs that are not complete
+CHECKPOINTS = "checkpoints"  # the folder of the runs' checkpoints
 RECORD_FILE = "record.jsonl"
 FEDERATION_PICTURE = "federation.png"  # which client holds which samples
 # The file of the table in each format, and the start of what `_write_report` writes
@@ -166,9 +167,12 @@ class OutputOptions(ReportOptions):
 
     Args:
         resume: go on with the record in the folder, from its last checkpoint; begin
-            where the folder has no record
+            where the folder has no record; with more --rounds a run that is over goes
+            on, too
         checkpoint_every: rounds between checkpoints; 0: by time alone
         checkpoint_minutes: minutes between checkpoints; 0: by rounds alone
+        keep_checkpoint: keep the last checkpoint of a run that is over, from which it
+            can go on to more rounds; it has the rows of all clients that took part
         track: service that gets each round's numbers, too: tensorboard (into
             tensorboard/ of the folder), wandb (WANDB_PROJECT, WANDB_MODE) or mlflow
             (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME)
@@ -182,6 +186,7 @@ class OutputOptions(ReportOptions):
     resume: bool = False
     checkpoint_every: NonNegativeInt = 0
     checkpoint_minutes: NonNegativeFloat = 10.0
+    keep_checkpoint: bool = True
     track: TrackerName | None = None
     export: bool = False
     quiet: bool = False
@@ -362,13 +367,13 @@ def _run_values(
         config: The options as TOML.
     """
     options = Options(**values["run"])
-    training = experiment.make_training(values["training"])
+    training = Training(**values["training"])
     hyper = {name: values[title] for title, name in algorithms.items()}
     own_training = {}
     for title, name in algorithms.items():
         own_values = values.get(f"{title}.training")
         if own_values is not None:
-            own_training[name] = experiment.make_training(own_values)
+            own_training[name] = Training(**own_values)
     names = [*algorithms.values()]
     jobs = experiment.make_jobs(names, options, training, hyper, own_training)
     cut = cut_of(options, values)
@@ -525,6 +530,10 @@ def _open_folder(
         names = [name_of(job.algorithm) for job in jobs]
         folder = new_folder(names, options.data, options.partition or "")
     stack.enter_context(checkpoint.lock(folder))
+    if begun:
+        _merge_commands(folder, command)
+        for job in jobs:
+            _check_goes_on(folder, job, runner)
     done = _prepare_folder(folder, output, command, begun, progress)
     path = folder / RECORD_FILE
     record = stack.enter_context(RecordWriter(path, goes_on=begun))
@@ -537,6 +546,27 @@ def _open_folder(
     runner.record = record
     runner.progress = progress
     return done
+
+
+def _check_goes_on(folder: Path, job: Job, runner: _JobRunner) -> None:
+    """Raises ValueError for a run that is over and cannot go on to the job's rounds."""
+    lengths = {}
+    for recorded in read(folder / RECORD_FILE):
+        if recorded.complete:
+            lengths[recorded.name] = recorded.header.get("rounds")
+    length = lengths.get(job.name, job.options.rounds)
+    if length == job.options.rounds:
+        return
+    path = _checkpoint_folder(folder, job)
+    if job.for_each:
+        path = target_folder(path, 0)
+    if not Checkpoint(path).exists:
+        raise ValueError(
+            f"rounds: {job.name} is over in {folder} after {length} rounds, and has no "
+            "checkpoint there to go on from (--no-keep-checkpoint removes it); give "
+            f"--rounds {length}, or another folder."
+        )
+    job.simulation(runner.data, runner.model).check_checkpoint(path)
 
 
 def _prepare_folder(
@@ -633,10 +663,13 @@ def _merge_commands(folder: Path, command: Facts) -> Line:
             f"resume: {folder} holds a run that another version of pflcore began; "
             "finish it with that version, or name another folder."
         )
-    difference = describe.first_difference(
-        recorded.get("common", {}), command["common"]
-    )
+    common = {**recorded.get("common", {})}
+    rounds = command["common"]["rounds"]
     runs = recorded.get("runs", {})
+    if recorded and not runs.keys() - command["runs"].keys():
+        # All runs of the folder go on together, so they stay comparable.
+        common["rounds"] = rounds
+    difference = describe.first_difference(common, command["common"])
     for name, facts in command["runs"].items():
         if name in runs and not difference:
             difference = describe.first_difference(runs[name], facts)
@@ -651,15 +684,21 @@ def _merge_commands(folder: Path, command: Facts) -> Line:
 def _kept_runs(folder: Path, command: Facts) -> list[History]:
     """The runs of a folder's record that stay in it when a command goes on.
 
-    These are the complete ones, and all runs that the command does not play. Raises
-    ValueError where the folder is another command's, or a checkpoint is damaged.
+    These are the complete ones of the command's number of rounds, and all runs that the
+    command does not play. Raises ValueError where the folder is another command's, or a
+    checkpoint is damaged.
     """
     others = {*_merge_commands(folder, command)["runs"]} - {*command["runs"]}
+    rounds = command["common"]["rounds"]
     for path in (folder / CHECKPOINTS).rglob(checkpoint.FILE_NAME):
         # It is checked here already, because the record is rewritten next.
         checkpoint.load(path.parent)
     runs = read(folder / RECORD_FILE)
-    return [run for run in runs if run.complete or run.name in others]
+    return [
+        run
+        for run in runs
+        if run.name in others or (run.complete and run.header["rounds"] == rounds)
+    ]
 
 
 @dataclass
@@ -709,7 +748,8 @@ class _JobRunner:
                 del history  # the next one needs the memory
         except KeyboardInterrupt:
             return self._end_after_interrupt(is_whole=False)
-        if self.ranks.is_first and not has_failed:
+        removes = not self.output.keep_checkpoint and not has_failed
+        if self.ranks.is_first and removes:
             for job in jobs:
                 shutil.rmtree(self.checkpoint_folder(job), ignore_errors=True)
             with contextlib.suppress(OSError):  # another command's run goes on there
@@ -718,7 +758,7 @@ class _JobRunner:
 
     def checkpoint_folder(self, job: Job) -> Path:
         """The folder of a job's checkpoint, whatever other jobs the command has."""
-        return self.folder / CHECKPOINTS / re.sub(r"[^\w.-]+", "-", job.name)
+        return _checkpoint_folder(self.folder, job)
 
     def _end_after_interrupt(self, is_whole: bool) -> int:
         """Says what the record holds after Ctrl-C or SIGTERM; returns the exit code.
@@ -785,7 +825,8 @@ class _JobRunner:
         if history.stopped:
             self.progress.say(f"{job.name}: {history.stopped}")
         self.progress.skip(job.num_rounds(self.data.n) - played)
-        if self.ranks.is_first and not (history.interrupted or history.failed):
+        is_over = not (history.interrupted or history.failed)
+        if self.ranks.is_first and is_over and not self.output.keep_checkpoint:
             shutil.rmtree(folder, ignore_errors=True)
         return history
 
@@ -817,6 +858,11 @@ class _JobRunner:
             remedy = ", and --resume goes on from the last checkpoint"
         path = self.record.path
         return f"{job.name} failed: {reason}; the record up to there is {path}{remedy}."
+
+
+def _checkpoint_folder(folder: Path, job: Job) -> Path:
+    """The folder of a job's checkpoint, in the folder of its record."""
+    return folder / CHECKPOINTS / re.sub(r"[^\w.-]+", "-", job.name)
 
 
 def _write_report(

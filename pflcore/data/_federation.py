@@ -98,9 +98,9 @@ class Federation(ClientSamples):
     """The data of N clients: lists of indices into one pool.
 
     A training sample belongs to one client, and no sample belongs to two splits. Two
-    clients may share test samples (a common test set). Raises ValueError or TypeError
-    for values that do not fit together, for NaN or Inf, and for a client without
-    training samples.
+    clients may share test samples (a common test set). A client without training
+    samples is evaluated, and never trains. Raises ValueError or TypeError for values
+    that do not fit together, for NaN or Inf, and for a client without any sample.
 
     `from_clients`, `from_table` and `from_partition` make a federation of other forms
     of data. A federation does not change: its methods return new ones. These share the
@@ -141,6 +141,7 @@ class Federation(ClientSamples):
         classes: Classes = "infer",
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
+        ignored_label: int | None = None,
     ) -> Self:
         """Makes a federation from one entry for each client.
 
@@ -149,7 +150,8 @@ class Federation(ClientSamples):
         split,
         ``{"train": (x, y), "test": (x, y), "val": ...}``. x and y are arrays, tensors
         or lists; x may be a dict of them. A list of tuples is read as a list of samples
-        (x_j, y_j). Datasets are read once, so a random transform is drawn once. Where
+        (x_j, y_j). Datasets are read once, so a random transform is drawn once. A
+        client may have test samples alone: it is evaluated, and never trains. Where
         each x is a data frame, `columns` keeps the names of its columns, and other
         frames are read in the same order.
 
@@ -174,12 +176,16 @@ class Federation(ClientSamples):
                 largest label plus one; None for regression
             dtype: dtype that floats are converted to; None keeps the dtype they have
             name: name of the data, for summaries and records
+            ignored_label: label of samples, steps or pixels that count in nothing, such
+                as 255; it becomes -100, which losses and accuracies leave out. None for
+                no label but -100
         """
         names = None
         if isinstance(clients, Mapping):
             names = list(clients)
             clients = clients.values()
-        return cls._from_reader(clients, ReaderOptions(classes, dtype), name, names)
+        reader = ReaderOptions(classes, dtype, ignored_label=ignored_label)
+        return cls._from_reader(clients, reader, name, names)
 
     @classmethod
     def _from_reader(
@@ -199,7 +205,7 @@ class Federation(ClientSamples):
         """
         pieces, count = _read_pieces(clients, reader, names)
         require(count, "clients", "the data of at least one client", [])
-        expected = f"a sample to train on for each; leave out the {count} without"
+        expected = f"a sample of each, of any split; leave out the {count} without"
         require(pieces, "clients", expected, "no samples at all")
         typed = not reader.from_files and reader.classes == "infer"
         _check_same_form(pieces, typed=typed)
@@ -243,6 +249,7 @@ class Federation(ClientSamples):
         classes: Classes = "infer",
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
+        ignored_label: int | None = None,
     ) -> Self:
         """A federation of one table of samples: x [n, ...], y [n, ...], client [n].
 
@@ -268,8 +275,11 @@ class Federation(ClientSamples):
                 largest label plus one; None for regression
             dtype: dtype that floats are converted to; None keeps the dtype they have
             name: name of the data, for summaries and records
+            ignored_label: label of samples, steps or pixels that count in nothing, such
+                as 255; it becomes -100, which losses and accuracies leave out. None for
+                no label but -100
         """
-        reader = ReaderOptions(classes, dtype)
+        reader = ReaderOptions(classes, dtype, ignored_label=ignored_label)
         table_columns = column_names(x)
         columns = None
         if table_columns is not None:
@@ -302,7 +312,7 @@ class Federation(ClientSamples):
 
     @classmethod
     @checked
-    def from_partition(
+    def from_partition(  # noqa: PLR0913 (by name, all but three)
         cls,
         x: Any,
         y: Any,
@@ -312,6 +322,7 @@ class Federation(ClientSamples):
         y_test: Any = None,
         classes: Classes = "infer",
         name: str = "data",
+        ignored_label: int | None = None,
     ) -> Self:
         """A federation of samples x [n, ...] and y [n], dealt by a partition.
 
@@ -329,8 +340,11 @@ class Federation(ClientSamples):
             classes: number of classes, or the list of their names; "infer" for the
                 largest label plus one; None for regression
             name: name of the data, for summaries and records
+            ignored_label: label of samples, steps or pixels that count in nothing, such
+                as 255; it becomes -100, which losses and accuracies leave out. None for
+                no label but -100
         """
-        reader = ReaderOptions(classes, None)
+        reader = ReaderOptions(classes, None, ignored_label=ignored_label)
         columns = text_names(x)
         x = to_tensor(x, "x")
         y = to_targets(y, "y", reader.class_names)
@@ -478,7 +492,8 @@ class Federation(ClientSamples):
         """
 
         def rule(n: int) -> dict[str, Tensor]:
-            return {"train": torch.arange(max(1, math.ceil(fraction * n - 1e-9)))}
+            count = max(1, math.ceil(fraction * n - 1e-9))
+            return {"train": torch.arange(min(count, n))}
 
         return self.redistribute(rule, clients, ("train",))
 
@@ -631,8 +646,8 @@ class Federation(ClientSamples):
         its inputs by its client's statistics; for a newcomer, `History.adapt` takes
         those of the newcomer's training samples.
 
-        Raises ValueError where x is no tensor of floats, or where clients share
-        samples.
+        Raises ValueError where x is no tensor of floats, where clients share samples,
+        or where a client has no training samples.
         """
         is_plain = self.x.is_floating_point() and self.fields is None
         expected = "floats in one tensor, to be standardized"
@@ -641,6 +656,9 @@ class Federation(ClientSamples):
         is_shared = int(torch.bincount(lists.flat).max()) > 1
         expected = "samples of one client each, to be standardized"
         require(not is_shared, "index", expected, "shared ones")
+        untrained = self.names_of((self.size() == 0).nonzero()[:, 0].tolist())
+        expected = "training samples of each, to standardize its features by"
+        require(not untrained, "clients", expected, untrained[:5])
         x = self.x.clone()
         mean = torch.empty(self.n, *self.shape, dtype=torch.float64)
         deviation = torch.empty_like(mean)
@@ -696,11 +714,12 @@ def random_permutation(n: int, seed: int) -> Tensor:
 def _by_split(holder: str, entry: Any) -> dict[str, Any]:
     """A client's pairs (x, y) by split.
 
-    Raises ValueError for a split of an unknown name, and where "train" is missing.
+    Raises ValueError for a split of an unknown name, and where there is no split.
     """
     parts = dict(entry) if isinstance(entry, Mapping) else {"train": entry}
-    known = set(parts) <= set(SPLITS) and "train" in parts
-    require(known, holder, "'train' samples, and perhaps 'val' and 'test'", list(parts))
+    known = set(parts) <= set(SPLITS) and len(parts) > 0
+    expected = "samples by split, one of 'train', 'val' and 'test' at least"
+    require(known, holder, expected, list(parts))
     return parts
 
 

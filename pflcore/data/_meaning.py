@@ -79,6 +79,8 @@ class ReaderOptions(NamedTuple):
         single_client: True for one client of a federation whose other clients are not
             seen
         columns: order of the columns of tables; None for that of the first table
+        ignored_label: label that counts in nothing, and becomes `IGNORED_LABEL`; None
+            for no other label than that
     """
 
     classes: Classes = "infer"
@@ -86,6 +88,7 @@ class ReaderOptions(NamedTuple):
     from_files: bool = False
     single_client: bool = False
     columns: tuple[str, ...] | None = None
+    ignored_label: int | None = None
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -131,6 +134,11 @@ def interpret_targets(
     may_be_labels = num_classes is not None and has_untyped_numbers
     if may_be_labels and one_per_sample and _are_whole_numbers(y):
         y = y.clamp(-MAX_LABEL, MAX_LABEL).long()
+    if reader.ignored_label is not None:
+        expected = "None, as these targets are numbers to predict"
+        are_labels = num_classes is not None and not y.is_floating_point()
+        require(are_labels, "ignored_label", expected, reader.ignored_label)
+        y = y.masked_fill(y == reader.ignored_label, IGNORED_LABEL)
     if num_classes is None or y.is_floating_point():
         stays = y.is_floating_point() and reader.dtype is None
         numbers = y if stays else y.to(reader.dtype or float_dtype)
@@ -139,7 +147,8 @@ def interpret_targets(
     if is_column:
         y = y[:, 0]
     if reader.from_files and num_classes in ("infer", 2) and _are_signs(y):
-        return (y > 0).long(), 2
+        signs = (y > 0).long()
+        return signs.where(y != IGNORED_LABEL, IGNORED_LABEL), 2
     if num_classes != "infer":
         return y, num_classes
     return y, _count_classes(y, reader, name)
@@ -153,6 +162,9 @@ def _are_whole_numbers(y: Tensor) -> bool:
 def _are_signs(y: Tensor) -> bool:
     """True for targets [n] that are -1 and 1, and nothing else."""
     if y.dim() != 1 or not y.numel():
+        return False
+    y = y[y != IGNORED_LABEL]
+    if not y.numel():
         return False
     lowest, highest = y.aminmax()
     has_zero = bool((y == 0).any())

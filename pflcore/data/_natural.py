@@ -121,7 +121,11 @@ def femnist(root: AnyPath | None = None) -> Federation:
 
 @checked
 def leaf(
-    path: AnyPath, *, classes: Classes = "infer", name: str | None = None
+    path: AnyPath,
+    *,
+    classes: Classes = "infer",
+    name: str | None = None,
+    ignored_label: int | None = None,
 ) -> Federation:
     """A federation from LEAF-style JSON files.
 
@@ -137,6 +141,7 @@ def leaf(
         classes: number of classes, or their names; infer takes the largest label plus
             one; None reads targets as numbers to predict
         name: name of the data, for summaries and records
+        ignored_label: label of samples or steps that count in nothing, such as 255
     """
     base = Path(path)
     if (base / "data" / "train").is_dir():
@@ -151,7 +156,7 @@ def leaf(
             if split == "train" or len(pair[1]):
                 target = "train" if split_by_user else split
                 clients.setdefault(user, {})[target] = pair
-    reader = ReaderOptions(classes, from_files=True)
+    reader = ReaderOptions(classes, from_files=True, ignored_label=ignored_label)
     federation = _federation(clients, reader, name or f"leaf {base.name}")
     if not split_by_user:
         return federation
@@ -166,6 +171,7 @@ def folder(
     target: int | str = -1,
     classes: Classes = "infer",
     name: str | None = None,
+    ignored_label: int | None = None,
 ) -> Federation:
     """A federation from a folder with one file per client.
 
@@ -182,6 +188,7 @@ def folder(
         classes: number of classes, or their names; infer takes the largest label plus
             one; None reads targets as numbers to predict
         name: name of the data, for summaries and records
+        ignored_label: label of samples or steps that count in nothing, such as 255
     """
     base = Path(path)
     clients = Pairs()
@@ -204,19 +211,14 @@ def folder(
             require(not twice, str(file), expected, twice)
             client |= pairs
     has_names = first_columns and len(set(first_columns)) == len(first_columns)
-    reader = ReaderOptions(classes, from_files=True)
+    reader = ReaderOptions(classes, from_files=True, ignored_label=ignored_label)
     if has_names:
         reader = reader._replace(columns=first_columns)
     return _federation(clients, reader, name or base.name)
 
 
 def _federation(clients: Pairs, reader: ReaderOptions, name: str) -> Federation:
-    """A federation of these clients.
-
-    Raises ValueError where a client has no training samples.
-    """
-    without = [client for client, pairs in clients.items() if "train" not in pairs]
-    require(not without, "path", "training samples of every client", without[:5])
+    """A federation of these clients."""
     return Federation._from_reader(clients.values(), reader, name, list(clients))
 
 

@@ -29,6 +29,7 @@ from pflcore.check import PositiveInt, Seed32, checked, reject, require
 from pflcore.data._deal import seeded_stream
 from pflcore.data._dirichlet import dirichlet
 from pflcore.data._dominant import practical1
+from pflcore.data._inputs import IGNORED_LABEL
 from pflcore.data._meaning import ReaderOptions, interpret_targets
 from pflcore.data._pathological import pathological
 from pflcore.data._pools import Labels, Partition
@@ -79,12 +80,13 @@ def partition(
     test_labels: Any = None,
     seed: Seed32 = 0,
     classes: PositiveInt | None = None,
+    ignored_label: int | None = None,
     **options: Any,
 ) -> Partition:
     """A partition of the samples of labels [m] among N clients.
 
-    Raises ValueError for an unknown name or option, and where a client would have no
-    training sample.
+    A sample whose label counts in nothing goes to no client. Raises ValueError for an
+    unknown name or option, and where a client would have no training sample.
 
     >>> part = partition("pathological", [0, 0, 0, 1, 1, 1], 2, k=1)
     >>> sorted(samples.sort().values.tolist() for samples in part.index["train"])
@@ -98,19 +100,27 @@ def partition(
         seed: seeds every random choice of the rule but the label permutations of A*
             and B*, which have their own `shift_seed`
         classes: number of classes; the largest label plus one if not said
+        ignored_label: label that counts in nothing, besides -100
         options: options of the rule; `options_of(name)` lists them with their defaults
     """
     _check_options(name, options)
-    pools, classes = _read_pools(labels, test_labels, classes)
+    pools, classes = _read_pools(labels, test_labels, classes, ignored_label)
+    all_labels = np.concatenate(list(pools.values()))
+    labelled = np.flatnonzero(all_labels != IGNORED_LABEL)
+    pool_sizes = {split: len(y) for split, y in pools.items()}
+    pools = {split: y[y != IGNORED_LABEL] for split, y in pools.items()}
     samples = len(pools["train"])
     require(n <= samples, "n", f"at most as many as the {samples} training samples", n)
     rule = PARTITIONS[name]
     rng = seeded_stream(seed, rule.stream)
     arguments = {**rule.defaults, **options}
     made = rule.rule(Labels(pools, n, classes), rng, **arguments)
-    index = {split: list(lists) for split, lists in made.index.items()}
+    # The rule's indices count the samples with a label alone.
+    indices = torch.from_numpy(labelled)
+    index = {
+        split: [indices[rows] for rows in lists] for split, lists in made.index.items()
+    }
     _check_training_samples(index["train"])
-    pool_sizes = {split: len(y) for split, y in pools.items()}
     return replace(made, index=index, pool_sizes=pool_sizes)
 
 
@@ -118,28 +128,32 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
     """Raises ValueError for an option that the partition does not have."""
     known = options_of(name)
     unknown = sorted(set(options) - set(known))
-    all_options = ", ".join([*known, "test_labels", "seed", "classes"])
+    others = ["test_labels", "seed", "classes", "ignored_label"]
+    all_options = ", ".join([*known, *others])
     expected = f"the options {all_options}"
     require(not unknown, f"partition {name}", expected, ", ".join(unknown), known)
 
 
 def _read_pools(
-    labels: Any, test_labels: Any, classes: int | None
+    labels: Any, test_labels: Any, classes: int | None, ignored_label: int | None
 ) -> tuple[dict[str, Ints], int]:
     """The labels of each pool, and the number of classes.
 
+    A label that counts in nothing becomes `IGNORED_LABEL`.
     The labels of both pools decide together what they mean, as in `from_partition`.
     """
     pools = {"train": _to_labels(labels, "labels")}
     if test_labels is not None:
         pools["test"] = _to_labels(test_labels, "test_labels")
-    reader = ReaderOptions()
-    if classes is not None:
-        reader = ReaderOptions(classes)
+    reader = ReaderOptions(
+        "infer" if classes is None else classes, ignored_label=ignored_label
+    )
     joined = torch.cat(list(pools.values()))
     y, known_classes = interpret_targets(joined, reader, torch.float32, name="labels")
-    low = int(y.min())
-    top = int(y.max())
+    known = y[y != IGNORED_LABEL]
+    require(known.numel(), "labels", "a label that counts, at least one", labels)
+    low = int(known.min())
+    top = int(known.max())
     count = known_classes or 1
     fits = low >= 0 and top < count
     require(fits, "labels", f"labels in 0..{count - 1}", [low, top])
@@ -177,8 +191,8 @@ def _check_training_samples(lists: Sequence[Tensor]) -> None:
 def options_of(name: str) -> dict[str, Any]:
     """The options of a partition's rule, with their defaults.
 
-    Every partition also takes ``test_labels``, ``seed`` and ``classes``. Raises
-    ValueError for an unknown name.
+    Every partition also takes ``test_labels``, ``seed``, ``classes`` and
+    ``ignored_label``. Raises ValueError for an unknown name.
     """
     expected = f"one of {', '.join(PARTITIONS)}"
     require(name in PARTITIONS, "partition", expected, name, PARTITIONS)

@@ -16,6 +16,7 @@ from pflcore.check import NonNegativeFloat, Seed32, checked, require
 from pflcore.data._federation import Federation, HeldOut
 from pflcore.data._inputs import IGNORED_LABEL
 from pflcore.data._meaning import ReaderOptions
+from pflcore.data._ragged import Ragged
 
 # Shares of a client's samples that Motley holds out.
 DEFAULT_SHARES = {"val": 0.15, "test": 0.15}
@@ -183,16 +184,41 @@ def with_validation(data: Federation, seed: int = 0, share: float = 0.2) -> Fede
     return data.split(val=share, seed=seed)._copy_with(facts=facts)
 
 
-def mask_ignored_label(data: Federation, label: int) -> Federation:
-    """The federation with `IGNORED_LABEL` in place of `label`.
+def leave_out_unlabelled(data: Federation, label: int | None) -> Federation:
+    """The federation of the samples that have a label other than `label`.
 
-    Losses leave out these labels. Where `label` is the last class, the classes are
-    counted without it. Raises ValueError where clients have labels of their own
-    (`relabel`).
+    A sample of several steps stays where one of its steps has a label. Its other steps
+    get `IGNORED_LABEL`, which losses leave out. Where `label` is the last class, the
+    classes are counted without it.
+
+    Raises ValueError where clients have labels of their own (`relabel`).
+
+    Args:
+        data: the federation
+        label: the label that counts in nothing; None for no label
     """
     y = data.y
+    if label is None or y.is_floating_point():
+        return data
+    data = _mask_label(data, label)
+    is_void = (data.y == IGNORED_LABEL).reshape(len(y), -1).all(1)
+    if not bool(is_void.any()):
+        return data
+    index = {}
+    for split, lists in data.index.items():
+        stays = ~is_void[lists.flat]
+        rows = lists.flat[stays]
+        owners = lists.owners()[stays]
+        sizes = owners.cpu().bincount(minlength=data.n)
+        index[split] = Ragged(rows, sizes)
+    return data._copy_with(index=index)
+
+
+def _mask_label(data: Federation, label: int) -> Federation:
+    """The federation with `IGNORED_LABEL` in place of `label`."""
+    y = data.y
     classes = data.classes
-    if label == IGNORED_LABEL or y.is_floating_point() or not bool((y == label).any()):
+    if label == IGNORED_LABEL or not bool((y == label).any()):
         return data
     expected = f"None, as label {label} counts in nothing"
     require(data.relabel is None, "relabel", expected, data.relabel)

@@ -35,6 +35,7 @@ from pflcore.data._picture import (
 from pflcore.data._ragged import Ragged
 
 SPLITS = ("train", "val", "test")
+VOID_BYTE = 255  # the usual label of a pixel that counts in nothing
 
 
 class Scaling(NamedTuple):
@@ -107,6 +108,7 @@ class ClientSamples:
             index[split] = _to_ragged(f"index[{split!r}]", lists, x.device)
         self.__dict__.update(y=mask_labels(self.y, x, fields), index=index)
         self._check_index()
+        self._check_has_samples()
         self._check_names()
         self._check_pool()
         self._check_clients()
@@ -154,6 +156,12 @@ class ClientSamples:
     def size(self, split: str = "train") -> Tensor:
         """The number of samples of each client: int64 [N], on the CPU."""
         return self.lists(split).size
+
+    @property
+    def trainable_clients(self) -> Tensor | None:
+        """The ids [T] of the clients with training samples; None where all have."""
+        has_samples = self.size() > 0
+        return None if bool(has_samples.all()) else has_samples.nonzero()[:, 0]
 
     def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
         """The number of samples by client and class: int64 [N, C], on the CPU.
@@ -286,6 +294,8 @@ class ClientSamples:
         for split in self.splits:
             num_empty = int((self.size(split) == 0).sum())
             facts[f"clients without {split} samples"] = num_empty
+        if not self.y.is_floating_point():
+            facts["labels that count in nothing"] = int((self.y == IGNORED_LABEL).sum())
         facts |= self.facts
         lines = [f"{key}: {value}" for key, value in facts.items() if value]
         return "\n".join([self.name, *lines])
@@ -330,7 +340,6 @@ class ClientSamples:
             expected = "samples of no other split"
             require(not used_twice, f"index[{split!r}]", expected, used_twice)
             used |= in_split
-        self._check_training_samples()
 
     def _check_positions(self, split: str, pool_size: int) -> None:
         """Raises ValueError unless clients have lists of positions in the pool."""
@@ -365,10 +374,14 @@ class ClientSamples:
         expected = "a sample once, in one client's list"
         require(is_unique, f"index[{split!r}]", expected, flat)
 
-    def _check_training_samples(self) -> None:
-        """Raises ValueError where a client has no training sample."""
-        empty = (self.size() == 0).nonzero()[:, 0].tolist()
-        expected = f"a sample to train on for each; leave out the {len(empty)} without"
+    def _check_has_samples(self) -> None:
+        """Raises ValueError for a client without any sample.
+
+        A client without training samples is evaluated alone.
+        """
+        total = torch.stack([lists.size for lists in self.index.values()]).sum(0)
+        empty = (total == 0).nonzero()[:, 0].tolist()
+        expected = f"a sample of each, of any split; leave out the {len(empty)} without"
         names: Sequence[str | int] = range(self.n)
         if self.names and len(self.names) == self.n:
             names = self.names
@@ -424,13 +437,9 @@ class ClientSamples:
             high = int(largest)
         if low == -1 and not bool((labels == 0).any()):
             expected += "; of -1 and 1 give (y > 0)"
-        elif y.dim() > 1:
-            expected += f"; labels that count in nothing are {IGNORED_LABEL}"
-            if low >= 0:
-                expected += (
-                    ", or leave classes to be inferred and give the loss "
-                    f"nn.CrossEntropyLoss(ignore_index={high})"
-                )
+        elif y.dim() > 1 or high == VOID_BYTE:
+            void = low if low < 0 else high
+            expected += f"; of a label that counts in nothing give ignored_label={void}"
         require(low >= 0 and high < classes, "y", expected, [low, high])
 
     def _describe_holder(self, sample: int) -> str:

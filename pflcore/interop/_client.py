@@ -28,7 +28,7 @@ from pflcore.check import (
 )
 from pflcore.data._federation import Federation
 from pflcore.data._protocols import (
-    mask_ignored_label,
+    leave_out_unlabelled,
     single_client_federation,
     with_validation,
 )
@@ -112,6 +112,9 @@ class Client:
     ) -> None:
         self.algorithm = algorithm_of(algorithm)
         check_training(self.algorithm, training)
+        words = "False at a client of its own, whose optimizer starts anew every round"
+        is_new = not training.keep_optimizer
+        require(is_new, "keep_optimizer", words, training.keep_optimizer)
         data = single_client_federation(data, dtype=None)
         net = prepare_net(self.algorithm, model, loss or default_loss(data.y), seed)
         net = net.to(device_of(hardware.device))
@@ -390,7 +393,7 @@ def _prepare_client_data(
     x = data.x.to(net.dtype) if data.x.is_floating_point() else data.x
     y = data.y.to(net.dtype) if data.y.is_floating_point() else data.y
     data = replace(data, x=x, y=y).to(net.w0.device)
-    data = mask_ignored_label(data, net.ignored_label)
+    data = leave_out_unlabelled(data, net.ignored_label)
     return with_validation(data, seed) if algorithm.traits.needs_val else data
 
 

@@ -50,6 +50,7 @@ ARGUMENTS = (
     "classes",
     "size",
     "participation",
+    "sampling",
     "seed",
     "data_seed",
     "train_samples",

@@ -20,6 +20,7 @@ COMPARED_FIELDS = (
     "eval_clients",
     "rounds",
     "participation",
+    "sampling",
     "batch_norm",
     "loss",
     "clip",

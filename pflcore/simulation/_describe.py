@@ -24,6 +24,7 @@ from pflcore.metrics import human_bytes
 from pflcore.ops import __version__, backend
 from pflcore.results._updates import OUTLIER_RATIO, longest_update
 from pflcore.results.record import to_json
+from pflcore.simulation._sampling import describe_sampling
 from pflcore.simulation._setup import RunOptions, peak_bytes, row_bytes
 from pflcore.simulation._state import RunConfig, State
 from pflcore.simulation._uploads import RoundOutcome
@@ -133,6 +134,8 @@ class RunDescription:
             "versions": VERSIONS,
             "peak_bytes": self.peak_bytes(),
         }
+        if not _is_uniform(options.sampling):
+            record["sampling"] = describe_sampling(options.sampling)
         if data.names is not None:
             record["names"] = data.names
         if net.w0.device.type == "cuda":
@@ -187,18 +190,56 @@ class RunDescription:
             made_with["tf32"] = allows_tf32()
         return made_with
 
-    def compare(self, other: Record) -> str | None:
+    def compare(self, other: Record, played: int = 0) -> str | None:
         """The first difference from a run with the identity `other`, in words.
 
-        None where both are one run. "made_with" is left out.
+        None where both are one run. "made_with" is left out. The number of rounds may
+        differ where the rounds so far would have been the same.
+
+        Args:
+            other: The identity of the other run.
+            played: The number of rounds that the other run has played.
         """
         there = _without_made_with(other)
         here = _without_made_with(self.identity())
-        return first_difference(there, here)
+        rounds = there.pop("rounds", None), here.pop("rounds")
+        difference = first_difference(there, here)
+        if difference is None and rounds[0] != rounds[1]:
+            reason = self._reason_for_rounds(rounds, played)
+            if reason is not None:
+                difference = (
+                    f"rounds is {rounds[0]} there and {rounds[1]} here, {reason}"
+                )
+        return difference
+
+    def _reason_for_rounds(self, rounds: tuple[Any, int], played: int) -> str | None:
+        """The reason why runs of these two lengths differ so far, as a clause.
+
+        None where they are the same.
+
+        Args:
+            rounds: The numbers of rounds of another run and of this one.
+            played: The number of rounds that the other run has played.
+        """
+        there, here = rounds
+        reason = self.config.algorithm.traits.rounds_reason
+        if type(there) is not int or there < 1:
+            return "which is no number of rounds"
+        if played > here:
+            return f"and {played} are played"
+        if reason:
+            return f"and {self.name} {reason}"
+        is_same = self.context.training.same_lr((there, here), played)
+        return None if is_same else "and the schedule's step sizes depend on it"
 
     def compare_made_with(self, other: Record) -> str | None:
         """The first difference from "made_with" of the identity `other`, in words."""
         return first_difference(other.get("made_with", {}), self._made_with())
+
+
+def _is_uniform(sampling: Any) -> bool:
+    """True for the rule that a record does not name."""
+    return isinstance(sampling, str) and sampling == "uniform"
 
 
 def _without_made_with(identity: Record) -> Record:

@@ -16,6 +16,7 @@ from torch import Tensor
 from pflcore._device import to_device
 from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import checked, require
+from pflcore.data._federation import Federation
 from pflcore.metrics import Metric, measured_by
 from pflcore.simulation._state import RunConfig, State, client_rows
 from pflcore.simulation.executor import BlockPlan, CohortWork, computed_rows
@@ -82,6 +83,33 @@ def evaluate_clients(
     size = config.context.data.size(split)
     ids = ids[size[ids] > 0]
     require(len(ids), "split", "a split of which a client has samples", split)
+    parts = []
+    for group in split_by_training(config.context.data, ids):
+        values = _evaluate_group(config, state, split, group, metrics)
+        parts.append({"clients": group, **values, "size": size[group]})
+    if len(parts) == 1:
+        return parts[0]
+    order = torch.cat([part["clients"] for part in parts]).argsort()
+    return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+
+
+def split_by_training(data: Federation, ids: Tensor) -> list[Tensor]:
+    """The ids [S] of clients with training samples, and those of clients without.
+
+    The last digits of what is computed together depend on each other. So a client
+    without training samples, which trains nothing, changes no digit of the others. A
+    group without clients is left out.
+    """
+    has_samples = data.size("train")[ids] > 0
+    groups = [ids[has_samples], ids[~has_samples]]
+    return [group for group in groups if len(group)]
+
+
+def _evaluate_group(
+    config: RunConfig, state: State, split: str, ids: Tensor, metrics: Metrics
+) -> Tensors:
+    """The values [S] of the clients `ids`, all of which have samples."""
+    size = config.context.data.size(split)
     block_numbers = assign_blocks(config.context, ids, size[ids])
 
     def compute(positions: Tensor) -> Tensors:
@@ -94,8 +122,7 @@ def evaluate_clients(
     work = CohortWork(place, ids, compute, lambda: plan)
     repeating = REPEATABLE_FLAGS.set_for(config.context.net.w0.device)
     with single_threaded(config.fits_one_thread(len(ids))), repeating:
-        values = computed_rows(config.executor, work)
-    return {"clients": ids, **values, "size": size[ids]}
+        return computed_rows(config.executor, work)
 
 
 def _evaluate_part(

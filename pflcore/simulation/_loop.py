@@ -41,12 +41,14 @@ from pflcore.simulation._evaluate import evaluate, evaluate_clients
 from pflcore.simulation._log import log_engine, log_round
 from pflcore.simulation._ranks import local_device
 from pflcore.simulation._run_models import RunModels
+from pflcore.simulation._sampling import Sampling, checked_sampling
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._setup import (
     ModelSource,
     RunOptions,
     adjustable_clients_per_block,
     prepare_run,
+    select_eligible_clients,
     select_eval_clients,
     training_data,
     with_client_ids,
@@ -92,7 +94,8 @@ class Simulation:
             most 1. Of n eligible clients these are max(1, floor(participation * n +
             0.5)).
         clients: The ids of the clients that may take part, each a whole number from 0
-            to N - 1 for a federation of N clients, or their names; None for all.
+            to N - 1 for a federation of N clients, or their names; None for all. Of
+            these, clients without training samples never take part.
         seed: The seed of all random numbers, a whole number of 64 bits.
         evaluation: When, on what and for which clients models are evaluated.
         robustness: What is done about long updates, and clients that attack.
@@ -100,13 +103,22 @@ class Simulation:
         batch_norm: The policy for batch norm's running statistics. "average" mixes them
             as the models are mixed, "local" leaves each client its own. "auto" is the
             policy that the algorithm's `traits.batch_norm` names first.
+        sampling: The rule by which the clients of a round are drawn. "uniform" draws
+            all with the same chance. "size" draws S of them without replacement, client
+            i with the chance S n_i / sum(n) for its n_i training samples, or always
+            where that exceeds 1. Numbers >= 0, one for each client, are weights in
+            place of the n_i; a client of weight 0 is never drawn. A function of (round,
+            generator, sizes), or its place "package.module:function", returns the ids
+            or names of the clients, each once, and at most as many as `participation`
+            says; sizes [N] are the training samples of all clients, and it must draw by
+            the generator alone.
         loss: The loss of a model that is no `Net`: "cross_entropy", "squared",
             "half_squared", "hinge", "binary_cross_entropy", a function of (scores, y),
             or a module. None is "cross_entropy" for labels and "squared" for numbers.
 
     Attributes:
-        eligible_clients: The ids of the clients that may take part, ascending; None for
-            all.
+        eligible_clients: The ids of the clients that may take part, ascending: those
+            of `clients` that have training samples. None for all.
         eval_clients: The ids of the clients that are evaluated, ascending; None for
             all.
         metrics: The functions of the metrics of an evaluation, by name.
@@ -126,6 +138,7 @@ class Simulation:
     hardware: Hardware = field(default_factory=Hardware)
     batch_norm: BatchNormPolicy = "auto"
     loss: Loss | None = None
+    sampling: Sampling = "uniform"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -150,6 +163,7 @@ class Simulation:
             hardware=self.hardware,
             batch_norm=self.batch_norm,
             loss=self.loss,
+            sampling="uniform",
         )
         self.data = training_data(options)
         clients = None
@@ -157,8 +171,13 @@ class Simulation:
             names = self.data.names
             clients = ids_of("clients", self.clients, self.data.n, names).sort().values
         self.clients = clients
-        self.eligible_clients = clients
-        options = replace(options, data=self.data, clients=clients)
+        self.eligible_clients = select_eligible_clients(self.data, clients)
+        self.sampling = checked_sampling(
+            self.sampling, self.data.n, self.eligible_clients
+        )
+        options = replace(
+            options, data=self.data, clients=clients, sampling=self.sampling
+        )
         self.eval_clients = select_eval_clients(options)
         self.history: History | None = None
         # The records of all rounds up to the state, by `run` or a checkpoint.
@@ -208,7 +227,9 @@ class Simulation:
         fits = isinstance(state, State) and state.round <= self.rounds
         wanted = f"a State, like history.state, of at most {self.rounds} rounds"
         require(fits, "state", wanted, state)
-        check_state(state, self.config.algorithm, self.context.net, self.data.n)
+        context = self.context
+        alg = self.config.algorithm
+        check_state(state, alg, context.net, self.data.n, context.training)
         self._state = copy_state(self.config, state)
         self._state_shared = False
         self._records = [
@@ -297,9 +318,21 @@ class Simulation:
         if self._state_shared:
             self._state = copy_state(self.config, self._state)
             self._state_shared = False
-        return sample_cohort(
-            self.config, round, self.participation, self.eligible_clients
-        )
+
+        def draw() -> Tensor:
+            return sample_cohort(
+                self.config,
+                round,
+                self.participation,
+                self.eligible_clients,
+                self.sampling,
+            )
+
+        if not callable(self.sampling):
+            return draw()
+        # A function of the user's might draw something else on another rank.
+        place = f"the cohort of round {round}"
+        return self.config.ranks.from_first(place, draw)
 
     def _has_diverged(self, round: int) -> bool:
         """True where void rounds end the run after `round`."""
@@ -362,8 +395,9 @@ class Simulation:
                 crash `run(checkpoint=folder, resume=True)` of the same simulation
                 returns what this call would have returned. A checkpoint that cannot be
                 written is a warning.
-            resume: Goes on from the checkpoint where there is one, as `restore` does.
-                Where there is none, the run begins. It needs `checkpoint`.
+            resume: Goes on from the checkpoint where there is one, as `restore` does,
+                also to more rounds. Where there is none, the run begins. It needs
+                `checkpoint`.
         """
         check_torch_modes()
         callbacks = [on_round] if callable(on_round) else on_round or []
@@ -522,14 +556,29 @@ class Simulation:
 
         The checkpoint must be one of this very run; `hardware` alone may be another.
         Then `run()` plays the rounds that are left, to the same numbers, and returns
-        all records. Raises ValueError for a checkpoint that is absent, damaged, or of
-        another run.
+        all records.
+
+        `rounds` may be another number than that of the checkpoint's run, so that a
+        finished run goes on. Its rounds are those of a run that was begun with this
+        number; an evaluation of the earlier last round stays in its record. This is
+        refused where the rounds so far depend on their number: by the algorithm
+        (`traits.rounds_reason`), or by step sizes of a `schedule` that would have been
+        others.
+
+        Raises ValueError for a checkpoint that is absent, damaged, or of another run.
         """
         config, self._state, self._records = store.restore_run(folder, self._run)
         self._run = replace(self._run, config=config)
         self._state_shared = False
         self.history = None
         return self
+
+    def check_checkpoint(self, folder: str | Path) -> None:
+        """Raises ValueError unless `restore` would take up the checkpoint in `folder`.
+
+        Nothing changes. It looks at the checkpoint's identity and number of rounds.
+        """
+        store.check_identity(folder, store.load(folder)[1], self._run)
 
     def _restore_if_there(self, checkpoint: Checkpoint) -> None:
         """Takes up a checkpoint where there is one."""

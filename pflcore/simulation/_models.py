@@ -21,21 +21,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from pflcore._device import to_device
 from pflcore.algorithms import name_of
 from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import NonNegativeInt, checked, require
 from pflcore.data._federation import Federation
 from pflcore.data._frames import select_columns, text_names
-from pflcore.data._inputs import IGNORED_LABEL, to_inputs, to_tensor
+from pflcore.data._inputs import to_inputs, to_tensor
 from pflcore.data._meaning import Classes
 from pflcore.data._protocols import (
-    mask_ignored_label,
+    leave_out_unlabelled,
     single_client_federation,
     with_validation,
 )
+from pflcore.data._ragged import Ragged
 from pflcore.data._samples import Scaling
 from pflcore.nn._context import forward_context
-from pflcore.simulation._evaluate import has_custom_predict, personalized_models
+from pflcore.simulation._evaluate import (
+    has_custom_predict,
+    personalized_models,
+    split_by_training,
+)
 from pflcore.simulation._state import (
     RunConfig,
     State,
@@ -52,12 +58,23 @@ from pflcore.train._validate import NoBatchAxis
 
 
 def with_new_client(
-    alg: Algorithm, state: State, net: Net, n: int
+    alg: Algorithm,
+    state: State,
+    net: Net,
+    n: int,
+    trainable_clients: Tensor | None = None,
 ) -> tuple[State, bool]:
     """A copy of the state with a newcomer, client n.
 
     The second value is true where the server keeps a model for each client. The
     newcomer's batch norm starts from the mean of the others' statistics.
+
+    Args:
+        alg: The algorithm.
+        state: The state of n clients.
+        net: The model of the run.
+        n: The number of clients so far.
+        trainable_clients: The ids of those with training samples; None for all.
     """
     # A tensor with rows or columns for clients is larger in the state of a federation
     # with one more client.
@@ -73,15 +90,19 @@ def with_new_client(
         name.startswith("server.") and tensor.shape[-1:] == (net.size,)
         for name, tensor in larger.items()
     )
+    for name, tensor in state.optimizers.items():
+        larger[f"optimizer.{name}"] = tensor.new_zeros(n + 1, *tensor.shape[1:])
     new = {}
-    server = alg.add_client(state.server, n)
+    others = torch.arange(n) if trainable_clients is None else trainable_clients
+    server = alg.add_client(state.server, len(others))
     for name, tensor in flatten_state(replace(state, server=server)).items():
         # Only the algorithm knows how a table grows that is empty before round 1.
         if len(larger.get(name, ())):
             new[name] = embed_tensor(tensor, larger[name])
         else:
             new[name] = tensor.clone()
-    new["batch_norm"][n] = state.buffers.mean(0)
+    statistics = state.buffers[to_device(others, state.buffers.device)]
+    new["batch_norm"][n] = statistics.mean(0)
     return unflatten_state(new, state.round, state.void_rounds), keeps_models
 
 
@@ -440,17 +461,31 @@ class LazyModels:
         return self.config.context.data.n
 
     @functools.cached_property
-    def all_models(self) -> tuple[Tensors, Clients]:
-        """The models of all clients at once, as an evaluation makes them."""
-        return personalized_models(self.config, self.state, torch.arange(len(self)))
+    def _groups(self) -> list[Tensor]:
+        """The ids of the clients whose models are made at once, as in evaluations."""
+        return split_by_training(self.config.context.data, torch.arange(len(self)))
+
+    @functools.cached_property
+    def _groups_of_models(self) -> list[tuple[Tensors, Clients]]:
+        """The models of all clients, group by group."""
+        config = self.config
+        return [personalized_models(config, self.state, ids) for ids in self._groups]
+
+    @functools.cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """The group of each client, and its place in the group, by its id."""
+        places: dict[int, tuple[int, int]] = {}
+        for group, ids in enumerate(self._groups):
+            places |= {i: (group, place) for place, i in enumerate(ids.tolist())}
+        return places
 
     def __getitem__(self, client: int) -> Personalized:
         """The model of one client."""
         context = self.config.context
         facts = client_facts(context.data, int(client))
         if self.config.folder is None:
-            models, clients = self.all_models
-            place = int(client)
+            group, place = self._places[int(client)]
+            models, clients = self._groups_of_models[group]
         else:
             # The rows of all clients may not fit into memory.
             ids = torch.tensor([int(client)])
@@ -486,13 +521,18 @@ def adapt(
         rounds: The number of rounds of the newcomer's work.
     """
     n = config.context.data.n
+    others = config.context.data.trainable_clients
     alg = config.algorithm
     config = _config_with_newcomer(config, state, samples, rounds)
-    state, keeps_models = with_new_client(alg, state, config.context.net, n)
+    state, keeps_models = with_new_client(alg, state, config.context.net, n, others)
+    if not config.context.data.size("train")[n]:
+        return LazyModels(config, state)[n]  # a newcomer with test samples alone
     for _ in range(rounds):
         if keeps_models:
             # The newcomer's model is made of the uploads of all clients.
-            state, outcome = step(config, state, torch.arange(n + 1))
+            ids = config.context.data.trainable_clients
+            everyone = torch.arange(n + 1) if ids is None else ids
+            state, outcome = step(config, state, everyone)
         else:
             state, outcome = _newcomer_round(config, state)
         is_finite = n not in outcome.dropped and not outcome.void
@@ -550,7 +590,7 @@ def with_extra_client(
     samples: Any,
     needs_val: bool,
     seed: int,
-    ignored_label: int = IGNORED_LABEL,
+    ignored_label: int | None = None,
 ) -> Federation:
     """The federation with one more client.
 
@@ -561,7 +601,7 @@ def with_extra_client(
         samples: The newcomer's samples, see `History.adapt`.
         needs_val: Hold samples out as a split "val".
         seed: The seed by which they are drawn.
-        ignored_label: The label of samples that count in nothing.
+        ignored_label: The label of samples that count in nothing; None for none.
     """
     newcomer = _newcomer_data(data, samples, ignored_label)
     if needs_val:
@@ -582,18 +622,16 @@ def with_extra_client(
         # The newcomer's labels are right as they are: each maps to itself.
         identity = torch.arange(relabel.shape[1], device=relabel.device)
         relabel = torch.cat([relabel, identity[None]])
-    return Federation(
-        torch.cat([data.x, newcomer.x]),
-        torch.cat([data.y, y]),
-        index,
-        data.classes,
-        relabel,
-        data.name,
-        fields=data.fields,
+    # Both parts were checked when they were made.
+    return data._copy_with(
+        x=torch.cat([data.x, newcomer.x]),
+        y=torch.cat([data.y, y]),
+        index={split: Ragged.from_lists(rows) for split, rows in index.items()},
+        relabel=relabel,
+        facts={},
+        truth={},
         names=_joined_names(data.names, newcomer.names),
         scaling=_joined_scaling(data.scaling, newcomer.scaling),
-        columns=data.columns,
-        class_names=data.class_names,
     )
 
 
@@ -604,7 +642,9 @@ def _joined_names(
     return None if names is None or last is None else names + last
 
 
-def _newcomer_data(data: Federation, samples: Any, ignored_label: int) -> Federation:
+def _newcomer_data(
+    data: Federation, samples: Any, ignored_label: int | None
+) -> Federation:
     """One client's samples as a federation that fits `data`.
 
     They are standardized where `data` is, and their columns have the same order. Raises
@@ -613,15 +653,16 @@ def _newcomer_data(data: Federation, samples: Any, ignored_label: int) -> Federa
     float_dtypes = [t.dtype for t in (data.x, data.y) if t.is_floating_point()]
     dtype = float_dtypes[0] if float_dtypes else None
     classes: Classes = data.class_names or data.classes
-    if data.classes is not None and ignored_label != IGNORED_LABEL:
-        # The ignored label may be one more class, which has no name.
-        classes = max(data.classes, ignored_label + 1)
     newcomer = single_client_federation(
-        samples, classes=classes, dtype=dtype, columns=data.columns
+        samples,
+        classes=classes,
+        dtype=dtype,
+        columns=data.columns,
+        ignored_label=None if data.classes is None else ignored_label,
     )
     if newcomer.columns is not None and data.columns is not None:
         newcomer = newcomer.with_columns(data.columns)
-    newcomer = mask_ignored_label(newcomer, ignored_label)
+    newcomer = leave_out_unlabelled(newcomer, ignored_label)
     kind = _sample_kind(newcomer)
     wanted = _sample_kind(data)
     words = "inputs of shape {} ({}, targets {})".format(*wanted)

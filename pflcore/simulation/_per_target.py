@@ -50,7 +50,8 @@ def run_each_target(
     - a client counts as dropped, and a round as void, where that happened in any run;
     - the rounds end with the shortest run.
 
-    Raises ValueError for an algorithm without a target.
+    Raises ValueError for an algorithm without a target, and for a client without
+    training samples.
 
     Args:
         algorithm: An algorithm with a target: an instance, a class, or a name.
@@ -71,6 +72,9 @@ def run_each_target(
     is_listed = not isinstance(eval_clients, int)
     wanted = "every client, each in its own run"
     require(is_listed, "evaluation.clients", wanted, eval_clients)
+    untrained = data.names_of((data.size("train") == 0).nonzero()[:, 0].tolist())
+    wanted = "training samples of each client, which is the target of a run"
+    require(not untrained, "data", wanted, f"none of {untrained[:5]}")
     runs: list[History] = []
     models: list[Personalized] = []
     for target in range(data.n):
@@ -98,7 +102,12 @@ def _target_checkpoint(checkpoint: Checkpoint | None, target: int) -> Checkpoint
     """The checkpoint of one target's run."""
     if checkpoint is None:
         return None
-    return replace(checkpoint, folder=Path(checkpoint.folder, f"target-{target}"))
+    return replace(checkpoint, folder=target_folder(checkpoint.folder, target))
+
+
+def target_folder(folder: str | Path, target: int) -> Path:
+    """The folder of one target's checkpoint in the folder of all."""
+    return Path(folder, f"target-{target}")
 
 
 def _merge_runs(

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pflcore.algorithms._protocol import Algorithm
 from pflcore.check import EXPECT_MODEL, client_id, ids_of, require
 from pflcore.data._federation import Federation
-from pflcore.data._protocols import mask_ignored_label, with_validation
+from pflcore.data._protocols import leave_out_unlabelled, with_validation
 from pflcore.data._samples import SPLITS
 from pflcore.metrics import human_bytes
 from pflcore.ops._chain import has_kernels
@@ -30,6 +30,7 @@ from pflcore.simulation._state import (
     State,
     batch_norm_policy,
     initial_state,
+    kept_optimizer_state,
     new_client_state,
 )
 from pflcore.simulation._storage import check_disk_space
@@ -75,6 +76,8 @@ class RunOptions:
         hardware: Where the run is computed.
         batch_norm: The policy for running statistics, see `batch_norm_policy`.
         loss: The loss of a model that has none; None for the default of the targets.
+        sampling: The rule by which the clients of a round are drawn, see
+            `checked_sampling`.
     """
 
     algorithm: Algorithm
@@ -90,6 +93,7 @@ class RunOptions:
     hardware: Hardware
     batch_norm: str
     loss: Loss | None
+    sampling: Any
 
 
 def with_client_ids(algorithm: Algorithm, data: Federation) -> Algorithm:
@@ -113,8 +117,10 @@ def training_data(options: RunOptions) -> Federation:
     the split of the evaluation.
     """
     model = options.model
-    loss = model.loss_fn if isinstance(model, Net) else options.loss
-    data: Federation = mask_ignored_label(options.data, ignored_label(loss))
+    loss = options.loss or default_loss(options.data.y)
+    if isinstance(model, Net):
+        loss = model.loss_fn
+    data: Federation = leave_out_unlabelled(options.data, ignored_label(loss))
     adversary = options.robustness.adversary
     if adversary is not None:
         data = adversary.poison_data(data)
@@ -128,6 +134,25 @@ def training_data(options: RunOptions) -> Federation:
     fits = split in data.index or not is_evaluated
     require(fits, "evaluation.split", wanted, split, data.index)
     return data
+
+
+def select_eligible_clients(data: Federation, clients: Tensor | None) -> Tensor | None:
+    """The ids of the clients that may take part, ascending; None for all.
+
+    They have training samples. Raises ValueError where none of `clients` has.
+
+    Args:
+        data: The federation.
+        clients: The ids, ascending, among which they are; None for all clients.
+    """
+    trainable = data.trainable_clients
+    if clients is None or trainable is None:
+        return trainable if clients is None else clients
+    eligible = clients[torch.isin(clients, trainable)]
+    names = data.names_of(clients.tolist())
+    wanted = "a client with training samples"
+    require(len(eligible), "clients", wanted, names)
+    return eligible
 
 
 def select_eval_clients(options: RunOptions) -> Tensor | None:
@@ -239,7 +264,15 @@ def _prepare_run(options: RunOptions, net: Net, device: str) -> tuple[RunConfig,
     config = config._replace(folder=folder)
     peak = peak_bytes(config, options.participation)
     memory.check_fits_memory(peak, device, adjustable_clients_per_block(context))
-    return config, initial_state(alg, context.net, data.n, folder)
+    state = initial_state(
+        alg,
+        context.net,
+        data.n,
+        folder,
+        trainable_clients=data.trainable_clients,
+        training=options.training,
+    )
+    return config, state
 
 
 def _select_executor(hardware: Hardware, ranks: Ranks) -> Executor:
@@ -339,7 +372,9 @@ def row_bytes(config: RunConfig) -> tuple[int, int, int]:
     n = config.context.data.n
     server = alg.init(**alg.server_init_args(net), n=n)
     client_state = new_client_state(alg, net, server, n)
-    one_client = sum(tensor.nbytes for tensor in client_state.values())
+    optimizer = kept_optimizer_state(net, config.context.training)
+    own = [*client_state.values(), *optimizer.values()]
+    one_client = sum(tensor.nbytes for tensor in own)
     tables = [server[name] for name in alg.traits.per_client_state]
     per_client = sum(table.nbytes for table in tables if table.dim() > 1)
     total = sum(tensor.nbytes for tensor in server.values())

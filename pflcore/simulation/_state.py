@@ -12,7 +12,7 @@ running statistics.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,8 +34,9 @@ from pflcore.simulation._ranks import ONE_RANK, Ranks
 from pflcore.simulation._settings import Robustness
 from pflcore.simulation._storage import check_disk_space, disk_bytes, stored_zeros
 from pflcore.simulation.executor import Executor, InProcess
-from pflcore.train import Net
+from pflcore.train import Net, Training
 from pflcore.train._context import TrainContext
+from pflcore.train._optimizers import first_state
 
 # Weights of all clients that are handled together. One thread passes through fewer in
 # a few milliseconds; on a busy machine, waking other threads takes longer.
@@ -57,6 +58,8 @@ class State:
         participated: The mask of the clients that took part in a round so far.
         round: The number of rounds that were played.
         void_rounds: The number of void rounds in a row, up to the last one.
+        optimizers: The rows of the optimizer states that the clients keep, by name; {}
+            where every round begins with new ones.
     """
 
     server: Tensors
@@ -65,6 +68,7 @@ class State:
     participated: Tensor  # bool [N]
     round: int = 0
     void_rounds: int = 0
+    optimizers: Tensors = field(default_factory=dict)  # [N, ...]
 
 
 class RunConfig(NamedTuple):
@@ -121,6 +125,7 @@ class RunConfig(NamedTuple):
             rounds=context.rounds,
             seed=context.seed,
             purpose=purpose,
+            trainable_clients=context.data.trainable_clients,
         )
 
     def fits_one_thread(self, count: int) -> bool:
@@ -161,10 +166,13 @@ def initial_state(
     n: PositiveInt,
     folder: Path | None = None,
     clients: bool = True,
+    trainable_clients: Tensor | None = None,
+    training: Training | None = None,
 ) -> State:
     """The state before the first round.
 
-    Raises ValueError where a client that the algorithm requires does not exist.
+    Raises ValueError where a client that the algorithm requires does not exist, or has
+    no training samples.
 
     Args:
         alg: The algorithm.
@@ -173,12 +181,21 @@ def initial_state(
         folder: The folder for files with the rows of clients, their own and the
             server's; None where the rows are in memory.
         clients: False leaves client state out, as for a server on a machine of its own.
+        trainable_clients: The ids [T] of the clients with training samples; None for
+            all.
+        training: The options of training, where the clients may keep optimizer states.
     """
     for client in alg.traits.required_clients:
         has_trusted_client = getattr(alg, "trusted_client", None) is not None
         name = "trusted_client" if has_trusted_client else "target"
         require(0 <= client < n, name, f"a client from 0 to {n - 1}", client)
+        can_train = trainable_clients is None or client in trainable_clients
+        require(can_train, name, "a client with training samples", client)
     server = alg.init(**alg.server_init_args(net), n=n)
+    if trainable_clients is not None:
+        start = alg.init(**alg.server_init_args(net), n=len(trainable_clients))
+        for name in server.keys() - set(alg.traits.per_client_state):
+            server[name] = insert_clients(start[name], server[name], trainable_clients)
     if folder is not None:
         for name in alg.traits.per_client_state:
             server[name] = stored_zeros(n, server[name][0], folder)
@@ -186,8 +203,40 @@ def initial_state(
     if clients:
         for name, row in new_client_state(alg, net, server, n).items():
             client_states[name] = stored_zeros(n, row[0], folder)
+    optimizers = {}
+    for name, row in kept_optimizer_state(net, training).items():
+        optimizers[name] = stored_zeros(n, row[0], folder)
     participated = torch.zeros(n, dtype=torch.bool)
-    return State(server, client_states, net.b0.repeat(n, 1), participated)
+    buffers = net.b0.repeat(n, 1)
+    return State(server, client_states, buffers, participated, optimizers=optimizers)
+
+
+def kept_optimizer_state(net: Net, training: Training | None) -> Tensors:
+    """The optimizer state [1, ...] that a client keeps; {} where it keeps none."""
+    if training is None or not training.keep_optimizer:
+        return {}
+    return first_state(training, net.w0[None])
+
+
+def insert_clients(
+    part: Tensor,  # [T, ...] or [T, T, ...] of the trainable clients
+    whole: Tensor,  # [N, ...] or [N, N, ...] of all clients
+    ids: Tensor,  # [T]
+) -> Tensor:
+    """A copy of `whole` with `part` at the clients `ids`.
+
+    The axes of clients are those of different lengths. A tensor without such an axis is
+    that of the trainable clients.
+    """
+    lengths = zip(part.shape, whole.shape, strict=True)
+    axes = [axis for axis, (length, full) in enumerate(lengths) if length != full]
+    if not axes:
+        return part
+    new = whole.clone()
+    front = list(range(len(axes)))
+    index = torch.meshgrid(*[to_device(ids, new.device)] * len(axes), indexing="ij")
+    new.movedim(axes, front)[index] = part.movedim(axes, front)
+    return new
 
 
 def new_client_state(alg: Algorithm, net: Net, server: Tensors, n: int) -> Tensors:
@@ -227,7 +276,10 @@ def flatten_state(state: State) -> Tensors:
     """All tensors of a state by name: "server.x", "clients.v", "batch_norm", "seen"."""
     server = {f"server.{name}": tensor for name, tensor in state.server.items()}
     clients = {f"clients.{name}": tensor for name, tensor in state.clients.items()}
-    return server | clients | {"batch_norm": state.buffers, "seen": state.participated}
+    tensors = {"batch_norm": state.buffers, "seen": state.participated}
+    for name, tensor in state.optimizers.items():
+        tensors[f"optimizer.{name}"] = tensor
+    return server | clients | tensors
 
 
 def unflatten_state(tensors: Tensors, round: int, void_rounds: int = 0) -> State:
@@ -235,7 +287,13 @@ def unflatten_state(tensors: Tensors, round: int, void_rounds: int = 0) -> State
     server = _without_prefix(tensors, "server.")
     clients = _without_prefix(tensors, "clients.")
     return State(
-        server, clients, tensors["batch_norm"], tensors["seen"], round, void_rounds
+        server,
+        clients,
+        tensors["batch_norm"],
+        tensors["seen"],
+        round,
+        void_rounds,
+        _without_prefix(tensors, "optimizer."),
     )
 
 
@@ -253,14 +311,21 @@ def copy_state(config: RunConfig, state: State) -> State:
     alg = config.algorithm
     n = len(state.participated)
     has_client_rows = bool(state.clients)
-    new = initial_state(alg, config.context.net, n, config.folder, has_client_rows)
+    context = config.context
+    new = initial_state(
+        alg,
+        context.net,
+        n,
+        config.folder,
+        has_client_rows,
+        training=context.training,
+    )
     if config.folder is not None:
         num_participated = int(state.participated.sum())
         # Only clients that took part have rows that take space. All rows have the same
         # size, so the first ones stand for them.
-        needed = sum(
-            disk_bytes(rows[:num_participated]) for rows in state.clients.values()
-        )
+        tables = [*state.clients.values(), *state.optimizers.values()]
+        needed = sum(disk_bytes(rows[:num_participated]) for rows in tables)
         check_disk_space("a copy of the state needs", needed, config.folder)
     tensors = state_dict(alg, state)
     return load_state_dict(alg, new, tensors, state.round, state.void_rounds)
@@ -269,7 +334,8 @@ def copy_state(config: RunConfig, state: State) -> State:
 def client_row_names(alg: Algorithm, state: State) -> set[str]:
     """The names of tensors [N, ...] that are read only for participants."""
     server = {f"server.{name}" for name in alg.traits.per_client_state}
-    return server | {f"clients.{name}" for name in state.clients}
+    optimizers = {f"optimizer.{name}" for name in state.optimizers}
+    return server | optimizers | {f"clients.{name}" for name in state.clients}
 
 
 def state_dict(alg: Algorithm, state: State) -> Tensors:
@@ -316,13 +382,22 @@ def load_state_dict(
     return unflatten_state(apply(old, changes), round, void_rounds)
 
 
-def check_state(state: State, alg: Algorithm, net: Net, n: int) -> None:
-    """Raises ValueError for a state of another algorithm, federation or model."""
-    expected = flatten_state(initial_state(alg, net, n, clients=bool(state.clients)))
+def check_state(
+    state: State, alg: Algorithm, net: Net, n: int, training: Training | None = None
+) -> None:
+    """Raises ValueError for a state of another algorithm, federation or model.
+
+    Without `training`, no client may keep an optimizer state.
+    """
+    has_clients = bool(state.clients)
+    initial = initial_state(alg, net, n, clients=has_clients, training=training)
+    expected = flatten_state(initial)
     tensors = flatten_state(state)
     needs = f"a state of {type(alg).__name__} with"
     extra = [
-        name for name in tensors if name.startswith("clients.") and name not in expected
+        name
+        for name in tensors
+        if name.startswith(("clients.", "optimizer.")) and name not in expected
     ]
     require(not extra, "state", f"{needs} no {' and '.join(extra)}", list(tensors))
     for name, like in expected.items():

@@ -46,6 +46,7 @@ class CohortResult(NamedTuple):
         client_states: The clients' own state after their training.
         buffers: The clients' running statistics of batch norm after their training.
         loss: The mean of each client's losses over its minibatches.
+        optimizers: The optimizer states that the clients keep, after their training.
     """
 
     cohort: Cohort
@@ -55,6 +56,7 @@ class CohortResult(NamedTuple):
     client_states: Tensors  # [S, ...]
     buffers: Tensor  # [S, b]
     loss: Tensor  # [S]
+    optimizers: Tensors = {}  # noqa: RUF012 (nothing changes it)
 
     def take(self, mask: Tensor) -> CohortResult:
         """The results of the clients where `mask`, bool [S], is true."""
@@ -131,7 +133,8 @@ def accept(
         bytes_down=payload_bytes(result.down),
         bytes_up=payload_bytes(result.up),
     )
-    tensors = [*result.up.values(), *result.client_states.values(), result.buffers]
+    own = (result.client_states | result.optimizers).values()
+    tensors = [*result.up.values(), *own, result.buffers]
     finite = finite_rows(tensors, len(ids))
     outcome.dropped = ids[~finite].tolist()
     outcome.drop_reasons = dict.fromkeys(outcome.dropped, NON_FINITE_REASON)

@@ -45,7 +45,7 @@ from pflcore.simulation._state import (
     unflatten_state,
 )
 from pflcore.simulation._uploads import non_finite_names
-from pflcore.train import Net
+from pflcore.train import Net, Training
 
 try:
     import fcntl
@@ -306,15 +306,17 @@ def restore_run(
     # The folder may be one that only the first rank sees.
     ranks = run.config.ranks
     tensors, facts = ranks.from_first("the checkpoint", lambda: load(folder))
-    _check_identity(folder, facts.get("run"), run)
+    check_identity(folder, facts, run)
     try:
         reports = {
             name: tensors.pop(name) for name in [*tensors] if name.startswith("report.")
         }
         records = _restore_records(facts, reports, run.context.rounds)
         net = _restore_net(tensors, run.context.net)
-        initial = initial_state(alg, net, run.context.data.n, run.config.folder)
-        _check_state(tensors, initial, alg, net)
+        training = run.context.training
+        n = run.context.data.n
+        initial = initial_state(alg, net, n, run.config.folder, training=training)
+        _check_state(tensors, initial, alg, net, training)
     except ValueError as e:
         raise ValueError(
             f"checkpoint: {folder} holds one that this run did not write "
@@ -326,13 +328,16 @@ def restore_run(
     return config, state, records
 
 
-def _check_identity(folder: str | Path, there: Any, run: RunDescription) -> None:
-    """Raises ValueError where the identity `there` of a checkpoint is another run's.
+def check_identity(folder: str | Path, facts: Record, run: RunDescription) -> None:
+    """Raises ValueError where the facts of a checkpoint are another run's.
 
-    Warns where the checkpoint was made with something else than this run.
+    The run may have another number of rounds, see `RunDescription.compare`. Warns where
+    the checkpoint was made with something else than this run.
     """
+    there: Any = facts.get("run")
     there = there if isinstance(there, dict) else {}
-    difference = run.compare(there)
+    played: Any = facts.get("round")
+    difference = run.compare(there, played if type(played) is int else 0)
     if difference is not None:
         raise ValueError(
             f"checkpoint: {folder} holds that of another run: {difference}; give what "
@@ -414,7 +419,11 @@ def _require_like(name: str, tensor: Tensor | None, like: Tensor) -> None:
 
 
 def _check_state(
-    tensors: Mapping[str, Tensor], initial: State, alg: Algorithm, net: Net
+    tensors: Mapping[str, Tensor],
+    initial: State,
+    alg: Algorithm,
+    net: Net,
+    training: Training,
 ) -> None:
     """Raises ValueError for tensors that are no `state_dict` of such a run.
 
@@ -435,7 +444,7 @@ def _check_state(
         dense[name] = rows.new_zeros(()).expand(n, *rows.shape[1:])
     for name in ("batch_norm", *(f"clients.{key}" for key in initial.clients)):
         require(name in tensors, name, "a tensor of clients' rows", None)
-    check_state(unflatten_state(dense, 0), alg, net, n)
+    check_state(unflatten_state(dense, 0), alg, net, n, training)
     before = flatten_state(initial)
     to_check = {}
     for name, tensor in tensors.items():

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from pflcore.algorithms._protocol import (
 )
 from pflcore.check import Fraction, PositiveInt, checked, require, warn_caller
 from pflcore.simulation._log import log_clients, observe_clients
+from pflcore.simulation._sampling import draw_clients
 from pflcore.simulation._signals import defer_signals
 from pflcore.simulation._state import (
     RunConfig,
@@ -62,7 +64,7 @@ from pflcore.simulation.executor import (
 from pflcore.train import Clients
 from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
-from pflcore.train._random import draw_without_replacement
+from pflcore.train._optimizers import KeptOptimizers
 from pflcore.train._schedule import assign_blocks
 from pflcore.train._workers import single_threaded
 
@@ -129,7 +131,10 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
         # An algorithm may draw here for the whole cohort. So this is no work to share.
         down = config.algorithm.send(state.server, cohort)
         states_before = client_rows(config, state, ids, down)
-        buffers = state.buffers[to_device(ids, state.buffers.device)]
+        device_ids = to_device(ids, state.buffers.device)
+        buffers = state.buffers[device_ids]
+        # The rows of clients that never took part are zeros, as a new state is.
+        optimizers = {name: t[device_ids] for name, t in state.optimizers.items()}
 
         def plan() -> BlockPlan:
             blocks = assign_blocks(context, ids)
@@ -140,12 +145,21 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
             block_numbers = None  # a whole cohort assigns them where it needs them
             if len(positions) < count:
                 block_numbers = cohort_work.block_numbers[positions]
+            kept = None
+            if optimizers:
+                kept = KeptOptimizers(
+                    {
+                        name: take_positions(value, positions, count)
+                        for name, value in optimizers.items()
+                    }
+                )
             clients = Clients(
                 context,
                 ids[positions],
                 cohort.round,
                 take_positions(buffers, positions, count),
                 block_numbers,
+                kept,
             )
             part_down = {
                 name: take_positions(value, positions, count)
@@ -161,7 +175,8 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
             rows = {"buffers": fit.buffers, "loss": fit.loss}
             rows |= {f"up.{name}": tensor for name, tensor in up.items()}
             rows |= {f"client.{name}": tensor for name, tensor in client_states.items()}
-            return rows
+            after = {} if kept is None else kept.left()
+            return rows | {f"optimizer.{name}": row for name, row in after.items()}
 
         place = f"the training of round {cohort.round}"
         cohort_work = CohortWork(place, ids, compute, plan)
@@ -174,6 +189,7 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
             _without_prefix(rows, "client."),
             rows["buffers"],
             rows["loss"],
+            _without_prefix(rows, "optimizer."),
         )
 
 
@@ -285,6 +301,8 @@ def client_changes(result: CohortResult) -> Changes:
         f"clients.{name}": RowUpdate(ids, rows)
         for name, rows in result.client_states.items()
     }
+    for name, rows in result.optimizers.items():
+        changes[f"optimizer.{name}"] = RowUpdate(ids, rows)
     changes["batch_norm"] = RowUpdate(ids, result.buffers)
     changes["seen"] = RowUpdate(ids, torch.ones_like(ids, dtype=torch.bool))
     return changes
@@ -343,29 +361,27 @@ def sample_cohort(
     round: PositiveInt,
     participation: Fraction = 1.0,
     clients: Tensor | None = None,
+    sampling: Any = "uniform",
 ) -> Tensor:
     """Draws the cohort of a round: client ids [S], int64, ascending.
 
     S is max(1, floor(participation * n + 0.5)), where n counts the clients that may
     take part. Required clients always take part.
 
+    Raises ValueError where a function returns no ids, or some that may not take part.
+
     Args:
         config: The options of the run.
         round: The round, from 1.
         participation: The fraction of clients that take part.
         clients: The ids of the clients that may take part, ascending; None for all.
+        sampling: The rule by which they are drawn, as `Simulation` has it: "uniform",
+            "size", weights [N] or a function.
     """
     context = config.context
     n = context.data.n if clients is None else len(clients)
     count = max(1, int(participation * n + 0.5))
-    if count < n:
-        # This makes no tensor as long as the federation, which may have millions of
-        # clients.
-        drawn = draw_without_replacement(n, count, context.seed, round, "cohort")
-    else:
-        drawn = torch.arange(n)
-    if clients is not None:
-        drawn = clients[drawn]
+    drawn = draw_clients(context, round, count, clients, sampling)
     required = config.algorithm.traits.required_clients
     if not required:
         return drawn.sort().values
@@ -373,6 +389,9 @@ def sample_cohort(
     if clients is not None:
         # Required clients outside of `clients` come on top.
         count += sum(i not in clients for i in required)
+    if callable(sampling):
+        # They join those that a function names.
+        count = len({*required, *others})
     # The required clients come first, so that a cut takes away others.
     cohort = [*required, *others][: max(count, len(required))]
     return torch.tensor(sorted(cohort))

@@ -129,6 +129,18 @@ def _renumbered_results(case: Case, numbers: Sequence[int], seed: int = 0) -> Te
     return states | case.evaluate(last, config)
 
 
+def rounds_play_no_part(case: Case) -> None:
+    """A round's results depend on the length of the run only where traits say so."""
+    if case.given.traits.rounds_reason:
+        return
+    fault = (
+        "update or train: {} depends on the number of rounds of the run, so that a "
+        "finished run cannot go on; say why in traits, as rounds_reason."
+    )
+    longer = case.left(case.config(rounds=2 * case.config().context.rounds))
+    require_same(case.found, longer, fault)
+
+
 def seeds_differ(case: Case) -> None:
     """Another seed gives another trained state."""
     other_seed = case.play(case.config(seed=1))
@@ -222,6 +234,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
         nobody_trains_on_test,
         engines_agree,
         numbers_of_clients_play_no_part,
+        rounds_play_no_part,
         seeds_differ,
         one_client_suffices,
         float32_runs,

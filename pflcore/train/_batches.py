@@ -10,9 +10,9 @@ them comes from passes of its own, so there are more passes than epochs.
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import groupby, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ class BatchPlan(NamedTuple):
     Attributes:
         epochs: The number of epochs. None means the run's number, or as many as the
             steps need.
-        steps: The number of steps of each client, instead of a number of epochs.
+        steps: The number of steps of each client, instead of a number of epochs: one
+            for all, or a tuple with one for each client.
         batches: The number of minibatches of a step. Each of them comes from another
             shuffle.
         stream: The name of the shuffles. Two trainings of one hook that shall take
@@ -39,7 +40,7 @@ class BatchPlan(NamedTuple):
     """
 
     epochs: int | None = None
-    steps: int | None = None
+    steps: int | tuple[int, ...] | None = None
     batches: int = 1
     stream: str = "fit"
     together: bool = True
@@ -83,6 +84,16 @@ def num_batches_of_epoch(n: int, training: Training, merge_single: bool) -> int:
     return batches
 
 
+def _steps_taken(cuts: list[int], training: Training, plan: BatchPlan) -> list[int]:
+    """The number of steps of each client, with `cuts` minibatches of an epoch each."""
+    if plan.steps is None:
+        num_epochs = plan.epochs or training.epochs
+        return [batches * num_epochs for batches in cuts]
+    if isinstance(plan.steps, int):
+        return [plan.steps] * len(cuts)
+    return list(plan.steps)
+
+
 @lru_cache(maxsize=4096)
 def plan_steps(
     sizes: tuple[int, ...],
@@ -103,12 +114,12 @@ def plan_steps(
         merge_single: See `num_batches_of_epoch`.
     """
     cuts = [num_batches_of_epoch(n, training, merge_single) for n in sizes]
-    if plan.steps is None:
-        num_epochs = plan.epochs or training.epochs
-        taken = [batches * num_epochs for batches in cuts]
-    else:
-        taken = [plan.steps] * len(cuts)
+    taken = _steps_taken(cuts, training, plan)
     epochs = [-(-steps // batches) for steps, batches in zip(taken, cuts, strict=True)]
+    if isinstance(plan.steps, tuple) and plan.batches == 1:
+        # Nothing depends on a client's number of epochs then, and clients with one
+        # number share their steps.
+        epochs = [max(epochs)] * len(epochs)
     batch_size = training.batch_size
 
     def common_key(place: int, i: int) -> tuple[int, int, int]:
@@ -132,14 +143,23 @@ def plan_steps(
             if place < batches and epoch * batches + place < taken[i]:
                 training_clients.append(i)
         first = place * batch_size
-        for key, group in groupby(training_clients, partial(common_key, place)):
-            client_epochs, last, _ = key
-            # Clients are sorted by size, so those with one key are neighbours.
-            neighbours = list(group)
+        keys = []
+        for rank, i in enumerate(training_clients):
+            # Clients are sorted by size, so those with one key are neighbours, unless
+            # one between them has taken all of its steps. The last number differs then.
+            keys.append((*common_key(place, i), i - rank))
+        for key, group in groupby(zip(keys, training_clients, strict=True), _first):
+            client_epochs, last, _, _ = key
+            neighbours = [i for _, i in group]
             clients = slice(neighbours[0], neighbours[-1] + 1)
             step = BatchStep(clients, epoch, client_epochs, place, first, last)
             steps.append(step)
     return steps, torch.tensor(cuts), torch.tensor(taken)
+
+
+def _first(pair: tuple[Any, Any]) -> Any:
+    """The first one of two values."""
+    return pair[0]
 
 
 class Batches:
@@ -167,11 +187,14 @@ class Batches:
         lists = data.lists("train")
         self.size = lists.size[ids]
         sizes = tuple(self.size.tolist())
-        steps = plan_steps(sizes, training, plan, ragged, merge_single)
+        plan_of_steps = plan_steps
+        if isinstance(plan.steps, tuple) and len({*plan.steps}) > 1:
+            # Another round may have other numbers, for which no cache has room.
+            plan_of_steps = plan_steps.__wrapped__  # type: ignore[assignment]
+        steps = plan_of_steps(sizes, training, plan, ragged, merge_single)
         self.steps, self.cuts, self.taken = steps
-        # The last step is one of the smallest clients. With a number of steps they
-        # train the most epochs; otherwise all clients train the same number.
-        passes = plan.batches * self.steps[-1].epochs
+        epochs = -(-self.taken // self.cuts)
+        passes = plan.batches * int(epochs.max())
         orders = []
         for number in range(passes):
             shuffle_key: tuple[object, ...] = (*key, plan.stream, number)

@@ -51,7 +51,7 @@ from pflcore.train._evaluate import (
     predict_row,
 )
 from pflcore.train._net import Net
-from pflcore.train._optimizers import train_chunk
+from pflcore.train._optimizers import KeptOptimizers, train_chunk
 from pflcore.train._random import client_seeds
 from pflcore.train._schedule import (
     assign_blocks,
@@ -116,6 +116,8 @@ class Clients:
         block_numbers: The number of each client's block, [S], where these clients are a
             part of a cohort and the blocks are those of the whole cohort. None means
             that they are all of it.
+        optimizers: The optimizer states that the clients keep from round to round;
+            None where every training begins with new ones.
     """
 
     context: TrainContext
@@ -123,6 +125,7 @@ class Clients:
     round: int
     buffers: Tensor
     block_numbers: Tensor | None = None
+    optimizers: KeptOptimizers | None = None
 
     def take(self, mask: Tensor) -> Clients:
         """The clients where `mask`, bool [S], is true."""
@@ -133,6 +136,7 @@ class Clients:
             ids=self.ids[host_mask],
             buffers=buffers,
             block_numbers=self._block_numbers[host_mask],
+            optimizers=None,
         )
 
     def after(self, fit: Fit) -> Clients:
@@ -155,10 +159,24 @@ class Clients:
         """Number of each client's training samples, [S]."""
         return self.context.data.size("train")[self.ids]
 
+    @cached_property
+    def have_samples(self) -> Tensor:
+        """Mask of the clients with training samples, bool [S], on the CPU."""
+        return self.num_samples > 0
+
     @property
     def class_counts(self) -> Tensor:
         """Number of each client's training samples of each class, [S, C]."""
         return self.context.data.counts("train", self.ids)
+
+    @cached_property
+    def own_steps(self) -> Tensor | None:
+        """Number of steps [S] of each client by the run's option `steps`.
+
+        None where the clients train for epochs.
+        """
+        context = self.context
+        return context.training.steps_of(self.round, self.ids, context.seed)
 
     def has_split(self, split: str) -> bool:
         """True where the federation has this split."""
@@ -184,7 +202,8 @@ class Clients:
         if self._relabel is None:
             return y
         relabel = self._relabel.index_select(0, lists.owners())
-        return relabel.gather(1, y.view(len(y), -1)).view_as(y)
+        columns = y[:, None].flatten(1)  # [n, 1], or [n, steps]
+        return relabel.gather(1, columns).view_as(y)
 
     # training -----------------------------------------------------------------
     def fit(
@@ -204,22 +223,29 @@ class Clients:
             w: The rows from which the training starts. They stay as they are.
             objective: The loss and the terms that are minimized; by default the run's
                 loss alone.
-            epochs: The number of epochs; by default the run's.
+            epochs: The number of epochs; by default the run's, or its steps.
             steps: The number of steps of each client, instead of epochs.
             lr: The step size; by default that of the round.
             stream: The name of the shuffle. Two trainings of one hook that shall take
                 different minibatches need two names.
             mean_grad: If true, the result has the mean gradient (`Fit.grad`).
+
+        A client without training samples takes no step: its row stays.
         """
         rows = {"w": w}
         if mean_grad:
             rows["grad"] = w.new_zeros(()).expand_as(w)
+        kept = self.optimizers if stream == "fit" else None
+        if kept is not None:
+            rows |= kept.rows_for(w)
         step_size = self.lr if lr is None else lr
         work = partial(train_chunk, self.context.training, step_size)
         plan = BatchPlan(epochs, steps, 1, stream, together=steps is None)
         fit = self._train(rows, work, objective, plan, objective.terms(w))
+        if kept is not None:
+            kept.keep(fit.rows)
         if mean_grad:
-            fit.grad.div_(fit.steps[:, None].to(w.dtype))
+            fit.grad.div_(fit.steps.clamp(min=1)[:, None].to(w.dtype))
         return fit
 
     def each_batch(  # noqa: PLR0913 (by name, all but two)
@@ -250,7 +276,7 @@ class Clients:
             objective: The objective, whose loss alone is used.
             batches: The number of minibatches of a step. Each of them comes from
                 another shuffle.
-            epochs: The number of epochs; by default the run's.
+            epochs: The number of epochs; by default the run's, or its steps.
             steps: The number of steps of each client, instead of epochs.
             stream: The name of the shuffles, as in `fit`.
             together: If true, clients of all sizes take their k-th minibatches at once.
@@ -288,9 +314,16 @@ class Clients:
         engine = objective.engine_for(self.context.engine)
         # Computed here once: otherwise several threads might compute it.
         _ = self._relabel
+        _ = self.own_steps
         loss, steps = self.buffers.new_zeros(2, len(self.ids), dtype=torch.float64)
         new_rows = {name: v.new_empty(v.shape) for name, v in rows.items()}
+        if not self.have_samples.all():
+            # A client without training samples takes no step, and has no loss.
+            loss.fill_(torch.nan)
+            new_rows = {name: v.clone() for name, v in rows.items()}
         fit = Fit(new_rows, self.buffers.clone(), loss, steps)
+        if not self.have_samples.any():
+            return fit
 
         def train_part(positions: Tensor) -> None:
             index = to_device(positions, device)
@@ -320,6 +353,8 @@ class Clients:
     ) -> Chunk:
         """The clients at these positions with copies of their tensors."""
         context = self.context
+        if plan.epochs is None and plan.steps is None and self.own_steps is not None:
+            plan = plan._replace(steps=tuple(self.own_steps[positions].tolist()))
         relabel = None
         if self._relabel is not None:
             relabel = self._relabel[index]
@@ -353,11 +388,12 @@ class Clients:
         The parts do not depend on the number of workers. The rows have `width` columns.
         """
         order = order_by_size(self.num_samples, self.ids)
+        order = order[: int(self.have_samples.sum())]
         if engine.chain is not None and has_kernels(self.buffers.device):
             parts = num_kernel_parts(
                 self.context, self.num_samples, width, steps_in_python=steps_in_python
             )
-            return even_parts(order, parts)
+            return even_parts(order, min(parts, len(order)))
         if engine.name == "vmap":
             return split_by_block(order, self._block_numbers[order])
         single_clients: Sequence[Tensor] = order.split(1)
@@ -417,8 +453,12 @@ class Clients:
     ) -> tuple[Tensor, Tensor | None]:
         """Each client's mean loss and, for classes, its accuracy: [S] float64.
 
-        The model is in evaluation mode. The arguments are those of `scores`.
+        The model is in evaluation mode. Both are NaN for a client without samples of
+        the split. The arguments are those of `scores`.
         """
+        has_samples = self.sample_lists(split).size > 0
+        if not has_samples.all():
+            return self._evaluate_some(has_samples, model, split, predict)
         by_chain = self.context.engine.chain is not None and predict is predict_row
         if by_chain and has_kernels(model["w"].device):
             lists = self.sample_lists(split)
@@ -426,6 +466,23 @@ class Clients:
             return values if self._has_accuracy else (values[0], None)
         pairs = self.scores(model, split, predict)
         return self.loss_and_accuracy(pairs, split, self._evaluation_groups(model))
+
+    def _evaluate_some(
+        self, mask: Tensor, model: Tensors, split: str, predict: Predict
+    ) -> tuple[Tensor, Tensor | None]:
+        """The result of `evaluate` for the clients where `mask`, NaN for the others."""
+        device = self.buffers.device
+        no_values = torch.full(mask.shape, torch.nan, dtype=torch.float64)
+        no_values = no_values.to(device)
+        if not mask.any():
+            return no_values, no_values if self._has_accuracy else None
+        on_device = to_device(mask, device)
+        of_some = {name: v[on_device] for name, v in model.items()}
+        loss, accuracy = self.take(mask).evaluate(of_some, split, predict)
+        all_losses = no_values.masked_scatter(on_device, loss.double())
+        if accuracy is None:
+            return all_losses, None
+        return all_losses, no_values.masked_scatter(on_device, accuracy.double())
 
     def loss_and_accuracy(
         self,
@@ -455,7 +512,8 @@ class Clients:
 
         With batch norm, and on "train", it is the mean over minibatches in training
         mode, because training normalizes by the batch. They are taken in the order of
-        the samples, and a last one of a single sample joins the one before it.
+        the samples, and a last one of a single sample joins the one before it. It is
+        zero for a client without samples of the split.
         """
         lists = self.sample_lists(split)
         if self.context.engine.chain is not None:

@@ -39,6 +39,7 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
     data and loss do not fit together.
     """
     validate.check_torch_modes()
+    validate.check_has_training(data)
     validate.check_dtypes(net, data)
     count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
     x, y = spread_samples(data, count)
@@ -60,7 +61,7 @@ def plan_single_samples(net: Net, data: Federation, training: Training) -> None:
     """
     size = data.size("train")
     batch_size = training.batch_size
-    has_only_singles = (size == 1) | (batch_size == 1)
+    has_only_singles = (size == 1) | ((batch_size == 1) & (size > 0))
     ends_with_single = size % batch_size == 1
     if not (has_only_singles | ends_with_single).any():
         return

@@ -171,16 +171,21 @@ def loss_name(loss_fn: LossFunction) -> str:
     return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))
 
 
-def ignored_label(loss: Any) -> int:
-    """The label that a loss leaves out.
+def ignored_label(loss: Any) -> int | None:
+    """The label that a loss leaves out; None where it is not known to leave out one.
 
-    It is the `ignore_index` of a loss that has one, and otherwise `IGNORED_LABEL`.
+    It is the `ignore_index` of a loss that has one, and `IGNORED_LABEL` for cross
+    entropy by name or as a function. What a user's own function does is not known.
     """
     if isinstance(loss, partial):
         label: Any = loss.keywords.get("ignore_index")
+        loss = loss.func
     else:
         label = getattr(loss, "ignore_index", None)
-    return label if isinstance(label, int) else IGNORED_LABEL
+    if isinstance(label, int):
+        return label
+    leaves_out = loss in ("cross_entropy", cross_entropy, F.cross_entropy, F.nll_loss)
+    return IGNORED_LABEL if leaves_out else None
 
 
 def classes_last(scores: Tensor, y: Tensor) -> Tensor:

@@ -5,6 +5,10 @@ client before each call. So the copy must compute what the original computes, fr
 parameters alone.
 """
 
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 import torch.nn as nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,6 +23,51 @@ RANDOM_MODULES = (
     nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,
 )
+
+
+# Models of different shapes, as users ask for them.
+ONE_MODEL_TEXT = "all clients train one model, whose layers have one shape for all"
+OTHER_SHAPES_REMEDY = (
+    "for layers that differ in their weights alone take FedPer with private=, and run "
+    "clients of other shapes apart"
+)
+
+
+def check_makes_one_model(build: Any) -> None:
+    """Raises TypeError for a model that would be another one for each client.
+
+    That is a function with an argument such as the client's number, and modules in a
+    list or a dict.
+    """
+    is_collection = isinstance(build, Mapping | Sequence) and not isinstance(build, str)
+    if is_collection:
+        kind = type(build).__name__
+        raise TypeError(
+            f"model: {ONE_MODEL_TEXT}, and this is a {kind} of {len(build)}; "
+            f"{OTHER_SHAPES_REMEDY}."
+        )
+    names = required_arguments(build)
+    if names:
+        raise TypeError(
+            f"model: {ONE_MODEL_TEXT}, so a function that makes it takes no arguments, "
+            f"and this one takes {', '.join(names)}; {OTHER_SHAPES_REMEDY}."
+        )
+
+
+def required_arguments(function: Any) -> list[str]:
+    """The names of the arguments without which a function cannot be called.
+
+    They are none for a module, and where Python does not know them.
+    """
+    if isinstance(function, nn.Module) or not callable(function):
+        return []
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p for p in parameters if p.default is p.empty]
+    return [p.name for p in required if p.kind not in variadic]
 
 
 def check_weights(module: nn.Module) -> None:

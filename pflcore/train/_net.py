@@ -39,7 +39,14 @@ from pflcore.train._losses import (
     ignored_label,
     resolve_loss,
 )
-from pflcore.train._module_checks import check_hooks, check_layers, check_weights
+from pflcore.train._module_checks import (
+    ONE_MODEL_TEXT,
+    OTHER_SHAPES_REMEDY,
+    check_hooks,
+    check_layers,
+    check_makes_one_model,
+    check_weights,
+)
 from pflcore.train._random import IsolatedDraws
 
 
@@ -163,8 +170,8 @@ class Net:
         return takes_logits or not self.single_score
 
     @property
-    def ignored_label(self) -> int:
-        """The label that the loss leaves out.
+    def ignored_label(self) -> int | None:
+        """The label that the loss leaves out; None where none is known.
 
         The data of a run have `IGNORED_LABEL` in its place.
         """
@@ -205,7 +212,15 @@ class Net:
 
         torch's global random state is neither read nor changed.
         """
-        return self.row(self._build_module(seed))
+        module = self._build_module(seed)
+        named = module.named_parameters()
+        shapes = [p.shape for _, p in named if p.requires_grad]
+        if shapes != self.shapes:
+            raise TypeError(
+                f"model: {ONE_MODEL_TEXT}, and this function makes another one when it "
+                f"is called again; {OTHER_SHAPES_REMEDY}."
+            )
+        return self.row(module)
 
     def mask(self, *patterns: str) -> Tensor:
         """Bool [P] on the CPU: True for parameters that match a pattern.
@@ -409,8 +424,9 @@ class Net:
         leaves out.
         """
         scores, y = self.argument_form.convert(scores, y)
-        if self.ignored_label != IGNORED_LABEL and not y.is_floating_point():
-            y = y.masked_fill(y == IGNORED_LABEL, self.ignored_label)
+        label = self.ignored_label
+        if label not in (None, IGNORED_LABEL) and not y.is_floating_point():
+            y = y.masked_fill(y == IGNORED_LABEL, label)
         return self.loss_fn(scores, y)
 
     # inside -----------------------------------------------------------------
@@ -444,7 +460,9 @@ class Net:
                 # `apply` resets children before their parent, whose own
                 # `reset_parameters` may change what theirs have drawn.
                 return copy.deepcopy(self.build).apply(_reset)
+            check_makes_one_model(self.build)
             module = self.build() if callable(self.build) else self.build
+        check_makes_one_model(module)
         if not isinstance(module, nn.Module):
             raise TypeError(
                 "build: expected an nn.Module or a function that makes one, got "

@@ -16,6 +16,7 @@ from numbers import Real
 from typing import Annotated, Any, Literal
 
 import torch
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -27,6 +28,8 @@ from pflcore.check import (
     PositiveFloat,
     PositiveInt,
     check_fields,
+    import_object,
+    require,
 )
 from pflcore.train._augment import (
     AUGMENT_TEXT,
@@ -34,6 +37,7 @@ from pflcore.train._augment import (
     augment_entries,
     is_augment,
 )
+from pflcore.train._random import generator_of
 
 RoundSchedule = Callable[[int, int], float]  # (round, rounds) -> factor of lr
 SchedulerMaker = Callable[[Optimizer], LRScheduler]
@@ -50,6 +54,27 @@ Augment = Annotated[
     Expectation(AUGMENT_TEXT, is_augment),
     OnCommandLine(tuple[str, ...] | None),
 ]
+# (round, client, generator) -> steps
+StepsRule = Callable[[int, int, torch.Generator], int]
+STEPS_TEXT = (
+    "a whole number, at least 1, a function of (round, client, generator) that returns "
+    "one, or where one is: 'package.module:function'"
+)
+
+
+def _are_steps(value: Any) -> bool:
+    """True for a number of steps, a function, or the place of a function."""
+    if isinstance(value, str):
+        return ":" in value
+    return callable(value) or _is_count(value)
+
+
+def _is_count(value: Any) -> bool:
+    """True for a whole number, at least 1, that is no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+Steps = Annotated[int | str | StepsRule, Expectation(STEPS_TEXT, _are_steps)]
 # The defaults of `torch.optim.AdamW`.
 DEFAULT_BETAS = (0.9, 0.999)
 DEFAULT_EPS = 1e-8
@@ -150,7 +175,7 @@ class Training:
         batch_size: Samples of a minibatch.
         epochs: Local epochs of a round.
         momentum: Momentum of SGD, from 0 to below 1. Its buffer starts at zero in every
-            round. With AdamW, a momentum above 0 is an error.
+            round, see `keep_optimizer`. With AdamW, a momentum above 0 is an error.
         weight_decay: Number >= 0. SGD adds weight_decay * w to the gradient. The decay
             of AdamW is decoupled from the gradient.
         drop_last: Leave out the last minibatch where it is smaller than the others.
@@ -163,7 +188,8 @@ class Training:
             of torch, such as `lambda optimizer: CosineAnnealingLR(optimizer,
             T_max=20)`. The scheduler takes one step a round.
         local_optimizer: Optimizer of each client. The moments of AdamW start at zero in
-            every round, and its formula is that of `torch.optim.AdamW`.
+            every round, see `keep_optimizer`. Its formula is that of
+            `torch.optim.AdamW`.
         clip_grad: Largest Euclidean norm of a minibatch's gradient; a longer gradient
             is shortened to it. None: gradients of any length.
         betas: Decay rates of AdamW's means of the gradient and of its square, two
@@ -174,8 +200,20 @@ class Training:
             right with probability P (0.5), "crop:PIXELS" takes a window of the image
             with a border of zeros (4), "cutout:PIXELS" puts a square of zeros into it
             (16). A function of (batch, generator) returns a batch of the same shape:
-            samples [B, ...] of one client, and a `torch.Generator` on their device.
+            samples [B, ...] of one client, and a `torch.Generator` on their device. Its
+            place "package.module:function" will do.
             Evaluation, what trains in it, and `History.adapt` take samples as they are.
+        steps: Local steps of each client in a round, in place of epochs: a whole
+            number, at least 1, or a function of (round, client, generator) that returns
+            one, or its place "package.module:function". So clients that are slow take
+            fewer steps (stragglers). The function must draw by the generator alone,
+            which depends on the seed, the round and the client. A hook that trains for
+            epochs of its own, such as `finetune_epochs`, takes those.
+        keep_optimizer: Keep each client's optimizer state (the buffer of momentum, the
+            moments and steps of AdamW) from one of its rounds to the next, with its
+            other state; False: it starts anew in every round. It is that of the
+            training whose stream is "fit", which every method has once in a round
+            (Ditto's of the personal model); other trainings start anew.
     """
 
     lr: NonNegativeFloat = 0.1
@@ -191,6 +229,8 @@ class Training:
     betas: Betas | None = None
     eps: PositiveFloat | None = None
     augment: Augment | None = None
+    steps: Steps | None = None
+    keep_optimizer: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -210,6 +250,41 @@ class Training:
                     f"{name}: SGD has none, got {value}; leave it out, or take "
                     "local_optimizer='adamw'."
                 )
+        if self.keep_optimizer and self.local_optimizer == "sgd" and not self.momentum:
+            raise ValueError(
+                "keep_optimizer: SGD without momentum has no state to keep; give "
+                "momentum, take local_optimizer='adamw', or leave it out."
+            )
+        if isinstance(self.steps, str):
+            steps = import_object(self.steps, "steps")
+            fits = not isinstance(steps, str) and _are_steps(steps)
+            require(fits, "steps", STEPS_TEXT, steps)
+            object.__setattr__(self, "steps", steps)
+        if self.steps is not None and self.epochs != 1:
+            raise ValueError(
+                f"epochs: steps takes their place, got epochs={self.epochs}; leave one "
+                "of them out."
+            )
+
+    def steps_of(self, round: int, ids: Tensor, seed: int) -> Tensor | None:
+        """The steps [S] of the clients `ids` in a round; None where epochs count.
+
+        Raises ValueError where a function returns no whole number, at least 1.
+        """
+        if self.steps is None:
+            return None
+        if not callable(self.steps):
+            return torch.full((len(ids),), int(self.steps))
+        counts = []
+        for client in ids.tolist():
+            generator = generator_of(seed, round, client, "steps")
+            count: Any = self.steps(round, client, generator)
+            if hasattr(count, "item"):
+                count = count.item()
+            name = f"steps, of client {client} in round {round}"
+            require(_is_count(count), name, "a whole number, at least 1", count)
+            counts.append(count)
+        return torch.tensor(counts)
 
     @property
     def transforms(self) -> tuple[str | AugmentFunction, ...]:
@@ -220,6 +295,16 @@ class Training:
     def gradient_decay(self) -> float:
         """The weight decay that is added to gradients: SGD's, not AdamW's."""
         return self.weight_decay if self.local_optimizer == "sgd" else 0.0
+
+    def same_lr(self, rounds: tuple[int, int], played: int) -> bool:
+        """True where runs of these two lengths have equal step sizes so far.
+
+        These are the step sizes of the rounds 1 to `played`.
+        """
+        if self.schedule is None:
+            return True
+        rates = [learning_rates(self.schedule, self.lr, count) for count in rounds]
+        return rates[0][:played] == rates[1][:played]
 
     def lr_at(self, round: int, rounds: int) -> float:
         """The step size of `round` (from 1) of `rounds`."""

@@ -82,6 +82,15 @@ def check_torch_modes() -> None:
         )
 
 
+def check_has_training(data: Federation) -> None:
+    """Raises MismatchError where no client has training samples."""
+    if not len(data.lists("train").flat):
+        raise MismatchError(
+            "data: no client has training samples with a label that counts; nothing is "
+            "left to be learnt."
+        )
+
+
 def check_dtypes(net: Net, data: Federation) -> None:
     """Raises MismatchError where dtypes or signs of targets do not fit."""
     if net.dtype not in (torch.float32, torch.float64):
@@ -242,17 +251,7 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
         )
     labels = data.y if data.relabel is None else data.relabel
     outputs = scores.shape[1]
-    if y.dim() < 2 and bool((labels == IGNORED_LABEL).any()):
-        raise MismatchError(
-            f"data: samples with the label {IGNORED_LABEL} count in nothing, and a "
-            "batch may hold no others; leave them out of the federation."
-        )
     labels = labels[labels != IGNORED_LABEL]
-    if not labels.numel():
-        raise MismatchError(
-            "data: the mask leaves out every step of every sample; nothing is left to "
-            "be learnt."
-        )
     low = int(labels.min())
     high = int(labels.max())
     if low < 0 or high >= outputs:

@@ -385,7 +385,10 @@ def test_a_disk_that_is_full_at_the_end_costs_the_table_alone(capsys):
     last = capsys.readouterr().err.splitlines()[-1]
     assert "cannot be written into o (No space left on device); make room" in last
     assert last.endswith("then: pflcore report o.")
-    assert {*files_in("o")} == {"record.jsonl", "checkpoint.safetensors", "run.toml"}
+    assert {*files_in("o")} == {
+        *("record.jsonl", "checkpoint.safetensors", "run.toml"),
+        "checkpoints/fedavg-seed-0/checkpoint.safetensors",
+    }
     assert command("report o") == command(f"{FIRST} --resume") == 0
     before = files_in("o")
     with full_disk():
@@ -497,6 +500,7 @@ def test_a_command_that_was_killed_before_its_first_line_begins():
     assert {*files_in("o")} == {
         "record.jsonl",
         "checkpoint.safetensors",
+        "checkpoints/fedavg-seed-0/checkpoint.safetensors",
         "run.toml",
         "table.md",
     }
@@ -835,6 +839,7 @@ def test_without_matplotlib_everything_but_the_pictures(capsys, monkeypatch, pic
         "record.jsonl",
         "table.md",
         "checkpoint.safetensors",
+        "checkpoints",
         "run.toml",
         ".lock",
     }

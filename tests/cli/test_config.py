@@ -152,3 +152,30 @@ def test_the_names_of_compare_may_stand_at_the_front(capsys):
     assert [run.algorithm for run in read("a")] == ["fedavg", "local"]
     assert command(f"compare fedavg --algorithms local {DIGITS} --out b") == 2
     assert "algorithms: expected the names once" in capsys.readouterr().err
+
+
+RULES = """
+def latest(round, generator, sizes):
+    return [round % 4]
+
+
+def slow(round, client, generator):
+    return 1 + client
+"""
+
+
+def test_rules_of_ones_own_are_options_and_stand_in_the_file(monkeypatch):
+    """Who takes part, and for how many steps, by functions of the user's module."""
+    Path("rules_of_mine.py").write_text(RULES)
+    monkeypatch.syspath_prepend(".")
+    words = f"{DIGITS} --sampling rules_of_mine:latest --steps rules_of_mine:slow"
+    assert command(f"compare fedavg scaffold {words} --out o") == 0
+    assert command("compare --config o/run.toml --quiet --out p") == 0
+    for run, again in zip(read("o"), read("p"), strict=True):
+        assert [r["cohort"] for r in run.rounds] == [[1], [2], [3]]
+        assert run.header["sampling"] == "function latest"
+        assert run.header["training"]["steps"] == "slow"
+        assert run.compare(again).equal
+    assert command(f"run fedavg {DIGITS} --sampling size --steps 2 --out q") == 0
+    (run,) = read("q")
+    assert run.header["sampling"] == "size" and run.header["training"]["steps"] == 2

@@ -105,7 +105,7 @@ def test_runs_of_another_setting_are_not_added(words, options, error, capsys):
 
 def test_a_run_that_was_broken_off_waits_for_its_own_command():
     """Another command leaves its lines and its checkpoint where they are."""
-    words = f"{DIGITS} --checkpoint-every 1 --out o"
+    words = f"{DIGITS} --checkpoint-every 1 --no-keep-checkpoint --out o"
     with pytest.MonkeyPatch.context() as patch:
         honest = FedAvg.update
 
@@ -133,3 +133,41 @@ def test_a_run_that_was_broken_off_waits_for_its_own_command():
     assert not Path("o/checkpoints").exists()
     assert command(f"compare local fedavg {DIGITS} --out p") == 0
     assert_same_runs("o", "p")
+
+
+def test_runs_that_are_over_go_on_to_more_rounds(capsys):
+    """All runs of a folder go on together, to the record of a longer command."""
+    words = f"{DIGITS} --quiet --target all"
+    own = "--weight-erosion.p-d .01"
+    assert command(f"compare weight_erosion fedavg {words} {own} --out o") == 0
+    before = record()
+    longer = f"{words} --rounds 5"
+    for names, error in (("fedavg", "rounds is 3 there and 5 here"),):
+        capsys.readouterr()
+        assert command(f"compare {names} {longer} --out o --resume") == 2
+        assert error in capsys.readouterr().err and record() == before
+    for out in ("o --resume", "p"):
+        go = f"compare weight_erosion fedavg {longer} {own} --out {out}"
+        assert command(go) == 0
+    assert_same_runs("o", "p")
+    assert [len(run.rounds) for run in read("o")] == [5, 5]
+
+
+def test_runs_that_cannot_go_on_say_why(capsys):
+    keep = f"{DIGITS} --quiet --keep-checkpoint --out o"
+    drop = f"{DIGITS} --quiet --no-keep-checkpoint --out p"
+    cases = (
+        ("waffle --target 0", keep, "--rounds 9", "and waffle goes from global to"),
+        ("fedavg", drop, "--rounds 9", "has no checkpoint there to go on from"),
+        ("fedavg", drop, "--rounds 2", "has no checkpoint"),
+    )
+    for name, words, more, error in cases:
+        folder = words.split()[-1]
+        if not Path(folder).exists():
+            assert command(f"run {name} {words}") == 0
+        before = record(folder)
+        capsys.readouterr()
+        assert command(f"run {name} {words} {more} --resume") == 2
+        err = capsys.readouterr().err
+        assert error in err and err.count("\n") == 1, err
+        assert record(folder) == before

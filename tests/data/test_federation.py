@@ -428,7 +428,7 @@ BAD_CLIENTS = """\
 [[[[1.0, 2.0], [1.0]], [0, 1]]] | x of client 0 (train): expected numbers in one array (pad
 [[1, 2, 3]] | client 0 (train): expected a pair (x, y), or a Dataset of pairs (or a list of them); t
 [5] | client 0 (train): expected a pair (x, y), or a Dataset
-[{"train": PAIR, "dev": PAIR}] | client 0: expected 'train' samples, and perhaps
+[{"train": PAIR, "dev": PAIR}] | client 0: expected samples by split, one of 'train', 'val'
 """  # noqa: E501
 ARRAYS = [
     (
@@ -441,11 +441,11 @@ ARRAYS = [
     ),
     (
         [TensorDataset(torch.zeros(0, 1), torch.zeros(0))],
-        "clients: expected a sample to train on fo",
+        "clients: expected a sample of each, of any split",
     ),
     (
         [(X, Y), ([], [])],
-        "clients: expected a sample to train on for each; leave out the 1 without, ",
+        "clients: expected a sample of each, of any split; leave out the 1 without, ",
     ),
     (
         [(X, 2 * Y - 1), (X, Y * 0)],

@@ -206,6 +206,26 @@ def test_a_user_without_samples_is_named_and_can_be_left_out(tmp_path):
     assert leaf(users(path, ann=full)).n == 1
 
 
+def test_users_and_files_in_test_alone_never_train(tmp_path):
+    full = {"x": [[0.5, 1.0], [1.5, 2.0]], "y": [0, 1]}
+    none = {"x": [], "y": []}
+    for split in ("train", "test"):
+        (tmp_path / "leaf" / split).mkdir(parents=True)
+        (tmp_path / "files" / split).mkdir(parents=True)
+        np.savez(tmp_path / "files" / split / f"{split}.npz", x=X, y=Y)
+    users(tmp_path / "leaf" / "train" / "a.json", ann=full, bob=none)
+    users(tmp_path / "leaf" / "test" / "a.json", ann=full, bob=full, eve=full)
+    by_user = leaf(tmp_path / "leaf")
+    assert by_user.names == ("ann", "bob", "eve")
+    assert by_user.size().tolist() == [2, 0, 0]
+    assert by_user.size("test").tolist() == [2, 2, 2]
+    by_file = folder(tmp_path / "files")
+    assert by_file.names == ("train", "test")
+    assert by_file.trainable_clients.tolist() == [0]
+    void = folder(tmp_path / "files", ignored_label=1)
+    assert int(void.counts().sum()) == int((torch.as_tensor(Y) != 1).sum())
+
+
 def test_a_user_with_other_inputs_is_named(tmp_path):
     full = {"x": [[0.5, 1.0], [1.5, 2.0]], "y": [0, 1]}
     users(tmp_path / "a.json", ann=full, bob={"x": [[0.5]], "y": [0]})

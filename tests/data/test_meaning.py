@@ -328,9 +328,7 @@ def test_whole_numbers_that_are_no_classes_are_predicted_as_numbers():
 def test_void_labels_are_told_what_they_may_be():
     x = torch.zeros(2, 3)
     y = np.array([[0, 255, 1], [1, 0, 255]])
-    with sentence(
-        "y: expected int64 labels in 0..1 .*; labels that count in nothing are -100"
-    ):
+    with sentence("y: expected int64 labels in 0..1 .*; .* give ignored_label=255"):
         Federation.from_clients([(x, y)], classes=2)
     void = Federation.from_clients([(x, np.where(y == 255, -100, y))])
     assert void.classes == 2 and void.counts().tolist() == [[2, 2]]

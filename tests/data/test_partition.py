@@ -13,6 +13,7 @@ from parts.splits import same, sizes
 from places import golden, tabled
 from small import equals
 
+from pflcore import Federation
 from pflcore import data as sources
 from pflcore.data import federation_of, partition
 
@@ -394,3 +395,28 @@ multimodal | {"n": 30, "minority": [1, 12]} | minority
 def test_bad_input_is_one_sentence(name, change, about):
     with sentence(f"{about}: expected .+, got .+"):
         partition(name, **{"labels": Y, "n": 10} | change)
+
+
+def test_unlabelled_samples_go_to_no_client():
+    labels = torch.arange(60) % 3
+    void = labels.clone()
+    void[::4] = 255
+    where = (void != 255).nonzero()[:, 0]
+    for name in ("iid", "dirichlet", "pathological"):
+        part = partition(name, void, 5, test_labels=void, ignored_label=255, seed=1)
+        want = partition(name, labels[where], 5, test_labels=labels[where], seed=1)
+        at = torch.cat([where, where + 60])
+        for split in ("train", "test"):
+            for got, rows in zip(part.index[split], want.index[split], strict=True):
+                assert torch.equal(got, at[rows])
+    data = Federation.from_partition(
+        torch.randn(60, 2),
+        void,
+        part,
+        x_test=torch.randn(60, 2),
+        y_test=void,
+        ignored_label=255,
+    )
+    assert data.classes == 3 and int(data.counts().sum()) == len(where)
+    with sentence("labels: expected a label that counts, at least one"):
+        partition("iid", torch.full((9,), -100), 3)

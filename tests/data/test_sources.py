@@ -385,7 +385,8 @@ def test_writers_of_emnist_in_tffs_files(tmp_path):
     (tmp_path / "femnist").mkdir()
     for split, n in (("train", 3), ("test", 1)):
         with h5py.File(tmp_path / "femnist" / f"fed_emnist_{split}.h5", "w") as f:
-            for writer in ("f0001_41", "f0000_14"):
+            tested_alone = ["f0002_10"] * (split == "test")
+            for writer in ("f0001_41", "f0000_14", *tested_alone):
                 f[f"examples/{writer}/pixels"] = np.ones((n, 28, 28), dtype=np.float32)
                 f[f"examples/{writer}/label"] = np.arange(n, dtype=np.int32)
     users = {
@@ -393,11 +394,12 @@ def test_writers_of_emnist_in_tffs_files(tmp_path):
         for i in range(2)
     }
     write_leaf(tmp_path / "leaf" / "femnist" / "train" / "a.json", users)
-    for place, names in (("leaf", ("w0", "w1")), ("", ("f0000_14", "f0001_41"))):
+    writers = ("f0000_14", "f0001_41", "f0002_10")
+    for place, names in (("leaf", ("w0", "w1")), ("", writers)):
         fed = femnist(tmp_path / place)
         assert fed.names == names and fed.classes == 62 and fed.shape == (1, 28, 28)
-        assert fed.size().tolist() == [3, 3]
-    assert fed.size("test").tolist() == [1, 1]
+        assert fed.size().tolist() == [3, 3, 0][: fed.n]
+    assert fed.size("test").tolist() == [1, 1, 1]
 
 
 def csv(at, **files):

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -55,18 +56,35 @@ def noise(batch, generator):
     return batch + torch.randn(batch.shape, generator=generator)
 
 
+def draw_five(round, generator, sizes):
+    """Five of the clients, as a user's rule of sampling."""
+    return torch.randperm(len(sizes), generator=generator)[:5]
+
+
+def draw_steps(round, client, generator):
+    """From one to four steps, as a user's rule for stragglers."""
+    return 1 + int(torch.randint(4, (), generator=generator))
+
+
 def make_simulation(case):
     """The simulation of a case; what a case leaves out has its default here."""
     data = make_data()
+    without = case.get("without_training", ())
+    train = [
+        rows[: len(rows) * (i not in without)]
+        for i, rows in enumerate(data.index["train"])
+    ]
+    data = replace(data, index={**data.index, "train": train})
     for client in case.get("bad_clients", ()):
         data.x[data.index["train"][client]] *= 1e30  # its training is not finite
     return Simulation(
         algorithm_of(case["algorithm"], **case.get("options", {})),
         MODELS[case.get("model", "chain")],
         data,
-        Training(lr=0.05, batch_size=8, augment=noise if case.get("noise") else None),
+        Training(lr=0.05, batch_size=8, **case.get("training", {})),
         rounds=case.get("rounds", 3),
         participation=case.get("participation", 0.7),
+        sampling=case.get("sampling", "uniform"),
         seed=case.get("seed", 1),
         evaluation=Evaluation(train_loss=True),
         robustness=Robustness(clip=case.get("clip")),
@@ -93,6 +111,7 @@ def tensors_of(state):
     """All tensors of a state by name."""
     tensors = {f"server.{name}": tensor for name, tensor in state.server.items()}
     tensors |= {f"clients.{name}": tensor for name, tensor in state.clients.items()}
+    tensors |= {f"kept {name}": tensor for name, tensor in state.optimizers.items()}
     return tensors | {"buffers": state.buffers, "participated": state.participated}
 
 

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from parts.memory import KINDS, fails
 from parts.states import same
 from small import SIX, equals, images, layers, normed_model, swept, tiny_model
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pflcore import (
     Adversary,
@@ -102,6 +103,75 @@ def test_two_rounds_and_two_more_are_four(name, tmp_path):
     equals(history.adapt(samples, 2)(x), resumed.adapt(samples, 2)(x))
     if options:
         assert len(load(tmp_path)[0]["server.x"]) < len(rest.state.server["x"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", swept(quick=("fedavg", "scaffold", "ditto")))
+def test_five_rounds_and_four_more_are_nine(name, tmp_path):
+    """A finished run goes on to the records and the state of a longer one.
+
+    An algorithm whose rounds depend on their number refuses that in one sentence.
+    """
+    first = tiny_model()()
+    make(name, model=first, rounds=5).run(checkpoint=tmp_path)
+    longer = make(name, model=first, rounds=9)
+    reason = longer.config.algorithm.traits.rounds_reason
+    if reason:
+        words = f"rounds is 5 there and 9 here, and {longer.name} {reason}"
+        refused(lambda: longer.restore(tmp_path), words)
+        return
+    more = longer.run(checkpoint=tmp_path, resume=True)
+    whole = make(name, model=first, rounds=9)
+    history = whole.run()
+    assert text_of(more) == text_of(history) and len(more.rounds) == 9
+    assert same(whole.state, longer.state)
+    x = DATA.client(1, "test")[0]
+    equals(history.model(1)(x), more.model(1)(x))
+
+
+def halves(round, rounds):
+    """The step size of the second half of a run is smaller."""
+    return 1.0 if 2 * round <= rounds else 0.5
+
+
+def test_a_schedule_decides_whether_a_run_goes_on(tmp_path):
+    """Equal step sizes in the rounds so far let a run go on, others do not."""
+    torch_one = lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)  # noqa: E731
+    for number, (schedule, played, goes_on) in enumerate(
+        [
+            (torch_one, 4, True),
+            (lambda round, rounds: 1 / round, 4, True),
+            (lambda round, rounds: 1 - round / (2 * rounds), 4, False),
+            (halves, 4, False),
+            (halves, 2, True),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        options = {"training": replace(TRAINING, schedule=schedule)}
+        unbroken(make(rounds=4, **options), folder, played)
+        longer = make(rounds=8, **options)
+        if not goes_on:
+            refused(
+                lambda r=longer, f=folder: r.restore(f),
+                "4 there and 8 here, and the schedule's",
+            )
+            continue
+        more = longer.restore(folder).run()
+        whole = make(rounds=8, **options)
+        assert text_of(more) == text_of(whole.run())
+        assert same(whole.state, longer.state)
+
+
+def test_a_run_cannot_become_shorter_than_it_is(tmp_path):
+    make(rounds=4).run(checkpoint=tmp_path)
+    words = "rounds is 4 there and 3 here, and 4 are played; give what"
+    refused(lambda: loaded(tmp_path, rounds=3), words)
+    every = {"evaluation": Evaluation(every=2)}
+    make(rounds=3, **every).run(checkpoint=tmp_path)
+    more = loaded(tmp_path, rounds=6, **every).run()
+    # Round 3 was the last one, and keeps its evaluation.
+    assert [r["round"] for r in more.evaluations] == [2, 3, 4, 6]
+    assert more.header["rounds"] == 6 and more.complete
 
 
 def test_every_dtype_and_shape_comes_back(tmp_path):
@@ -378,7 +448,6 @@ OTHERS = {
     "1.weight": {"model": normed_model},
     "what is not trained": {"model": frozen},
     "seed": {"seed": 3},
-    "rounds": {"rounds": 9},
     "lam": {"algorithm": ALGORITHMS["ditto"](lam=7.0)},
     "loss": {"loss": nn.NLLLoss()},
     "adversary": {"robustness": BAD},

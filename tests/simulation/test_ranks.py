@@ -70,8 +70,20 @@ def assert_equal_digests(count, cases, folder):
 
 QUICK_CASES = [
     {"algorithm": "fedavg", "model": "batch_norm", "engine": "vmap"},
-    {"algorithm": "scaffold", "model": "plain", "engine": "loop", "noise": True},
-    {"algorithm": "ditto", "model": "plain", "engine": "vmap"},
+    {
+        "algorithm": "scaffold",
+        "model": "plain",
+        "engine": "loop",
+        "sampling": "parts.ranks:draw_five",
+        "training": {"local_optimizer": "adamw", "keep_optimizer": True},
+    },
+    {
+        "algorithm": "ditto",
+        "model": "plain",
+        "engine": "vmap",
+        "without_training": [5],
+        "training": {"steps": "parts.ranks:draw_steps", "augment": "parts.ranks:noise"},
+    },
     {"algorithm": "feddwa", "participation": 0.15},  # one client: a rank has none
     {"algorithm": "l2c", "participation": 1.0},
     {"algorithm": "waffle", "bad_clients": [2], "clip": 0.5},

@@ -407,9 +407,8 @@ def test_a_newcomer_and_a_client_elsewhere_know_what_the_loss_leaves_out(
 
 def test_what_to_do_about_labels_of_no_class_is_said():
     clients = void(255)
-    with sentence(
-        r"y: expected .* are -100, or leave classes to be inferred .*ignore_index=255\)"
-    ):
+    words = r"y: expected .*; of a label that counts in nothing give ignored_label="
+    with sentence(words + "255, got"):
         Federation.from_clients(clients, classes=2)
     data = Federation.from_clients(clients).split(test=0.25)
     with sentence(
@@ -420,9 +419,86 @@ def test_what_to_do_about_labels_of_no_class_is_said():
         )
     evaluation = trained(Steps(2), data, 20, nn.CrossEntropyLoss(ignore_index=255))[0]
     assert min(evaluation["accuracy"]) > 0.8
-    with sentence(r"y: expected .*; labels that count in nothing are -100, got"):
+    with sentence(words + "-1, got"):
         Federation.from_clients(void(-1), classes=2)
     assert Federation.from_clients(void(-100), classes=2).classes == 2
+
+
+def pixels(void_label, classes=21):
+    """Three clients with images, whose label maps [n, 4, 4] have void pixels.
+
+    The first image of each client, and all of the last client's training images, have
+    void pixels alone.
+    """
+    gen = torch.Generator().manual_seed(0)
+    clients = []
+    for i in range(3):
+        x = torch.randn(20, 3, 4, 4, generator=gen)
+        y = torch.randint(0, classes, (20, 4, 4), generator=gen)
+        y[torch.rand(y.shape, generator=gen) < 0.3] = void_label
+        y[0] = void_label
+        train = y.masked_fill(torch.tensor(i == 2), void_label)
+        clients.append({"train": (x, train), "test": (x + 0.1, y)})
+    return clients
+
+
+@pytest.mark.parametrize("void_label", [255, -1])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.unless(lambda engine, void_label: engine == "vmap" and void_label == -1)
+def test_void_pixels_are_as_if_they_were_not_there(engine, void_label):
+    clients = pixels(void_label)
+    data = Federation.from_clients(clients, classes=21, ignored_label=void_label)
+    labelled = []
+    for client in clients:
+        pairs = {}
+        for split, (x, y) in client.items():
+            has_label = (y != void_label).flatten(1).any(1)
+            pairs[split] = (x[has_label], y[has_label])
+        labelled.append(pairs)
+    without = Federation.from_clients(labelled, classes=21, ignored_label=void_label)
+    loss = nn.CrossEntropyLoss(ignore_index=void_label)
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 21, 3, padding=1)
+    options = {"loss": loss, "rounds": 2, "metrics": ["f1"], "engine": engine}
+    options["training"] = Training(lr=0.5, batch_size=8)
+
+    run = simulation(data=data, model=model, **options).run()
+    want = simulation(data=without, model=model, **options).run()
+
+    evaluation = run.rounds[-1]["eval"]
+    assert evaluation == want.rounds[-1]["eval"]
+    assert run.rounds[-1]["train_loss"] == want.rounds[-1]["train_loss"]
+    assert run.rounds[-1]["cohort"] == [0, 1]
+    assert evaluation["size"] == [19, 19, 19]
+    for i in range(3):
+        x, y = clients[i]["test"]
+        by_torch = float(loss(run.model(i)(x), y))
+        assert evaluation["loss"][i] == pytest.approx(by_torch, abs=1e-5)
+    counted = sum(int((c["train"][1] != void_label).sum()) for c in clients)
+    assert int(data.counts().sum()) == counted and data.classes == 21
+
+
+def test_samples_without_a_label_change_no_bit():
+    x = torch.randn(40, 4)
+    y = (x[:, 0] > 0).long()
+    void_labels = y.clone()
+    void_labels[::3] = 9
+    is_labelled = void_labels != 9
+    test = (x + 0.1, y)
+    data = Federation.from_clients(
+        [{"train": (x, void_labels), "test": test}], ignored_label=9
+    )
+    labelled = (x[is_labelled], y[is_labelled])
+    same = Federation.from_clients([{"train": labelled, "test": test}])
+    model = nn.Linear(4, 2)
+    got = trained(model, data)[0]
+    assert data.classes == 2 and got == trained(model, same)[0]
+    with sentence("data: no client has training samples with a label that counts"):
+        only_void = torch.full_like(y, -100)
+        nothing = [{"train": (x, only_void), "test": test}]
+        trained(nn.Linear(4, 2), Federation.from_clients(nothing, classes=2))
+    with sentence("ignored_label: expected None, as these targets are numbers"):
+        Federation.from_clients([(x, x[:, 0])], ignored_label=9)
 
 
 def test_labels_turned_by_client_cannot_be_left_out():
