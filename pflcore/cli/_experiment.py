@@ -59,7 +59,6 @@ from pflcore.simulation._ranks import ONE_RANK, Ranks, find_ranks
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.executor import OneByOne
 from pflcore.train import Training
-from pflcore.train._augment import TRANSFORMS
 from pflcore.train._net import Net
 
 
@@ -345,21 +344,6 @@ def make_net(options: Options, data: Federation, make: Callable[[], nn.Module]) 
     if loss == "auto":
         loss = "squared" if data.y.is_floating_point() else "cross_entropy"
     return Net(make, loss, seed=options.seed)
-
-
-def make_training(values: Facts) -> Training:
-    """The options of local training, of which words may name functions.
-
-    "package.module:function" is the function of that name.
-    """
-    words = values.get("augment")
-    if words is None:
-        return Training(**values)
-    transforms = []
-    for word in words:
-        is_named = word.partition(":")[0] in TRANSFORMS or ":" not in word
-        transforms.append(word if is_named else import_object(word, "augment"))
-    return Training(**{**values, "augment": transforms})
 
 
 def has_target(name: str) -> bool:

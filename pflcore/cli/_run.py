@@ -367,13 +367,13 @@ def _run_values(
         config: The options as TOML.
     """
     options = Options(**values["run"])
-    training = experiment.make_training(values["training"])
+    training = Training(**values["training"])
     hyper = {name: values[title] for title, name in algorithms.items()}
     own_training = {}
     for title, name in algorithms.items():
         own_values = values.get(f"{title}.training")
         if own_values is not None:
-            own_training[name] = experiment.make_training(own_values)
+            own_training[name] = Training(**own_values)
     names = [*algorithms.values()]
     jobs = experiment.make_jobs(names, options, training, hyper, own_training)
     cut = cut_of(options, values)

@@ -143,7 +143,7 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
     require(is_client, "target", "a client; a grid search has one run", options.target)
     protocols = _protocols(options, values, tuning.seeds)
     data = protocols[0].data
-    training = experiment.make_training(values["training"])
+    training = Training(**values["training"])
     job = Job(name, options, training, values[name_of(name)]).with_ids(data)
     algorithm = experiment.make_algorithm(
         name, job.algorithm_options, job.options.target

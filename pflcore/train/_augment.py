@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore._device import to_device
-from pflcore.check import Words, closest_name, reject, summarize
+from pflcore.check import Words, closest_name, import_object, reject, summarize
 from pflcore.data._federation import Federation
 from pflcore.data._inputs import Fields
 from pflcore.train._random import (
@@ -40,7 +40,7 @@ from pflcore.train._validate import MismatchError, are_equal, first_line, rerais
 AugmentFunction: TypeAlias = Callable[[Tensor, torch.Generator], Tensor]
 AUGMENT_TEXT = (
     "'flip', 'crop:PIXELS', 'cutout:PIXELS', a function of (batch, generator) that "
-    "returns a batch, or a list of these"
+    "returns a batch, or where one is: 'package.module:function', or a list of these"
 )
 # What evaluation needs as well is no augmentation.
 AUGMENT_REMEDY = (
@@ -144,11 +144,20 @@ def augment_entries(value: Any) -> tuple[str | AugmentFunction, ...]:
     """
     if value is None:
         return ()
-    entries = tuple(value) if isinstance(value, list | tuple) else (value,)
-    for entry in entries:
-        if isinstance(entry, str):
-            named_transform(entry)
-    return entries
+    entries = value if isinstance(value, list | tuple) else [value]
+    return tuple(map(_entry, entries))
+
+
+def _entry(value: str | AugmentFunction) -> str | AugmentFunction:
+    """The name of a transform, or a function, also from "package.module:function"."""
+    if not isinstance(value, str):
+        return value
+    name, _, place = value.partition(":")
+    if name not in TRANSFORMS and place.isidentifier():
+        function: AugmentFunction = import_object(value, "augment")
+        return function
+    named_transform(value)
+    return value
 
 
 @lru_cache(maxsize=64)

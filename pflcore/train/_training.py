@@ -223,7 +223,8 @@ class Training:
             right with probability P (0.5), "crop:PIXELS" takes a window of the image
             with a border of zeros (4), "cutout:PIXELS" puts a square of zeros into it
             (16). A function of (batch, generator) returns a batch of the same shape:
-            samples [B, ...] of one client, and a `torch.Generator` on their device.
+            samples [B, ...] of one client, and a `torch.Generator` on their device. Its
+            place "package.module:function" will do.
             Evaluation, what trains in it, and `History.adapt` take samples as they are.
     """
 

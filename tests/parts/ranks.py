@@ -81,12 +81,7 @@ def make_simulation(case):
         algorithm_of(case["algorithm"], **case.get("options", {})),
         MODELS[case.get("model", "chain")],
         data,
-        Training(
-            lr=0.05,
-            batch_size=8,
-            augment=noise if case.get("noise") else None,
-            **case.get("training", {}),
-        ),
+        Training(lr=0.05, batch_size=8, **case.get("training", {})),
         rounds=case.get("rounds", 3),
         participation=case.get("participation", 0.7),
         sampling=case.get("sampling", "uniform"),

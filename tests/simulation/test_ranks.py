@@ -75,7 +75,6 @@ QUICK_CASES = [
         "model": "plain",
         "engine": "loop",
         "sampling": "parts.ranks:draw_five",
-        "noise": True,
         "training": {"local_optimizer": "adamw", "keep_optimizer": True},
     },
     {
@@ -83,7 +82,7 @@ QUICK_CASES = [
         "model": "plain",
         "engine": "vmap",
         "without_training": [5],
-        "training": {"steps": "parts.ranks:draw_steps"},
+        "training": {"steps": "parts.ranks:draw_steps", "augment": "parts.ranks:noise"},
     },
     {"algorithm": "feddwa", "participation": 0.15},  # one client: a rank has none
     {"algorithm": "l2c", "participation": 1.0},
