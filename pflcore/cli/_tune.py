@@ -1,4 +1,4 @@
-"""`pflcore tune`: a grid search over the options of an algorithm.
+"""`pflcore tune`: a search over the options of an algorithm.
 
 The candidates are compared on validation data, which are a part of each client's
 training samples. Test data take no part.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from pflcore.algorithms import ALGORITHMS, class_of, name_of
-from pflcore.check import PositiveInt, checked, reject, require
+from pflcore.check import PositiveInt, checked, import_optional, reject, require
 from pflcore.cli import _experiment as experiment
 from pflcore.cli._config import (
     CHOICE_FILE,
@@ -33,7 +33,7 @@ from pflcore.data import SOURCES, TABULAR
 from pflcore.data._protocols import StudyProtocol, cross_silo
 from pflcore.results._files import write_text
 from pflcore.train import Training
-from pflcore.tuning import Tuned, tune
+from pflcore.tuning import Range, Tuned, tune
 
 TABLE_FILE = "tuned.md"
 # Options of a run that a grid search has, too.
@@ -68,7 +68,11 @@ class TuneOptions:
 
     Args:
         grid: values of options, such as lam=.01,.1,1 training.lr=.05,.2; a key is an
-            option of the algorithm, or "training." and one of local training
+            option of the algorithm, or "training." and one of local training; with
+            --trials ranges, too: lam=.01:1, or lam=.01:1:log, whose logarithm is drawn
+            evenly
+        trials: number of candidates, which Optuna proposes, each from the results of
+            those before; if not said, every combination is a candidate
         seeds: number of runs of each candidate, with seed, seed + 1, ...; each has its
             own validation samples, unless the data bring a split "val"
         metric: metric by which candidates are compared: accuracy, loss or one of
@@ -79,6 +83,7 @@ class TuneOptions:
     """
 
     grid: tuple[str, ...] = ()
+    trials: PositiveInt | None = None
     seeds: PositiveInt = 1
     metric: str | None = None
     out: Path | None = None
@@ -97,7 +102,7 @@ def run_options() -> type:
 
 
 def tune_command(argv: Sequence[str]) -> int:
-    """Searches a grid of options on validation data, and writes the best ones."""
+    """Searches for options on validation data, and writes the best ones."""
     names = [word for word in argv[:1] if not word.startswith("-")]
     rest = argv[len(names) :]
     about = inspect.getdoc(tune_command) or ""
@@ -136,8 +141,10 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
     tuning = TuneOptions(**values["tune"])
     options = Options(**values["run"])
     grid = parse_grid(tuning.grid)
+    if tuning.trials is not None:
+        import_optional("optuna", what="--trials")
     is_client = options.target != "all"
-    require(is_client, "target", "a client; a grid search has one run", options.target)
+    require(is_client, "target", "a client; a search has one run", options.target)
     protocols = _protocols(options, values, tuning.seeds)
     data = protocols[0].data
     training = Training(**values["training"])
@@ -169,6 +176,7 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
             participation=options.participation,
             seed=seeds,
             hardware=options.hardware,
+            trials=tuning.trials,
             metric=tuning.metric,
             folder=folder,
             log=say,
@@ -192,21 +200,36 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
     return 0
 
 
-def parse_grid(words: Sequence[str]) -> dict[str, list[Any]]:
-    """The values of each option, from words such as lam=.01,.1,1.
+def parse_grid(words: Sequence[str]) -> dict[str, list[Any] | Range]:
+    """The values of each option, from words such as lam=.01,.1,1 and lam=.01:1.
 
     Raises ValueError for a word of another form.
     """
     expected = "options and their values, such as lam=.01,.1,1 training.lr=.05,.2"
     require(words, "grid", expected, None)
-    grid: dict[str, list[Any]] = {}
+    grid: dict[str, list[Any] | Range] = {}
     for word in words:
         key, _, texts = word.partition("=")
         if not key or not texts:
             reject("grid", expected, word)
         require(key not in grid, "grid", "each option once", word)
-        grid[key] = [_value(text) for text in texts.split(",")]
+        grid[key] = _range(word) or [_value(text) for text in texts.split(",")]
     return grid
+
+
+def _range(word: str) -> Range | None:
+    """The range of a word such as lam=.01:1 or lam=.01:1:log; None for other words.
+
+    Raises ValueError for a range that is not of this form.
+    """
+    low, *rest = (_value(text) for text in word.partition("=")[2].split(":"))
+    if not rest or not isinstance(low, int | float):
+        return None
+    high, *scale = rest
+    fits = isinstance(high, int | float) and scale in ([], ["log"])
+    words = "a range from its smallest to its largest value, as in lam=.01:1:log"
+    require(fits, "grid", words, word)
+    return Range(low, high, log=bool(scale))
 
 
 def _value(text: str) -> Any:
