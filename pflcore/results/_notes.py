@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -31,9 +30,9 @@ def notes_on(run: History) -> Iterator[str]:
         yield f"the updates of {_plural(len(clipped), 'client')} were clipped"
     adversary = run.header.get("adversary")
     if adversary:
-        ids = adversary["clients"]
-        clients = "clients" if len(ids) > 1 else "client"
-        yield f"{adversary['attack']} by {clients} {', '.join(map(str, ids))}"
+        names = [str(run.client_name(client)) for client in adversary["clients"]]
+        clients = "clients" if len(names) > 1 else "client"
+        yield f"{adversary['attack']} by {clients} {', '.join(names)}"
 
 
 def _missing_values(run: History) -> Iterator[str]:
@@ -77,8 +76,9 @@ def describe_outliers(run: History) -> str:
     descriptions = []
     for client, (ratio, rounds) in outliers[:SHOWN_OUTLIERS]:
         times = _plural(rounds, "round")
+        name = run.client_name(client)
         descriptions.append(
-            f"client {client} by up to {ratio:.3g} times the median ({times})"
+            f"client {name} by up to {ratio:.3g} times the median ({times})"
         )
     text = ", ".join(descriptions)
     if len(outliers) > SHOWN_OUTLIERS:
@@ -101,7 +101,7 @@ def _target_footnotes(groups: Groups) -> Iterator[str]:
     for label, runs in groups.items():
         target = runs[0].header.get("model_target")
         if isinstance(target, int):
-            one_target.append(f"{label} for client {target}")
+            one_target.append(f"{label} for client {runs[0].client_name(target)}")
         elif target == "each client":
             each_target.append(label)
     if one_target:

@@ -197,7 +197,10 @@ def _draw_curves(
         alignment="left",
     )
     legend.set_in_layout(True)
-    title = "mean over clients" if client is None else f"client {client}, the target"
+    title = "mean over clients"
+    if client is not None:
+        run = next(run for run in setting.runs if run.target == client)
+        title = f"client {run.client_name(client)}, the target"
     words = ": ".join(filter(None, [setting.title, title]))
     tidy(axis, wrap(words, TITLE_LETTERS), "round", unit)
     round_ticks(axis.xaxis)
@@ -354,7 +357,7 @@ def _weights_panel(run: History, title: str) -> HeatMap:
         return HeatMap(title, weight, range(weight.shape[1]))
     rounds, by_round = weights_by_round(run)
     if run.target is not None:
-        title = f"{title}, target {run.target}"
+        title = f"{title}, target {run.client_name(run.target)}"
     return HeatMap(wrap(title, MAP_LETTERS), by_round.T, rounds, "round", "client")
 
 

@@ -12,7 +12,6 @@ from typing import Literal
 
 from pflcore.check import PositiveInt, checked, require
 from pflcore.results._columns import Column, column_names, columns_of, require_columns
-from pflcore.results._history import History
 from pflcore.results._labels import (
     label_runs,
     one_run_per_seed,
