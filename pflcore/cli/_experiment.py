@@ -275,6 +275,12 @@ def load_federation(options: Options, cut: Facts | None = None) -> Federation:
         # No model by name has an embedding, so whole numbers are features.
         data = replace(data, x=data.x.float())
     if o.val:
+        expected = "no share for data that have validation samples"
+        remedy = (
+            "leave --val out (of data without test samples, 15 % are held out for "
+            "validation and 15 % for testing)"
+        )
+        require("val" not in data.index, "val", expected, o.val, remedy=remedy)
         data = data.split(val=o.val, seed=o.data_seed)
     is_there = not isinstance(o.target, int) or 0 <= o.target < data.n
     require(is_there, "target", f"a client from 0 to {data.n - 1}", o.target)
