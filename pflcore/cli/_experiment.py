@@ -10,9 +10,9 @@ the options of the model. In shapes, N is the number of clients.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import torch
 from torch import nn
@@ -179,6 +179,21 @@ class Options:
             reject("attack", words, (self.attack, self.attack_clients))
         adversary = Adversary(self.attack, self.attack_clients, self.attack_strength)
         return Robustness(self.clip, adversary)
+
+
+def options_subset(names: Collection[str]) -> Any:
+    """The dataclass of some options of a run, for commands that do not have all.
+
+    Args:
+        names: The names of the options.
+    """
+    hints = get_type_hints(Options, include_extras=True)
+    options = []
+    for f in fields(Options):
+        if f.name in names:
+            options.append((f.name, hints[f.name], field(default=f.default)))
+    namespace = {"__doc__": Options.__doc__}
+    return make_dataclass("RunOptions", options, namespace=namespace, frozen=True)
 
 
 class NamedFunction(NamedTuple):

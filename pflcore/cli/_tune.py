@@ -11,9 +11,9 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from pflcore.algorithms import ALGORITHMS, class_of, name_of
 from pflcore.check import PositiveInt, checked, import_optional, reject, require
@@ -26,7 +26,7 @@ from pflcore.cli._config import (
     tables_text,
     write_config,
 )
-from pflcore.cli._experiment import Job, Options
+from pflcore.cli._experiment import Job, Options, options_subset
 from pflcore.cli._options import allow_own_modules, flags_of, parse
 from pflcore.cli._run import chosen_groups, cut_of, new_folder
 from pflcore.data import SOURCES, TABULAR
@@ -90,24 +90,13 @@ class TuneOptions:
     quiet: bool = False
 
 
-def run_options() -> type:
-    """The dataclass of the options of a run that a grid search has."""
-    hints = get_type_hints(Options)
-    options = []
-    for f in fields(Options):
-        if f.name in RUN_OPTIONS:
-            options.append((f.name, hints[f.name], field(default=f.default)))
-    namespace = {"__doc__": Options.__doc__}
-    return make_dataclass("RunOptions", options, namespace=namespace)
-
-
 def tune_command(argv: Sequence[str]) -> int:
     """Searches for options on validation data, and writes the best ones."""
     names = [word for word in argv[:1] if not word.startswith("-")]
     rest = argv[len(names) :]
     about = inspect.getdoc(tune_command) or ""
     groups: dict[str, type] = {"config": ConfigOptions, "tune": TuneOptions}
-    groups |= {"run": run_options(), "training": Training}
+    groups |= {"run": options_subset(RUN_OPTIONS), "training": Training}
     first = parse("pflcore tune", about, groups, rest, complete=False)
     config = read_config(first["config"]["config"])
     named = config.values.pop("algorithm", None)
