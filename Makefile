@@ -6,7 +6,7 @@ BIN := .venv/bin
 WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-deep lint hooks build docs tutorials portability wheels ranks sharded flower flower-deploy lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
+.PHONY: demo test test-deep test-long lint hooks build docs tutorials portability wheels ranks sharded flower flower-deploy lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
 
 # torch comes first: the kernels are built against the torch that is there; ninja, on the path, compiles files side by side
 .venv/tools: pyproject.toml
@@ -32,9 +32,13 @@ PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup --dur
 test: build
 	$(PYTEST)
 
-# all sizes, all algorithms, every instruction set, sanitizers, compilers, wheels, other people's runtimes
+# all sizes, all algorithms, every instruction set, compilers, wheels, several processes
 test-deep: build
 	$(PYTEST) --suite deep
+
+# what takes minutes each: sanitizers, every CUDA kernel on the CPU, notebooks, other people's runtimes, containers
+test-long: build
+	$(PYTEST) --suite long
 
 lint: build
 	$(BIN)/ruff check .

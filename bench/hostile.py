@@ -40,7 +40,7 @@ from pflcore import (
     Simulation,
     Training,
 )
-from pflcore.algorithms._defences import BYZANTINE_MARGIN, Defence
+from pflcore.algorithms._defences import BYZANTINE_NEEDS, Defence
 from pflcore.check import PositiveInt
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
@@ -147,7 +147,7 @@ def attacks(seeds: int = 1) -> int:
 def _defended(defence: str) -> FedAvg:
     """FedAvg with a defence, and the facts that this defence needs."""
     options: dict[str, Any] = {"defence": defence}
-    if defence in BYZANTINE_MARGIN:
+    if defence in BYZANTINE_NEEDS:
         options["num_byzantine"] = len(BAD)
     elif defence == "fltrust":
         options["trusted_client"] = 0

@@ -1,12 +1,13 @@
-"""The quick suite, the deep suite, and the paths of the kernels.
+"""The three suites, and the paths of the kernels.
 
-`pytest` runs the quick suite, `pytest --suite deep` the slow and wide tests, and
-`--suite all` both.
+`pytest` runs the quick suite, `pytest --suite deep` the slow and wide tests,
+`--suite long` those that take minutes each, and `--suite all` everything.
 
-`@pytest.mark.deep("reason")` puts a test, or one of its parameters, into the deep
-suite. Tests whose examples hypothesis draws run in both suites, with 15 examples in the
-quick one. Examples are the same on every run and every machine. A test has one torch
-thread unless it asks for more.
+`@pytest.mark.deep("reason")` and `@pytest.mark.long("reason")` put a test, or one of
+its parameters, into the deep or the long suite. Tests whose examples hypothesis draws
+run in the quick and the deep suite, with 15 examples in the quick one. Examples are the
+same on every run and every machine. A test has one torch thread unless it asks for
+more.
 
 Ctrl-C is answered as at a terminal, even where a background shell makes its programs
 ignore it.
@@ -42,7 +43,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DEEP = 60  # examples
-for name, count in {"fast": QUICK, "deep": DEEP, "all": DEEP}.items():
+SUITES = {"fast": QUICK, "deep": DEEP, "long": DEEP, "all": DEEP}
+for name, count in SUITES.items():
     still = {"derandomize": True, "deadline": None, "database": None}
     slow = [HealthCheck.too_slow]
     settings.register_profile(
@@ -52,9 +54,7 @@ for name, count in {"fast": QUICK, "deep": DEEP, "all": DEEP}.items():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     which = "which tests: see tests/conftest.py"
-    parser.addoption(
-        "--suite", choices=("fast", "deep", "all"), default="fast", help=which
-    )
+    parser.addoption("--suite", choices=tuple(SUITES), default="fast", help=which)
     idle = "a skip that this machine does not explain is a failure"
     parser.addoption("--no-idle-skips", action="store_true", help=idle)
 
@@ -89,6 +89,21 @@ def senseless(item):
     )
 
 
+def suites_of(item):
+    """The names of the suites that a test belongs to."""
+    for name in ("long", "deep"):
+        mark = item.get_closest_marker(name)
+        if mark is None:
+            continue
+        if not (mark.args and isinstance(mark.args[0], str)):
+            raise pytest.UsageError(
+                f"{item.nodeid}: @pytest.mark.{name} needs a reason in words"
+            )
+        return {name}
+    drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    return {"fast", "deep"} if drawn else {"fast"}
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
@@ -99,16 +114,7 @@ def pytest_collection_modifyitems(
     for item in [i for i in items if not senseless(i)]:
         if item.path.stem in ONE_PROCESS:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        deep = item.get_closest_marker("deep")
-        if deep is not None and not (deep.args and isinstance(deep.args[0], str)):
-            raise pytest.UsageError(
-                f"{item.nodeid}: @pytest.mark.deep needs a reason in words"
-            )
-        drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
-        wanted = suite == "all" or (
-            deep is None if suite == "fast" else deep is not None or drawn
-        )
-        (kept if wanted else left).append(item)
+        (kept if suite == "all" or suite in suites_of(item) else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
 

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from pflcore._device import to_device
-from pflcore.algorithms._defences import BYZANTINE_MARGIN, Defence, robust_mean
+from pflcore.algorithms._defences import (
+    BYZANTINE_NEEDS,
+    NEIGHBOR_MIXING_NEEDS,
+    Defence,
+    Facts,
+    private_mean,
+    robust_mean,
+)
 from pflcore.algorithms._protocol import (
     Algorithm,
     Cohort,
@@ -35,11 +42,14 @@ from pflcore.check import (
     ClientName,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
     Weighting,
     known_id,
     reject,
 )
 from pflcore.train import Clients
+from pflcore.train._random import generator_of
 
 
 @algorithm_options
@@ -68,6 +78,9 @@ class FedAvg(Algorithm):
       2021, eqs. 2 to 4). Deviation: there the server trains r on data of its own, and r
       is not part of the sum.
 
+    `neighbor_mixing` puts the mean of the S - f nearest updates in the place of each
+    update, before the defence (Allouah et al. 2023, Algorithm 2).
+
     With a defence, running statistics of batch norm stay each client's own. Their mean
     would be a way around the defence.
 
@@ -77,12 +90,24 @@ class FedAvg(Algorithm):
         weighting: Shares of the clients in the mean: "samples" is the paper's n_i /
             n, "uniform" gives every client the same share.
         defence: Robust aggregate in the place of the
-            mean: "clip", "median", "trimmed_mean", "krum", "multi_krum" or "fltrust".
-            None takes the mean.
+            mean: "clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust",
+            "geometric_median", "mean_around_median", "bulyan", "centered_clipping" or
+            "dp". None takes the mean.
         num_byzantine: Number f of bad clients in a round, for the
-            defences "trimmed_mean", "krum" and "multi_krum".
+            defences "trimmed_mean", "krum", "multi_krum", "mean_around_median" and
+            "bulyan", and for `neighbor_mixing`.
         trusted_client: Id or name of the client that "fltrust" trusts. None with every
             other defence.
+        neighbor_mixing: Mix each update with its nearest neighbours before the defence.
+        clip_norm: The largest length of an update in the sum of "dp", or the largest
+            distance from the center in "centered_clipping". None with every other
+            defence.
+        clip_steps: Number of steps of "centered_clipping".
+        noise_multiplier: Standard deviation of the noise on the sum of "dp", in units
+            of `clip_norm`. None with every other defence.
+        expected_clients: The expected number of clients of a round, by which "dp"
+            divides: the probability of each client times the number of clients. None
+            means all clients.
     """
 
     server_lr: NonNegativeFloat = 1.0
@@ -90,6 +115,11 @@ class FedAvg(Algorithm):
     defence: Defence | None = field(default=None, kw_only=True)
     num_byzantine: NonNegativeInt = field(default=1, kw_only=True)
     trusted_client: ClientName | None = field(default=None, kw_only=True)
+    neighbor_mixing: bool = field(default=False, kw_only=True)
+    clip_norm: PositiveFloat | None = field(default=None, kw_only=True)
+    clip_steps: PositiveInt = field(default=1, kw_only=True)
+    noise_multiplier: NonNegativeFloat | None = field(default=None, kw_only=True)
+    expected_clients: PositiveFloat | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,8 +129,20 @@ class FedAvg(Algorithm):
                 "a client's number with defence='fltrust', None without it",
                 self.trusted_client,
             )
-        if self.defence not in BYZANTINE_MARGIN:
+        if self.defence in (None, "dp", "fltrust"):
+            self.require_default("defence", "neighbor_mixing")
+        if self.defence not in BYZANTINE_NEEDS and not self.neighbor_mixing:
             self.require_default("defence", "num_byzantine")
+        if self.defence not in ("dp", "centered_clipping"):
+            self.require_default("defence", "clip_norm")
+        elif self.clip_norm is None:
+            reject("clip_norm", f"a number with defence={self.defence!r}", None)
+        if self.defence != "centered_clipping":
+            self.require_default("defence", "clip_steps")
+        if self.defence != "dp":
+            self.require_default("defence", "noise_multiplier", "expected_clients")
+        elif self.noise_multiplier is None:
+            reject("noise_multiplier", "a number with defence='dp'", None)
 
     @property
     def traits(self) -> Traits:
@@ -112,44 +154,86 @@ class FedAvg(Algorithm):
             required = (known_id("trusted_client", self.trusted_client),)
         return Traits(batch_norm=("local",), required_clients=required)
 
+    def init(self, x0: Tensor, n: int) -> Tensors:
+        return {"x": x0, **self.init_centers(x0, "center")}
+
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        rows, mix = self.robust_weights(up["delta"], cohort)
-        return {"x": mix.aggregate(rows, state["x"], self.server_lr)[0]}, mix
+        rows, mix = self.robust_weights(up["delta"], cohort, state.get("center"))
+        x = mix.aggregate(rows, state["x"], self.server_lr)[0]
+        return {"x": x, **self.new_centers(rows, mix, "center")}, mix
+
+    def init_centers(self, x0: Tensor, name: str) -> Tensors:
+        """The center [P] of "centered_clipping" before round 1, by its name.
+
+        It is empty for every other defence, which needs no center.
+        """
+        if self.defence != "centered_clipping":
+            return {}
+        return {name: torch.zeros_like(x0)}
+
+    def new_centers(self, rows: Tensor, mix: MixingWeights, name: str) -> Tensors:
+        """The center [P] of the next round, by its name: the aggregate of this one."""
+        if self.defence != "centered_clipping":
+            return {}
+        return {name: mix.aggregate(rows)[0]}
 
     def robust_weights(
-        self, delta: Tensor, cohort: Cohort
+        self, delta: Tensor, cohort: Cohort, center: Tensor | None = None
     ) -> tuple[Tensor, MixingWeights]:
-        """Rows [S, P] and their weights: the updates, or a robust form of them.
+        """Rows [R, P] and their weights: the updates, or a robust form of them.
 
         A defence expects `num_byzantine` bad clients, or fewer in a small round. Raises
         VoidRound where a round of this size allows fewer than `num_byzantine` minus the
         clients that were left out of it.
+
+        Args:
+            delta: [S, P] the updates.
+            cohort: The clients that sent them.
+            center: [P] the aggregate of the last round, for "centered_clipping".
         """
         mean = cohort.mean_weights(self.weighting)
         if self.defence is None:
             return delta, mean
-        num_byzantine = self.num_byzantine
-        if self.defence in BYZANTINE_MARGIN:
-            num_byzantine = self._allowed_byzantine(cohort)
-        trusted_row = 0
+        if self.defence == "dp":
+            rows = self._private_mean(delta, cohort)
+            return rows, MixingWeights(torch.ones(1, 1, dtype=torch.float64))
+        f = self._allowed_byzantine(cohort)
+        facts = Facts(f, 0, self.clip_norm or 1.0, self.clip_steps, center)
         if self.trusted_client is not None:
             trusted_id = known_id("trusted_client", self.trusted_client)
             trusted_row = int((cohort.ids == trusted_id).nonzero())
+            facts = facts._replace(trusted_row=trusted_row)
         share = to_device(mean.weight, delta.device)
         rows, weight = robust_mean(
-            self.defence, delta, share, num_byzantine, trusted_row
+            self.defence, delta, share, facts, self.neighbor_mixing
         )
         return rows, MixingWeights(weight)
 
+    def _private_mean(self, delta: Tensor, cohort: Cohort) -> Tensor:
+        """The mean [1, P] of the updates with noise, by "dp"."""
+        assert self.clip_norm is not None and self.noise_multiplier is not None
+        return private_mean(
+            delta,
+            self.clip_norm,
+            self.noise_multiplier,
+            self.expected_clients or cohort.n,
+            generator_of(cohort.seed, cohort.round, "noise of the sum"),
+        )
+
     def _allowed_byzantine(self, cohort: Cohort) -> int:
         """The number of bad clients that a round of this size allows."""
+        needs = BYZANTINE_NEEDS.get(str(self.defence))
+        if needs is None:
+            if not self.neighbor_mixing:
+                return self.num_byzantine
+            needs = NEIGHBOR_MIXING_NEEDS
+        factor, margin = needs
         clients = len(cohort.ids)
-        margin = BYZANTINE_MARGIN[str(self.defence)]
-        allowed = min(self.num_byzantine, (clients - margin) // 2)
+        allowed = min(self.num_byzantine, (clients - margin) // factor)
         if allowed < max(0, self.num_byzantine - cohort.num_dropped):
             raise VoidRound(
                 f"defence: {self.defence} against {self.num_byzantine} hostile clients "
-                f"needs {2 * self.num_byzantine + margin} in a round, and round "
+                f"needs {factor * self.num_byzantine + margin} in a round, and round "
                 f"{cohort.round} has {clients}; lower num_byzantine, or raise "
                 "participation."
             )
@@ -168,11 +252,21 @@ class WithoutDefence:
         defence: Always None: the algorithm takes no robust aggregate.
         num_byzantine: Always 1, without effect.
         trusted_client: Always None.
+        neighbor_mixing: Always False.
+        clip_steps: Always 1, without effect.
+        clip_norm: Always None.
+        noise_multiplier: Always None.
+        expected_clients: Always None.
     """
 
     defence: None = field(default=None, kw_only=True)
     num_byzantine: Literal[1] = field(default=1, kw_only=True)
     trusted_client: None = field(default=None, kw_only=True)
+    neighbor_mixing: Literal[False] = field(default=False, kw_only=True)
+    clip_steps: Literal[1] = field(default=1, kw_only=True)
+    clip_norm: None = field(default=None, kw_only=True)
+    noise_multiplier: None = field(default=None, kw_only=True)
+    expected_clients: None = field(default=None, kw_only=True)
 
 
 @algorithm_options

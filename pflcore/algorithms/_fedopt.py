@@ -141,11 +141,12 @@ class FedOpt(FedAvg):
         return v - (1 - beta2) * square * torch.sign(v - square)
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        return {"x": x0, **self.optimizer_state(x0)}
+        return {**super().init(x0, n), **self.optimizer_state(x0)}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        rows, mix = self.robust_weights(up["delta"], cohort)
-        return {**self.optimizer_step(state, mix.aggregate(rows)[0])}, mix
+        rows, mix = self.robust_weights(up["delta"], cohort, state.get("center"))
+        new = self.optimizer_step(state, mix.aggregate(rows)[0])
+        return {**new, **self.new_centers(rows, mix, "center")}, mix
 
 
 @algorithm_options

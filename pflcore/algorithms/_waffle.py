@@ -70,7 +70,8 @@ class Scaffold(FedAvg):
 
     A `defence` takes the place of both means, of the updates and of the control
     variates, each by itself; c is then no mean of the c_i. The run's `clip` shortens a
-    client's step of c_i with its update, so that c stays their mean.
+    client's step of c_i with its update, so that c stays their mean. "dp" is refused:
+    its noise would hide one sum of a round, and here are two.
 
     The other options are those of `FedAvg`.
 
@@ -84,6 +85,11 @@ class Scaffold(FedAvg):
 
     weighting: Weighting = "uniform"
     option: Literal["mean_grad", "II", "I"] = "mean_grad"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.defence == "dp":
+            reject("defence", "one that hides one sum a round at most", self.defence)
 
     @property
     def traits(self) -> Traits:
@@ -101,7 +107,8 @@ class Scaffold(FedAvg):
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        return {"x": x0, "c": torch.zeros_like(x0)}
+        c_center = self.init_centers(x0, "c_center")
+        return {**super().init(x0, n), "c": torch.zeros_like(x0), **c_center}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         return {k: state[k].expand(len(cohort.ids), -1) for k in ("x", "c")}
@@ -136,9 +143,10 @@ class Scaffold(FedAvg):
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         changes, mix = super().update(state, up, cohort)
-        rows, mean = self.robust_weights(up["control"], cohort)
+        rows, mean = self.robust_weights(up["control"], cohort, state.get("c_center"))
         c = mean.aggregate(rows, state["c"], len(cohort.ids) / cohort.n)[0]
-        return {**changes, "c": c}, mix
+        c_center = self.new_centers(rows, mean, "c_center")
+        return {**changes, "c": c, **c_center}, mix
 
     def add_client(self, state: Tensors, n: int) -> Tensors:
         # c becomes the mean of one more c_i, which is 0.

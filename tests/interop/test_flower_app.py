@@ -76,7 +76,7 @@ def app(monkeypatch):
     return importlib.import_module("pfl_app.apps")
 
 
-@pytest.mark.deep("another process")
+@pytest.mark.long("Flower's runtime is started")
 def test_the_app_gives_the_models_of_a_simulation(app, tmp_path):
     quiet = dict.fromkeys(("FLWR_TELEMETRY_ENABLED", "RAY_USAGE_STATS_ENABLED"), "0")
     quiet |= {"FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_worker_niceness": "0"}

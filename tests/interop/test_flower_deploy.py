@@ -52,7 +52,7 @@ def end_of(process, timeout):
 
 
 @ON_PROC
-@pytest.mark.deep("a SuperLink, two SuperNodes and a process for each message")
+@pytest.mark.long("a SuperLink, two SuperNodes and a process for each message")
 def test_a_deployment_gives_the_models_of_a_simulation(tmp_path):
     process = start(tmp_path / "flower", "--rounds", "2", "--seed", "3")
     # Each message starts a process, so a busy machine takes minutes.
@@ -65,7 +65,7 @@ def test_a_deployment_gives_the_models_of_a_simulation(tmp_path):
 
 
 @ON_PROC
-@pytest.mark.deep("a SuperLink and two SuperNodes")
+@pytest.mark.long("a SuperLink and two SuperNodes")
 @pytest.mark.parametrize("how", ["failure", "signal"])
 def test_a_deployment_that_fails_leaves_no_process(tmp_path, how):
     folder = tmp_path / "flower"

@@ -113,7 +113,7 @@ main(["info"])
 """
 
 
-@pytest.mark.deep("a wheel is built, and environments are made")
+@pytest.mark.long("a wheel is built, and environments are made")
 @pytest.mark.parametrize("kind", ["whl", "tar.gz"])
 def test_an_archive_is_installed_where_nothing_else_is(built, kind, tmp_path):
     """The wheel and the source archive run with the required packages alone.

@@ -119,7 +119,7 @@ class Image:
         return self.run(["python", "-c", code]).stdout.split()
 
 
-@pytest.mark.deep("a new environment")
+@pytest.mark.long("a new environment")
 def test_its_pip_and_pflcore_commands_work_in_a_new_environment(tmp_path):
     """COPY lines, pip's and pflcore's commands are played in order.
 

@@ -13,7 +13,7 @@ import pytest
 from places import ROOT
 
 pytestmark = [
-    pytest.mark.deep("the four systems on real data, ten rounds each"),
+    pytest.mark.long("the four systems on real data, ten rounds each"),
     pytest.mark.xdist_group("demo"),
 ]
 NAMES = ("chromium", "chromium-browser", "google-chrome")

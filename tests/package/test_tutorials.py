@@ -131,7 +131,7 @@ def test_a_page_has_all_cells_and_pictures(name):
     assert all(data.startswith(b"\x89PNG") for data in made.pictures.values())
 
 
-@pytest.mark.deep("half a minute for each notebook")
+@pytest.mark.long("half a minute for each notebook")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tutorial_prints_what_is_stored(name):
     for package in ("nbclient", "ipykernel", *NEEDED[name]):

@@ -22,7 +22,14 @@ def run(algorithm="fedavg", **options):
 
 
 def defence(name, f=2):
-    beside = {"fltrust": {"trusted_client": 0}, "median": {}, "clip": {}}
+    beside = {
+        "fltrust": {"trusted_client": 0},
+        "centered_clipping": {"clip_norm": 2.0},
+        "dp": {"clip_norm": 0.5, "noise_multiplier": 0.0},
+        "median": {},
+        "clip": {},
+        "geometric_median": {},
+    }
     return {"defence": name, **beside.get(name, {"num_byzantine": f})}
 
 

@@ -133,7 +133,7 @@ def test_fewer_ranks_take_up_a_run_of_more(tmp_path):
     assert got == want and all(run["rounds"] == 6 for run in want)
 
 
-@pytest.mark.deep("three processes")
+@pytest.mark.long("six processes")
 def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path):
     case = {"algorithm": "feddwa", "rounds": 6, "participation": 0.5}
     want = resume_all([case], tmp_path / "whole")
@@ -194,7 +194,7 @@ def test_a_killed_rank_ends_the_others_in_one_sentence(tmp_path):
         assert "another rank has ended" in faults["killed"]["error"]
 
 
-@pytest.mark.deep("three processes")
+@pytest.mark.long("a timeout passes")
 def test_a_silent_rank_ends_the_others_after_the_timeout(tmp_path):
     seen, _ = faults_of_ranks((0, 2), ["silent"], tmp_path)
 

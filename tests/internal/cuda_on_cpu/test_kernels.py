@@ -114,12 +114,13 @@ def normal(*size, seed=0, dtype=F32):
 
 
 @pytest.mark.parametrize("law, dtype", EACH)
-@examples(20)
+@examples(12)
 @given(st.data())
 def test_definition(law, dtype, data):
     law(CUDA, dtype, data.draw)
 
 
+@pytest.mark.long("minutes for a kernel's every path")
 @pytest.mark.parametrize("generation", [80, 90])
 @examples(40)
 @given(st.data())
@@ -190,6 +191,7 @@ def test_harness_lets_right_stores_and_copies_pass():
     call("broken", 15, torch.zeros(64, dtype=F64))
 
 
+@pytest.mark.long("minutes for a kernel's every path")
 def test_the_order_of_the_threads_changes_no_bit():
     """A missing barrier would change bits.
 
@@ -219,6 +221,7 @@ def test_the_order_of_the_threads_changes_no_bit():
 # --- pairwise_sqdist --------------------------------------------------------
 
 
+@pytest.mark.long("minutes for a kernel's every path")
 @every_dtype
 @pytest.mark.parametrize("most", [0, 128])
 @pytest.mark.parametrize(
@@ -306,6 +309,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.long("minutes for a kernel's every path")
 @pytest.mark.parametrize(
     "m, n, p, generation",
     # The blocks of the two generations with tensor cores differ in size.
@@ -365,6 +369,7 @@ def test_sqdist_certificate_spares_all_but_close_pairs():
     assert 0.4 < within < 0.55
 
 
+@pytest.mark.long("minutes for a kernel's every path")
 @pytest.mark.parametrize("generation", [NO_TENSOR_CORES, 90])
 @pytest.mark.parametrize("m, n", [(20, 0), (33, 0), (100, 0), (130, 0), (40, 70)])
 def test_sqdist_bits_depend_on_neither_order_nor_place(m, n, generation):

@@ -31,11 +31,13 @@ check: _install
 _proposals: check
 ops: _install check
 metrics: check
+privacy: check
 data: _device _html check
 nn: check ops
 results: _html check metrics
 train: _device check ops metrics data nn
 algorithms: _device check ops data nn train
+robust: check ops algorithms
 simulation: _device check ops metrics data nn results train algorithms
 interop: _install check ops data train algorithms results simulation
 testing: check data train algorithms simulation

@@ -20,7 +20,7 @@ COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[0]) or shutil.which
 FLAGS = "-std=c++20 -O0 -g1 -w -fno-sanitize-recover=all -DPFL_SMALL_PIECES -pthread"
 
 pytestmark = [
-    pytest.mark.deep("a compiler"),
+    pytest.mark.long("kernels are compiled for minutes"),
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
 ]
 
