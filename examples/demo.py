@@ -1,7 +1,7 @@
 """Shows four federated-learning systems on one page, runs/demo/index.html.
 
 `make demo` starts it and takes some minutes. `python examples/demo.py 10` plays at most
-ten rounds of each run, so that the page is ready sooner.
+ten rounds of each run, so that the page is ready sooner; at least five are needed.
 
 The first part of the page shows how data are dealt to clients. Each of the next four
 parts is a comparison on real data, with a table and a figure. The last part compares
@@ -44,6 +44,7 @@ from pflcore.data import federation_of
 from pflcore.nn.models import model_for
 
 PAGE = Path("runs/demo/index.html")
+MIN_ROUNDS = 5  # of a run: the first comparison shows means of five rounds
 SHAPE = (1, 28, 28)
 STYLE = """body { font: 16px/1.5 sans-serif; max-width: 50em }
 body { margin: 2em auto; padding: 0 1em }
@@ -504,6 +505,10 @@ def fragment(part: Part) -> str:
 
 def main() -> None:
     """Plays all parts and writes the page."""
+    for word in sys.argv[1:]:
+        if not word.isdecimal() or int(word) < MIN_ROUNDS:
+            words = f"a number of rounds, at least {MIN_ROUNDS}"
+            sys.exit(f"demo: expected {words}, got {word}; the default is all rounds.")
     began = time.monotonic()
     parts = []
     PAGE.parent.mkdir(parents=True, exist_ok=True)

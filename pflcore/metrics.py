@@ -628,7 +628,7 @@ def measured_by(
     name: str,
     metric: Metric,
     pairs: Sequence[tuple[Tensor, Tensor]],
-    clients: Sequence[int],
+    clients: Sequence[int | str],
 ) -> Tensor:
     """The metric's value for each client, float64 [S].
 
@@ -639,7 +639,7 @@ def measured_by(
         name: The name of the metric, for the text of an error.
         metric: The function of one client's scores and labels.
         pairs: The scores and the labels of each client.
-        clients: The ids of these clients, for the text of an error.
+        clients: The names or ids of these clients, for the text of an error.
     """
     values = []
     for (scores, y), client in zip(pairs, clients, strict=True):

@@ -1,9 +1,9 @@
-"""Grid search: every candidate is trained, and scored on validation data.
+"""The search for options: candidates are trained, and scored on validation data.
 
-A grid is a set of values for each option, and a candidate is one value of each. Only
-the best candidate is evaluated on test data, by `Tuned.report`. The search itself has
-no access to test data, because it uses `StudyProtocol.without_test`, a federation
-without a test split.
+A grid is a set of values for each option, and a candidate is one value of each. Every
+combination is played, or those that a study proposes. Only the best candidate is
+evaluated on test data, by `Tuned.report`. The search itself has no access to test data,
+because it uses `StudyProtocol.without_test`, a federation without a test split.
 
 Symbols: N clients.
 """
@@ -16,7 +16,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -25,9 +25,19 @@ import annotated_types as at
 import torch
 from torch import Tensor, nn
 
+from pflcore._proposals import Grid, Proposals, Range, Study, seeded_study
 from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._protocol import Algorithm, Tensors
-from pflcore.check import Fraction, Model, NonNegativeInt, Seed, checked, require
+from pflcore.check import (
+    Fraction,
+    Model,
+    NonNegativeInt,
+    PositiveInt,
+    Seed,
+    checked,
+    reject,
+    require,
+)
 from pflcore.data._protocols import StudyProtocol
 from pflcore.metrics import Metric, is_higher_better, metrics_of
 from pflcore.results._render import markdown_table
@@ -43,9 +53,8 @@ from pflcore.simulation.checkpoint import Checkpoint, load, lock, save
 from pflcore.train import Net, Training
 from pflcore.train._losses import default_loss
 
-__all__ = ["tune"]
+__all__ = ["Range", "tune"]
 
-Grid = Mapping[str, Sequence[Any]]
 Protocols = Annotated[
     StudyProtocol | Sequence[StudyProtocol],
     at.doc("cross_silo(data) or cross_device(data), which say what is chosen on what"),
@@ -221,8 +230,30 @@ class Tuned:
         return "\n".join([*markdown_table(rows), ""])
 
 
-def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Candidate]:
-    """The candidates of a grid, one for every combination of its values.
+def candidate_of(
+    algorithm: Algorithm, training: Training, options: dict[str, Any]
+) -> Candidate:
+    """The candidate with these options, by the grid's keys.
+
+    Raises ValueError for a value that the option cannot have.
+    """
+    for_algorithm = {}
+    for_training = {}
+    for key, value in options.items():
+        name = key.removeprefix("training.")
+        if name == key:
+            for_algorithm[name] = value
+        else:
+            for_training[name] = value
+    return Candidate(
+        options,
+        replace(algorithm, **for_algorithm),
+        replace(training, **for_training),
+    )
+
+
+def ordered_grid(algorithm: Algorithm, training: Training, grid: Grid) -> Grid:
+    """The grid, with options that only evaluation uses behind the others.
 
     A key of the grid is an option of the algorithm, or "training." and an option of the
     local training. Raises ValueError for another key, and for a key without values.
@@ -234,29 +265,41 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
     words = f"options of {type(algorithm).__name__} or its training ({names})"
     for key, values in grid.items():
         require(key in known, "grid", words, key, known)
-        require(len(values), "grid", f"a list of values for {key!r}", values)
-    # Options that only evaluation uses vary fastest. So candidates that share a trained
-    # state follow one another, and the state is trained once.
+        has_values = isinstance(values, Range) or len(values)
+        require(has_values, "grid", f"a list of values for {key!r}", values)
     evaluation_only = algorithm.traits.evaluation_only
-    keys = sorted(grid, key=lambda key: key in evaluation_only)
+    return {key: grid[key] for key in sorted(grid, key=evaluation_only.__contains__)}
+
+
+def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Candidate]:
+    """The candidates of an ordered grid, one for every combination of its values.
+
+    Options that only evaluation uses vary fastest. So candidates that share a trained
+    state follow one another, and the state is trained once. Raises ValueError for a
+    range, which has no list of values.
+    """
+    lists = []
+    for key, values in grid.items():
+        if isinstance(values, Range):
+            words = f"a list of values for {key!r}, each of which is played"
+            remedy = "give trials, the number of candidates that are drawn from ranges"
+            reject("grid", words, values, remedy=remedy)
+        lists.append(values)
     combinations = []
-    for values in itertools.product(*(grid[key] for key in keys)):
-        options = dict(zip(keys, values, strict=True))
-        for_algorithm = {}
-        for_training = {}
-        for key, value in options.items():
-            if key in algorithm_keys:
-                for_algorithm[key] = value
-            else:
-                for_training[key.removeprefix("training.")] = value
-        combinations.append(
-            Candidate(
-                options,
-                replace(algorithm, **for_algorithm),
-                replace(training, **for_training),
-            )
-        )
+    for combination in itertools.product(*lists):
+        options = dict(zip(grid, combination, strict=True))
+        combinations.append(candidate_of(algorithm, training, options))
     return combinations
+
+
+def check_corners(algorithm: Algorithm, training: Training, grid: Grid) -> None:
+    """Raises ValueError where a range has an end that the option cannot have."""
+    for end in (0, -1):
+        corner = {}
+        for key, values in grid.items():
+            numbers = values.ends if isinstance(values, Range) else values
+            corner[key] = numbers[end]
+        candidate_of(algorithm, training, corner)
 
 
 @checked
@@ -273,12 +316,21 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     sampling: Sampling = "uniform",
     seed: Seed | Sequence[int] = 0,
     hardware: Hardware = Hardware(),  # noqa: B008 (frozen)
+    trials: PositiveInt | None = None,
+    search: Study | None = None,
     metric: str | Metric | None = None,
     higher_is_better: bool | None = None,
     folder: str | os.PathLike[str] | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
-    """Trains every candidate of the grid, and selects the best one.
+    """Trains the candidates of the grid, and selects the best one.
+
+    Every combination of the grid's values is a candidate. With `trials` a study of
+    Optuna (Akiba et al. 2019) proposes that many instead, each from the results of
+    those before it, and the grid may hold a `Range`:
+
+        grid = {"lam": Range(0.01, 10, log=True), "training.lr": [0.05, 0.2]}
+        tune(protocol, net, "ditto", training, grid, rounds=50, trials=20)
 
     Candidates are compared on validation data, after the last round. Some candidates
     are recorded with a reason and never selected:
@@ -294,8 +346,8 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
         algorithm: The algorithm: a name, a class, or an instance with its options. The
             grid varies some of them.
         training: The options of the local training, some of which the grid may vary.
-        grid: The values of each option. A key is an option of the algorithm, or
-            "training." and an option of the local training.
+        grid: The values of each option: a list, or with `trials` a `Range`. A key is an
+            option of the algorithm, or "training." and an option of the local training.
         rounds: The number of rounds. With 0 the initial state counts as trained.
         states: Trained states, one per protocol; None trains them. With these, the grid
             may vary only options that evaluation alone uses.
@@ -304,6 +356,11 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
         seed: The seed. The run with protocol j has the seed `seed + j`, or the j-th of
             several seeds.
         hardware: The engine, the threads and the device of all runs.
+        trials: The number of candidates that `search` proposes; None plays every
+            combination. A candidate that is proposed again is played once.
+        search: A study of Optuna, such as `optuna.create_study(sampler=...)`, which is
+            told the scores. None takes one with Optuna's TPE sampler and the seed: its
+            candidates repeat, and in a folder a second call goes on.
         metric: "accuracy", "loss", a name for `Evaluation.metrics`, or a function of
             one client's (scores, labels). The default is the accuracy, or the loss for
             regression.
@@ -315,19 +372,28 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
         log: A function that is called with a line of text for each result.
 
     Raises ValueError where the grid or another argument is not as described, and where
-    every candidate diverged.
+    every candidate diverged. Raises ImportError where Optuna is needed and missing.
     """
     algorithm = algorithm_of(algorithm)
     protocols = [protocol] if isinstance(protocol, StudyProtocol) else [*protocol]
-    trials = [Trial(c) for c in candidates(algorithm, training, grid)]
+    grid = ordered_grid(algorithm, training, grid)
     if states is not None:
-        _require_evaluation_only(algorithm, trials, grid)
+        _require_evaluation_only(algorithm, grid)
     count = len(protocols)
     seeds = [seed + j for j in range(count)] if isinstance(seed, int) else list(seed)
     nets = _nets(net, protocols, seeds)
     words = f"one, or one per protocol ({count})"
     fits = len(seeds) == len(nets) == count
     require(fits, "seed and net", words, f"{len(seeds)} and {len(nets)}")
+    played: list[Trial] = []
+    proposals = None
+    if trials is None:
+        words = "the number of candidates that `search` proposes"
+        require(search is None, "trials", words, trials)
+        played = [Trial(c) for c in candidates(algorithm, training, grid)]
+    else:
+        check_corners(algorithm, training, grid)
+        proposals = Proposals(search or seeded_study(seeds[0]), grid, trials)
     path = Path(folder) if folder else None
     run = {
         "rounds": max(1, rounds),
@@ -335,39 +401,44 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
         "sampling": sampling,
         "hardware": hardware,
     }
-    search = _Search(protocols, nets, seeds, BY_LOSS, run, states or None, path)
-    search.use_initial = search.states is None and rounds == 0
+    player = _Player(protocols, nets, seeds, BY_LOSS, run, states or None, path)
+    player.use_initial = player.states is None and rounds == 0
     base = Candidate({}, algorithm, training)
     # A net with a single score needs data to know whether that is the score of a class.
-    config = search.simulation(base, 0).config
+    config = player.simulation(base, 0).config
     scores_classes = config.context.net.scores_classes
-    search.ranks = config.ranks
+    player.ranks = config.ranks
     classes = scores_classes and not protocols[0].data.y.is_floating_point()
-    search.selection = selection_metric(metric, classes, higher_is_better)
+    player.selection = selection_metric(metric, classes, higher_is_better)
     with contextlib.ExitStack() as stack:
-        with search.ranks.together("the folder of the grid search"):
-            if path and search.ranks.is_first:
+        with player.ranks.together("the folder of the search"):
+            if path and player.ranks.is_first:
                 stack.enter_context(lock(path))
-        search.play(trials, base, log)
-    if all(trial.score == -math.inf for trial in trials):
-        reason = trials[0].stopped or "values that are not finite"
+        player.open_record(base)
+        if proposals is None:
+            player.play(played, log)
+        else:
+            played = player.play_proposals(proposals, base, log)
+    if all(trial.score == -math.inf for trial in played):
+        reason = played[0].stopped or "values that are not finite"
         raise ValueError(
             f"grid: every candidate diverged, the first one with: {reason}"
         )
 
     def trained_state(candidate: Candidate, run: int) -> tuple[RunConfig, State]:
-        config, state, _ = search.trained(candidate, run)
+        config, state, _ = player.trained(candidate, run)
         return config, state
 
-    return Tuned(trials, protocols, trained_state)
+    return Tuned(played, protocols, trained_state)
 
 
-def _require_evaluation_only(
-    algorithm: Algorithm, trials: Sequence[Trial], grid: Grid
-) -> None:
+def _require_evaluation_only(algorithm: Algorithm, grid: Grid) -> None:
     """Raises ValueError where candidates differ in options that training depends on."""
-    trained = {_key(trial.candidate.trained.options) for trial in trials}
-    if len(trained) > 1:
+    varied = set()
+    for key, values in grid.items():
+        if isinstance(values, Range) or len({_key(value) for value in values}) > 1:
+            varied.add(key)
+    if varied - {*algorithm.traits.evaluation_only}:
         names = ", ".join(algorithm.traits.evaluation_only) or "nothing"
         raise ValueError(
             f"grid: with trained states it may hold {names}, got {', '.join(grid)}."
@@ -387,8 +458,8 @@ def _nets(
 
 
 @dataclass
-class _Search:
-    """Trains candidates, and keeps their trained states.
+class _Player:
+    """Plays candidates: trains and scores them, and keeps their trained states.
 
     With a folder all states are on disk; otherwise the last one is in memory.
 
@@ -403,6 +474,8 @@ class _Search:
         use_initial: True takes the initial states as trained.
         memory: The last trained state, by its name.
         key: The header as text, from which the names of states on disk are made.
+        lines: The results so far, by candidate and protocol.
+        record: What the folder holds: the header and the lines.
         ranks: The processes that search together; the first one alone writes.
     """
 
@@ -416,6 +489,8 @@ class _Search:
     use_initial: bool = False
     memory: dict[str, TrainedState] = field(default_factory=dict)
     key: str = ""
+    lines: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
     ranks: Ranks = ONE_RANK
 
     def simulation(self, candidate: Candidate, run: int) -> Simulation:
@@ -449,36 +524,76 @@ class _Search:
             "metric": [self.selection.name, self.selection.higher_is_better],
         }
 
-    def play(
-        self, trials: list[Trial], base: Candidate, say: Callable[[str], None]
-    ) -> None:
-        """Fills the trials, with the folder's results where there are some.
+    def open_record(self, base: Candidate) -> None:
+        """Reads the folder's results, where there are some.
 
         Raises ValueError where the record is of another search.
         """
         header = self.header(base)
         self.key = _key(header)
-        lines: dict[str, Any] = {}  # the results, by candidate and protocol
-        record = {"header": header, "lines": lines}
+        self.record = {"header": header, "lines": self.lines}
         if self.folder:
             # Only the first rank may see the folder.
-            lines |= self.ranks.from_first(
-                "the results of the grid search", lambda: self._recorded_lines(header)
+            self.lines |= self.ranks.from_first(
+                "the results of the search", lambda: self._recorded_lines(header)
             )
+
+    def play(self, trials: list[Trial], say: Callable[[str], None]) -> None:
+        """Fills the trials, one protocol after the other."""
         for run in range(len(self.protocols)):
             for number, trial in enumerate(trials, 1):
-                candidate = trial.candidate
-                key = _key([candidate.options, run])
-                if key not in lines:
-                    lines[key] = self.score(candidate, run)
-                    self._save(record)
-                stopped = lines[key]["stopped"]
-                values = torch.tensor(lines[key]["values"], dtype=torch.float64)
-                trial.stopped = trial.stopped or stopped
-                trial.values.append(values)
-                result = stopped or f"{trial.score:.5f}"
+                self._add_values(trial, run)
+                self._say_result(f"{number}/{len(trials)}", trial, say)
+
+    def play_proposals(
+        self, proposals: Proposals, base: Candidate, say: Callable[[str], None]
+    ) -> list[Trial]:
+        """Plays the candidates that are proposed, each with all protocols.
+
+        Returns a trial for each candidate. One that was proposed twice counts once.
+
+        Args:
+            proposals: The study's proposals.
+            base: The candidate as given, whose options the proposals replace.
+            say: A function that is called with a line of text for each result.
+        """
+        trials: dict[str, Trial] = {}
+        for number in range(1, proposals.count + 1):
+            # The study may have a memory of its own, which other ranks do not share.
+            options = self.ranks.from_first("the next candidate", proposals.ask)
+            candidate = candidate_of(base.algorithm, base.training, options)
+            trial = trials.setdefault(_key(options), Trial(candidate))
+            if not trial.values:
+                for run in range(len(self.protocols)):
+                    self._add_values(trial, run)
+            self._say_result(f"{number}/{proposals.count}", trial, say)
+            with self.ranks.together("the result of a candidate"):
                 if self.ranks.is_first:
-                    say(f"{number}/{len(trials)} {candidate}: {result}")
+                    proposals.tell(trial.score)
+        return [*trials.values()]
+
+    def _add_values(self, trial: Trial, run: int) -> None:
+        """Adds the values with one protocol, which are played where they are missing.
+
+        Args:
+            trial: The trial to add to.
+            run: The index of the protocol.
+        """
+        key = _key([trial.candidate.options, run])
+        if key not in self.lines:
+            self.lines[key] = self.score(trial.candidate, run)
+            self._save()
+        line = self.lines[key]
+        trial.stopped = trial.stopped or line["stopped"]
+        trial.values.append(torch.tensor(line["values"], dtype=torch.float64))
+
+    def _say_result(
+        self, number: str, trial: Trial, say: Callable[[str], None]
+    ) -> None:
+        """Says a trial's result so far, on the first rank."""
+        result = trial.stopped or f"{trial.score:.5f}"
+        if self.ranks.is_first:
+            say(f"{number} {trial.candidate}: {result}")
 
     def _recorded_lines(self, header: dict[str, Any]) -> dict[str, Any]:
         """The results in the folder.
@@ -496,11 +611,11 @@ class _Search:
         lines: dict[str, Any] = earlier["lines"]
         return lines
 
-    def _save(self, record: dict[str, Any]) -> None:
+    def _save(self) -> None:
         """Writes the results so far, where there is a folder for them."""
-        with self.ranks.together("the record of the grid search"):
+        with self.ranks.together("the record of the search"):
             if self.folder and self.ranks.is_first:
-                save(self.folder, {}, record)
+                save(self.folder, {}, self.record)
 
     def trained(
         self, candidate: Candidate, run: int

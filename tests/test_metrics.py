@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parts.user import simulation
 from places import tabled
+from small import images
 from torch import nn
 
 from pflcore import Federation, metrics
@@ -272,6 +274,9 @@ def test_a_metric_that_breaks_says_for_whom():
         "metrics: 'broken' failed for client 1 with ZeroDivisionError: division by zero"
     ):
         run.run()
+    named = replace(images(), names=["north", "east", "south"])
+    with sentence("metrics: 'broken' failed for client east with"):
+        simulation(data=named, metrics=[broken]).run()
 
 
 @pytest.mark.parametrize(

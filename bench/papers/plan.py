@@ -57,6 +57,7 @@ from typing import Any
 
 from bench.problem import Facts
 from pflcore import Training, cross_device, cross_silo
+from pflcore._proposals import Grid
 from pflcore.check import require
 from pflcore.cli._experiment import (
     Job,
@@ -69,7 +70,7 @@ from pflcore.data import SOURCES, TABULAR
 from pflcore.data._protocols import DEFAULT_SHARES, StudyProtocol, without_roles
 from pflcore.results.record import to_json
 from pflcore.train._random import STREAM_VERSION
-from pflcore.tuning import Candidate, Grid
+from pflcore.tuning import Candidate
 
 PLANS = Path(__file__).resolve().parent / "plans"
 Plan = Mapping[str, Any]

@@ -7,20 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pflcore.check import (
-    NonNegativeFloat,
-    PositiveInt,
-    Seed32,
-    checked,
-    require,
-)
+from pflcore.check import checked, require
 from pflcore.cli import _experiment as experiment
-from pflcore.cli._experiment import Options
+from pflcore.cli._experiment import Options, options_subset
 from pflcore.cli._options import dataclass_of_arguments, option_fields, parse
 from pflcore.cli._run import OutputOptions
 from pflcore.data._catalogue import DATA_SETS, ORIGINS, PARTITION_FACTS
-from pflcore.data._feature_shift import ShiftName
-from pflcore.data._federation import HeldOut
 from pflcore.data._partition import options_of
 from pflcore.results._files import safe_write
 from pflcore.results._pictures import FORMATS, write_figure
@@ -29,39 +21,31 @@ from pflcore.train import Training
 ANY_NAME = "NAME"  # stands in the help for the name of the data
 
 
+# Options of a run that cut the data among clients.
+CUT_OPTIONS = (
+    "partition",
+    "n",
+    "data_seed",
+    "train_samples",
+    "test_samples",
+    "standardize",
+    "feature_shift",
+    "feature_shift_strength",
+    "val",
+)
+
+
 @checked
 @dataclass(frozen=True)
-class DataOptions:
+class DataOptions(options_subset(CUT_OPTIONS)):  # type: ignore[misc]
     """The cut of the data among clients, and the file of the picture.
 
     Args:
-        partition: name of the rule that cuts the data among the clients; A if not said
-        n: number of clients; 10 if not said, or all clients of data that come with
-            their clients
-        data_seed: seed of the cut of the data
-        train_samples: use only this number of samples of the training pool
-        test_samples: use only this number of samples of the test pool
-        standardize: for data that come with their clients: standardize features by each
-            client's training statistics; for school and vehicle only if not said
-        feature_shift: rotation, noise or brightness: each client sees its inputs
-            turned, noisy or brighter by an amount of its own
-        feature_shift_strength: largest angle in degrees, deviation or constant of a
-            client; 45, 0.5 and 0.5 if not said
-        val: fraction of each client's training samples that is kept for validation
         split: split that the picture shows: train, val or test
         out: file of the picture, which ends in .png, .svg or .pdf; no picture if not
             said
     """
 
-    partition: str | None = None
-    n: PositiveInt | None = None
-    data_seed: Seed32 = 0
-    train_samples: PositiveInt | None = None
-    test_samples: PositiveInt | None = None
-    standardize: bool | None = None
-    feature_shift: ShiftName | None = None
-    feature_shift_strength: NonNegativeFloat | None = None
-    val: HeldOut = 0.0
     split: str = "train"
     out: Path | None = None
 

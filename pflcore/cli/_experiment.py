@@ -10,9 +10,9 @@ the options of the model. In shapes, N is the number of clients.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import torch
 from torch import nn
@@ -193,6 +193,21 @@ class Options:
         return Robustness(self.clip, adversary)
 
 
+def options_subset(names: Collection[str]) -> Any:
+    """The dataclass of some options of a run, for commands that do not have all.
+
+    Args:
+        names: The names of the options.
+    """
+    hints = get_type_hints(Options, include_extras=True)
+    options = []
+    for f in fields(Options):
+        if f.name in names:
+            options.append((f.name, hints[f.name], field(default=f.default)))
+    namespace = {"__doc__": Options.__doc__}
+    return make_dataclass("RunOptions", options, namespace=namespace, frozen=True)
+
+
 class NamedFunction(NamedTuple):
     """A function that an option names, and the function's own options.
 
@@ -290,6 +305,12 @@ def load_federation(options: Options, cut: Facts | None = None) -> Federation:
         # Only models for text have an embedding; else whole numbers are features.
         data = replace(data, x=data.x.float())
     if o.val:
+        expected = "no share for data that have validation samples"
+        remedy = (
+            "leave --val out (of data without test samples, 15 % are held out for "
+            "validation and 15 % for testing)"
+        )
+        require("val" not in data.index, "val", expected, o.val, remedy=remedy)
         data = data.split(val=o.val, seed=o.data_seed)
     is_there = not isinstance(o.target, int) or 0 <= o.target < data.n
     require(is_there, "target", f"a client from 0 to {data.n - 1}", o.target)

@@ -1,4 +1,4 @@
-"""`pflcore tune`: a grid search over the options of an algorithm.
+"""`pflcore tune`: a search over the options of an algorithm.
 
 The candidates are compared on validation data, which are a part of each client's
 training samples. Test data take no part.
@@ -11,12 +11,12 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from pflcore.algorithms import ALGORITHMS, class_of, name_of
-from pflcore.check import PositiveInt, checked, reject, require
+from pflcore.check import PositiveInt, checked, import_optional, reject, require
 from pflcore.cli import _experiment as experiment
 from pflcore.cli._config import (
     CHOICE_FILE,
@@ -26,14 +26,14 @@ from pflcore.cli._config import (
     tables_text,
     write_config,
 )
-from pflcore.cli._experiment import Job, Options
+from pflcore.cli._experiment import Job, Options, options_subset
 from pflcore.cli._options import allow_own_modules, flags_of, parse
 from pflcore.cli._run import chosen_groups, cut_of, new_folder
 from pflcore.data import SOURCES, TABULAR
 from pflcore.data._protocols import StudyProtocol, cross_silo
 from pflcore.results._files import write_text
 from pflcore.train import Training
-from pflcore.tuning import Tuned, tune
+from pflcore.tuning import Range, Tuned, tune
 
 TABLE_FILE = "tuned.md"
 # Options of a run that a grid search has, too.
@@ -71,7 +71,11 @@ class TuneOptions:
 
     Args:
         grid: values of options, such as lam=.01,.1,1 training.lr=.05,.2; a key is an
-            option of the algorithm, or "training." and one of local training
+            option of the algorithm, or "training." and one of local training; with
+            --trials ranges, too: lam=.01:1, or lam=.01:1:log, whose logarithm is drawn
+            evenly
+        trials: number of candidates, which Optuna proposes, each from the results of
+            those before; if not said, every combination is a candidate
         seeds: number of runs of each candidate, with seed, seed + 1, ...; each has its
             own validation samples, unless the data bring a split "val"
         metric: metric by which candidates are compared: accuracy, loss or one of
@@ -82,30 +86,20 @@ class TuneOptions:
     """
 
     grid: tuple[str, ...] = ()
+    trials: PositiveInt | None = None
     seeds: PositiveInt = 1
     metric: str | None = None
     out: Path | None = None
     quiet: bool = False
 
 
-def run_options() -> type:
-    """The dataclass of the options of a run that a grid search has."""
-    hints = get_type_hints(Options)
-    options = []
-    for f in fields(Options):
-        if f.name in RUN_OPTIONS:
-            options.append((f.name, hints[f.name], field(default=f.default)))
-    namespace = {"__doc__": Options.__doc__}
-    return make_dataclass("RunOptions", options, namespace=namespace)
-
-
 def tune_command(argv: Sequence[str]) -> int:
-    """Searches a grid of options on validation data, and writes the best ones."""
+    """Searches for options on validation data, and writes the best ones."""
     names = [word for word in argv[:1] if not word.startswith("-")]
     rest = argv[len(names) :]
     about = inspect.getdoc(tune_command) or ""
     groups: dict[str, type] = {"config": ConfigOptions, "tune": TuneOptions}
-    groups |= {"run": run_options(), "training": Training}
+    groups |= {"run": options_subset(RUN_OPTIONS), "training": Training}
     first = parse("pflcore tune", about, groups, rest, complete=False)
     config = read_config(first["config"]["config"])
     named = config.values.pop("algorithm", None)
@@ -139,8 +133,10 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
     tuning = TuneOptions(**values["tune"])
     options = Options(**values["run"])
     grid = parse_grid(tuning.grid)
+    if tuning.trials is not None:
+        import_optional("optuna", what="--trials")
     is_client = options.target != "all"
-    require(is_client, "target", "a client; a grid search has one run", options.target)
+    require(is_client, "target", "a client; a search has one run", options.target)
     protocols = _protocols(options, values, tuning.seeds)
     data = protocols[0].data
     training = Training(**values["training"])
@@ -173,6 +169,7 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
             sampling=options.sampling,
             seed=seeds,
             hardware=options.hardware,
+            trials=tuning.trials,
             metric=tuning.metric,
             folder=folder,
             log=say,
@@ -196,21 +193,36 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
     return 0
 
 
-def parse_grid(words: Sequence[str]) -> dict[str, list[Any]]:
-    """The values of each option, from words such as lam=.01,.1,1.
+def parse_grid(words: Sequence[str]) -> dict[str, list[Any] | Range]:
+    """The values of each option, from words such as lam=.01,.1,1 and lam=.01:1.
 
     Raises ValueError for a word of another form.
     """
     expected = "options and their values, such as lam=.01,.1,1 training.lr=.05,.2"
     require(words, "grid", expected, None)
-    grid: dict[str, list[Any]] = {}
+    grid: dict[str, list[Any] | Range] = {}
     for word in words:
         key, _, texts = word.partition("=")
         if not key or not texts:
             reject("grid", expected, word)
         require(key not in grid, "grid", "each option once", word)
-        grid[key] = [_value(text) for text in texts.split(",")]
+        grid[key] = _range(word) or [_value(text) for text in texts.split(",")]
     return grid
+
+
+def _range(word: str) -> Range | None:
+    """The range of a word such as lam=.01:1 or lam=.01:1:log; None for other words.
+
+    Raises ValueError for a range that is not of this form.
+    """
+    low, *rest = (_value(text) for text in word.partition("=")[2].split(":"))
+    if not rest or not isinstance(low, int | float):
+        return None
+    high, *scale = rest
+    fits = isinstance(high, int | float) and scale in ([], ["log"])
+    words = "a range from its smallest to its largest value, as in lam=.01:1:log"
+    require(fits, "grid", words, word)
+    return Range(low, high, log=bool(scale))
 
 
 def _value(text: str) -> Any:

@@ -489,8 +489,10 @@ class Federation(ClientSamples):
         shares = {split: share for split, share in shares.items() if share > 0}
         existing = [split for split in shares if split in self.index]
         outside = [split for split in existing if of is not None and split not in of]
-        expected = f"{outside} too, which exist, or None for all splits"
-        require(not outside, "of", expected, of)
+        for split in outside:
+            expected = f"no share for the split {split!r}, which is there"
+            remedy = "give of=None, which divides all of a client's samples anew"
+            reject(split, expected, {"val": val, "test": test}[split], remedy=remedy)
 
         def rule(n: int) -> dict[str, Tensor]:
             rest = torch.arange(n)

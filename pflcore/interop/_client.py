@@ -247,12 +247,12 @@ class Client:
         be written; then the earlier checkpoint stands.
         """
         tensors = with_prefix("own.", self._client_state)
-        tensors |= with_prefix("", {"statistics": self._buffers})
+        tensors["statistics"] = self._buffers
         round = None
         if self._pending is not None:
             round, client_state, buffers = self._pending
             tensors |= with_prefix("pending.", client_state)
-            tensors |= with_prefix("", {"pending_statistics": buffers})
+            tensors["pending_statistics"] = buffers
         save_side(folder, self._identity(), tensors, {"pending": round})
 
     def restore(self, folder: str | Path) -> Client:

@@ -56,7 +56,7 @@ def save_side(
     Args:
         folder: The folder of the checkpoint.
         identity: The result of `identity_of`.
-        tensors: Tensors, each in memory of its own.
+        tensors: Tensors [...] on any device, of which no copy is made.
         facts: Further values that JSON can hold.
     """
     store.save(folder, tensors, {**facts, "identity": identity})
@@ -84,8 +84,8 @@ def load_side(folder: str | Path, identity: Record) -> tuple[dict[str, Tensor], 
 
 
 def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the tensors, with `prefix` before their names."""
-    return {prefix + name: tensor.clone() for name, tensor in tensors.items()}
+    """The tensors, with `prefix` before their names."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

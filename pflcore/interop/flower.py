@@ -101,7 +101,8 @@ class PflStrategy(FilteredFedAvg):
       or a required client is absent.
     - With `checkpoint`, a new strategy goes on where a killed one has ended, to the
       same models. Raises ValueError where the folder holds the checkpoint of another
-      algorithm, model or option.
+      algorithm, model or option. A checkpoint that cannot be written ends no run: after
+      each such round Flower's log warns, with the folder and the reason.
 
     Args:
         server: The server, with the model and the seed of the clients'

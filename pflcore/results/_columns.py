@@ -6,6 +6,7 @@ alone. A column has a number for each group.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -132,7 +133,11 @@ def _client_columns(
 ) -> list[Column]:
     """The columns of one client, or of the mean over clients."""
     higher_is_better = metrics.is_higher_better(metric)
-    prefix = "" if client is None else f"client {client}: "
+    prefix = ""
+    if client is not None:
+        runs = itertools.chain.from_iterable(groups.values())
+        run = next(run for run in runs if run.target == client)
+        prefix = f"client {run.client_name(client)}: "
 
     def best(run: History) -> float:
         return metrics.best(_curve(run, client, metric)[1], higher_is_better).value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pflcore.check import summarize
@@ -116,6 +116,7 @@ class Difference:
         largest: The largest absolute difference, over all clients; None for values that
             are no numbers, such as the ids of the cohort.
         clients: The ids of all clients whose number differs.
+        client_name: The name of the first of them; None where it has none.
     """
 
     field: str
@@ -124,11 +125,12 @@ class Difference:
     second: Any
     largest: float | None = None
     clients: tuple[int, ...] = ()
+    client_name: str | None = None
 
     def __str__(self) -> str:
         name = self.field
         if self.client is not None:
-            name += f" of client {self.client}"
+            name += f" of client {self.client_name or self.client}"
         text = f"{name}: {summarize(self.first)} / {summarize(self.second)}"
         if self.largest is not None:
             text += f", by {self.largest:.3g}"
@@ -248,6 +250,8 @@ def compare_runs(
         differences = [*_round_differences(lines[0], lines[1])]
         if differences:
             first_round = number
+            client_names = headers[0].get("names")
+            differences = [_with_name(one, client_names) for one in differences]
             break
     return Comparison(
         names,
@@ -258,6 +262,14 @@ def compare_runs(
         differences,
         effects_of([*description]),
     )
+
+
+def _with_name(difference: Difference, names: Sequence[Any] | None) -> Difference:
+    """The difference with the name of its first client, where clients have names."""
+    client = difference.client
+    if client is None or client >= len(names or ()):
+        return difference
+    return replace(difference, client_name=str((names or ())[client]))
 
 
 def effects_of(names: Sequence[str]) -> list[Effect]:

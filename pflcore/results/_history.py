@@ -211,6 +211,37 @@ class History:
         seed = self.header.get("seed")
         return self.algorithm if seed is None else f"{self.algorithm}, seed {seed}"
 
+    # the clients' names -------------------------------------------------------
+    def client_name(self, client: int) -> str | int:
+        """The name of a client; its id where the federation has no names."""
+        names = self.header.get("names") or ()
+        return str(names[client]) if client < len(names) else client
+
+    def by_name(
+        self, values: Sequence[Any], ids: Sequence[int] | None = None
+    ) -> dict[str | int, Any]:
+        """Clients' values by the clients' names, or by their ids without names.
+
+        A record has lists of values, for example HypCluster's clusters of a round:
+
+            report = history.rounds[-1]["report"]
+            history.by_name(report["cluster"], report["rows"])
+
+        Raises ValueError unless there is a value for each client, and where two of them
+        have the same name.
+
+        Args:
+            values: The values, one for each client.
+            ids: The clients' ids, such as an evaluation's "clients"; None for the
+                clients 0, 1, ...
+        """
+        clients = range(len(values)) if ids is None else ids
+        names = [self.client_name(int(client)) for client in clients]
+        require(len(values) == len(names), "values", f"{len(names)} of them", values)
+        words = "clients with different names"
+        require(len({*names}) == len(names), "ids", words, names)
+        return dict(zip(names, values, strict=True))
+
     # the clients' values ------------------------------------------------------
     @property
     def evaluations(self) -> list[Record]:
@@ -356,7 +387,7 @@ class History:
             dropped.update(record.get("dropped") or [])
         often = sorted(i for i, count in dropped.items() if 2 * count > played[i])
         if often:
-            names = self._names_of(often)
+            names = [self.client_name(client) for client in often]
             problems.append(
                 f"client(s) {names} were dropped in most of their rounds: their "
                 "updates were not finite, or of no use; look at their data, or lower "
@@ -369,24 +400,19 @@ class History:
         ids = values.get("clients") or range(len(losses))
         bad = [i for i, loss in zip(ids, losses, strict=True) if loss == math.inf]
         if bad:
-            names = self._names_of(bad)
+            names = [self.client_name(client) for client in bad]
             problems.append(
                 f"the last loss of client(s) {names} is inf; look at their data, or "
                 "lower lr."
             )
         longest = longest_update(self.rounds)
         if longest is not None and longest.ratio > RUNAWAY_RATIO:
-            (name,) = self._names_of([longest.client])
+            name = self.client_name(longest.client)
             problems.append(
                 f"client {name}'s update was {longest.ratio:.3g} times the "
                 f"median of round {longest.round}; hold such updates by the run's clip."
             )
         return problems
-
-    def _names_of(self, ids: Sequence[int]) -> list[str | int]:
-        """The names of clients; their ids where they have no names."""
-        names = self.header.get("names")
-        return [*ids] if names is None else [names[i] for i in ids]
 
     # models and tables --------------------------------------------------------
     def export(self, folder: str | Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pflcore.results._history import History
 from pflcore.results.record import DATA_FIELDS, Line, Runs, to_json
@@ -55,6 +56,18 @@ def label_runs(runs: Runs) -> dict[str, list[History]]:
         label = f"{algorithm} ({', '.join(words)})" if words else algorithm
         by_label.setdefault(label, []).extend(members)
     return by_label
+
+
+def one_run_per_seed(runs: Runs) -> list[History]:
+    """The first finished run of each seed, or else its first run.
+
+    Two folders may hold the same run, which counts once.
+    """
+    by_seed: dict[Any, History] = {}
+    for run in sorted(runs, key=lambda run: run.unfinished):
+        seed = run.header.get("seed", id(run))  # every run without a seed counts
+        by_seed.setdefault(seed, run)
+    return list(by_seed.values())
 
 
 def _distinctive_options(

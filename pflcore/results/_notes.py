@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -31,9 +30,9 @@ def notes_on(run: History) -> Iterator[str]:
         yield f"the updates of {_plural(len(clipped), 'client')} were clipped"
     adversary = run.header.get("adversary")
     if adversary:
-        ids = adversary["clients"]
-        clients = "clients" if len(ids) > 1 else "client"
-        yield f"{adversary['attack']} by {clients} {', '.join(map(str, ids))}"
+        names = [str(run.client_name(client)) for client in adversary["clients"]]
+        clients = "clients" if len(names) > 1 else "client"
+        yield f"{adversary['attack']} by {clients} {', '.join(names)}"
 
 
 def _missing_values(run: History) -> Iterator[str]:
@@ -77,8 +76,9 @@ def describe_outliers(run: History) -> str:
     descriptions = []
     for client, (ratio, rounds) in outliers[:SHOWN_OUTLIERS]:
         times = _plural(rounds, "round")
+        name = run.client_name(client)
         descriptions.append(
-            f"client {client} by up to {ratio:.3g} times the median ({times})"
+            f"client {name} by up to {ratio:.3g} times the median ({times})"
         )
     text = ", ".join(descriptions)
     if len(outliers) > SHOWN_OUTLIERS:
@@ -90,9 +90,8 @@ def footnotes_on(groups: Groups, distinct_groups: Groups) -> Iterator[str]:
     """Yields the lines below the table."""
     yield from _target_footnotes(groups)
     for algorithm, runs in distinct_groups.items():
-        seeds = [run.header.get("seed") for run in groups[algorithm]]
         for run in runs:
-            yield from _run_footnotes(algorithm, run, seeds)
+            yield from _run_footnotes(algorithm, run, groups[algorithm])
 
 
 def _target_footnotes(groups: Groups) -> Iterator[str]:
@@ -102,7 +101,7 @@ def _target_footnotes(groups: Groups) -> Iterator[str]:
     for label, runs in groups.items():
         target = runs[0].header.get("model_target")
         if isinstance(target, int):
-            one_target.append(f"{label} for client {target}")
+            one_target.append(f"{label} for client {runs[0].client_name(target)}")
         elif target == "each client":
             each_target.append(label)
     if one_target:
@@ -111,21 +110,37 @@ def _target_footnotes(groups: Groups) -> Iterator[str]:
         yield f"Made for each client in a run of its own: {', '.join(each_target)}."
 
 
-def _run_footnotes(algorithm: str, run: History, seeds: list[Any]) -> Iterator[str]:
+def _run_footnotes(algorithm: str, run: History, group: list[History]) -> Iterator[str]:
     """Yields the footnotes on one run.
 
     Args:
         algorithm: The label of the run's group.
-        seeds: The seeds of all runs in the group. A seed that occurs twice means that a
-            run was recorded twice.
+        run: The run, which counts for its seed.
+        group: All runs of the group.
     """
-    seed = run.header.get("seed")
     name = f"{algorithm}, seed {run.header.get('seed', '?')}"
     outliers = describe_outliers(run)
     if outliers:
         yield f"{name}, moved far: {outliers}; look at the data or set clip."
-    times = seeds.count(seed)
-    if seed is not None and times > 1:
-        yield f"{name}: the same run is here {times} times, and counts once."
+    yield from _repeat_footnotes(name, run, group)
     if run.stopped:
         yield f"{name}, stopped: {run.stopped}"
+
+
+def _repeat_footnotes(name: str, run: History, group: list[History]) -> Iterator[str]:
+    """Yields footnotes on the other runs with a run's seed, which do not count."""
+    seed = run.header.get("seed")
+    if seed is None:
+        return
+    others = [o for o in group if o is not run and o.header.get("seed") == seed]
+    # A run that was broken off is the same one up to there.
+    equal = [other for other in others if run.compare(other).round is None]
+    if equal:
+        yield f"{name}: the same run is here {1 + len(equal)} times, and counts once."
+    count = len(others) - len(equal)
+    if count:
+        runs = "another run has" if count == 1 else f"{count} other runs have"
+        yield (
+            f"{name}: {runs} this seed and other numbers, and "
+            f"{'does' if count == 1 else 'do'} not count; `pflcore diff` says why."
+        )

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from pflcore import metrics
 from pflcore.results._history import History
-from pflcore.results._labels import label_runs, setting_words, settings_of, split_name
+from pflcore.results._labels import (
+    label_runs,
+    one_run_per_seed,
+    setting_words,
+    settings_of,
+    split_name,
+)
 from pflcore.results._pictures import (
     HeatMap,
     LineStyle,
@@ -56,7 +62,7 @@ class Setting(NamedTuple):
     Attributes:
         title: The words by which the setting differs from the others; "" for one
             setting.
-        groups: The runs of each algorithm, by label.
+        groups: The runs of each algorithm, by label: one for each seed.
     """
 
     title: str
@@ -76,7 +82,9 @@ def distinct_settings(runs: Runs) -> tuple[str, list[Setting]]:
     settings = []
     for own_words, of_setting in zip(words, members, strict=True):
         title = ", ".join(word for word in own_words if word not in common)
-        settings.append(Setting(title, label_runs(of_setting)))
+        groups = label_runs(of_setting)
+        distinct = {label: one_run_per_seed(runs) for label, runs in groups.items()}
+        settings.append(Setting(title, distinct))
     return ", ".join(common), settings
 
 
@@ -189,7 +197,10 @@ def _draw_curves(
         alignment="left",
     )
     legend.set_in_layout(True)
-    title = "mean over clients" if client is None else f"client {client}, the target"
+    title = "mean over clients"
+    if client is not None:
+        run = next(run for run in setting.runs if run.target == client)
+        title = f"client {run.client_name(client)}, the target"
     words = ": ".join(filter(None, [setting.title, title]))
     tidy(axis, wrap(words, TITLE_LETTERS), "round", unit)
     round_ticks(axis.xaxis)
@@ -346,7 +357,7 @@ def _weights_panel(run: History, title: str) -> HeatMap:
         return HeatMap(title, weight, range(weight.shape[1]))
     rounds, by_round = weights_by_round(run)
     if run.target is not None:
-        title = f"{title}, target {run.target}"
+        title = f"{title}, target {run.client_name(run.target)}"
     return HeatMap(wrap(title, MAP_LETTERS), by_round.T, rounds, "round", "client")
 
 

@@ -8,12 +8,17 @@ settings (data, partition, model, clients) have tables of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pflcore.check import PositiveInt, checked, require
 from pflcore.results._columns import Column, column_names, columns_of, require_columns
-from pflcore.results._history import History
-from pflcore.results._labels import label_runs, setting_title, settings_of, split_name
+from pflcore.results._labels import (
+    label_runs,
+    one_run_per_seed,
+    setting_title,
+    settings_of,
+    split_name,
+)
 from pflcore.results._notes import Groups, footnotes_on
 from pflcore.results._render import Table, to_csv, to_latex, to_markdown
 from pflcore.results.record import Runs
@@ -93,7 +98,7 @@ def _table(runs: Runs, last: int, baseline: str | None) -> Table:
     """The table of one setting, with all columns."""
     metric = next((run.main_metric for run in runs if run.evaluations), "accuracy")
     groups = label_runs(runs)
-    distinct = {label: _one_run_per_seed(members) for label, members in groups.items()}
+    distinct = {label: one_run_per_seed(members) for label, members in groups.items()}
     rounds = max(run.rounds_played for run in runs)
     return Table(
         title=f"{setting_title(runs[0])}, {rounds} rounds",
@@ -118,12 +123,3 @@ def _seeds_note(groups: Groups) -> str:
     ]
     exceptions = f" ({', '.join(fewer)})" if fewer else ""
     return f"; mean ± std over {seeds} seeds{exceptions}"
-
-
-def _one_run_per_seed(runs: Runs) -> list[History]:
-    """The first finished run of each seed, or else its first run."""
-    by_seed: dict[Any, History] = {}
-    for run in sorted(runs, key=lambda run: run.unfinished):
-        seed = run.header.get("seed", id(run))  # every run without a seed counts
-        by_seed.setdefault(seed, run)
-    return list(by_seed.values())

@@ -203,8 +203,9 @@ def _evaluate_chunk(
         values["accuracy"] = accuracy
     if metrics:
         pairs = [without_masked(*pair) for pair in scores]
+        client_names = config.context.data.names_of(ids.tolist())
         for name, metric in metrics.items():
-            values[name] = measured_by(name, metric, pairs, ids.tolist())
+            values[name] = measured_by(name, metric, pairs, client_names)
     return values
 
 

@@ -26,7 +26,7 @@ from pflcore.results._files import atomic_write
 from pflcore.results.record import to_json
 from pflcore.simulation._evaluate import has_custom_predict
 from pflcore.simulation._models import Personalized
-from pflcore.simulation.checkpoint import safetensors_bytes
+from pflcore.simulation._safetensors import write_safetensors
 from pflcore.train import Net
 from pflcore.train._losses import LOSSES
 
@@ -82,11 +82,10 @@ def export_models(
 
 def _export_model(model: Personalized, client: int, folder: Path) -> dict[str, Any]:
     """Writes one client's model; returns its entry of the manifest."""
-    # Clones: tied weights share memory, which the format does not allow.
-    tensors = {name: tensor.clone() for name, tensor in model.tensors().items()}
+    tensors = model.tensors()
     file = f"client-{client}.safetensors"
     with atomic_write(folder / file) as part:
-        part.write_bytes(safetensors_bytes(tensors))
+        write_safetensors(part, tensors)
     entry: dict[str, Any] = {"client": client}
     if model.name is not None:
         entry["name"] = model.name

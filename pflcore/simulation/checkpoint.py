@@ -33,6 +33,11 @@ from pflcore.check import (
 from pflcore.results._files import atomic_write, remove_part_files
 from pflcore.results.record import to_json
 from pflcore.simulation._describe import Record, RunDescription
+from pflcore.simulation._safetensors import (
+    DIGEST_KEY,
+    DIGEST_PLACEHOLDER,
+    write_safetensors,
+)
 from pflcore.simulation._state import (
     RunConfig,
     State,
@@ -64,7 +69,6 @@ RECORD_FIELD_TYPES = {
     "eval": (dict, type(None)),
 }
 FILE_NAME = "checkpoint.safetensors"
-DIGEST_PLACEHOLDER = f"{'sha256':*^64}"  # stands where the digest of the file will be
 DAMAGED_TEXT = (
     "checkpoint: {} holds one that is damaged (it was altered, cut off or exchanged); "
     "take a copy of it from before, or begin the run anew."
@@ -149,7 +153,7 @@ def save(
 
     Args:
         folder: The folder of the checkpoint.
-        tensors: Tensors [...] on any device, each in memory of its own.
+        tensors: Tensors [...] on any device, of which no copy is made.
         facts: Values that JSON can hold, and NaN.
     """
     path = Path(folder, FILE_NAME)
@@ -161,13 +165,11 @@ def save(
             f"checkpoint: it cannot be written into {folder}, because a record holds "
             f"what JSON does not ({e}); the one before it, if any, stands."
         ) from None
-    data = safetensors_bytes(tensors, {"facts": text, "sha256": DIGEST_PLACEHOLDER})
-    digest = _digest(data).encode()
-    data = data.replace(DIGEST_PLACEHOLDER.encode(), digest, 1)
+    metadata = {DIGEST_KEY: DIGEST_PLACEHOLDER, "facts": text}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as part:
-            part.write_bytes(data)
+            write_safetensors(part, tensors, metadata)
     except OSError as e:
         raise OSError(
             f"checkpoint: it cannot be written into {folder} ({e.strerror or e}); the "
@@ -221,33 +223,12 @@ def _parse_checkpoint(data: bytes) -> tuple[dict[str, Tensor], Record]:
     # A safetensors file: 8 bytes for the length of the header, the header, the numbers.
     header_end = 8 + int.from_bytes(data[:8], "little")
     metadata = json.loads(data[8:header_end])["__metadata__"]
-    digest = metadata["sha256"]
+    digest = metadata[DIGEST_KEY]
     unsigned = data.replace(digest.encode(), DIGEST_PLACEHOLDER.encode(), 1)
     if _digest(unsigned) != digest:
         raise ValueError
     facts: Record = json.loads(metadata["facts"])
     return safetensors.torch.load(data), facts
-
-
-def safetensors_bytes(
-    tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
-) -> bytes:
-    """The bytes of a safetensors file.
-
-    Raises TypeError for a dtype that the format lacks.
-    """
-    import safetensors.torch
-
-    plain = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()
-    }
-    try:
-        return safetensors.torch.save(plain, metadata)
-    except KeyError as e:
-        raise TypeError(
-            f"checkpoint: safetensors holds no {e.args[0]}; keep the state in another "
-            "dtype."
-        ) from None
 
 
 # a run's ----------------------------------------------------------------------

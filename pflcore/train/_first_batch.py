@@ -79,9 +79,10 @@ def plan_single_samples(net: Net, data: Federation, training: Training) -> None:
         if isinstance(error, validate.NoBatchAxis):
             raise  # its text names the remedy
         client = int(has_only_singles.nonzero()[0])
+        (name,) = data.names_of([client])
         reason = _single_sample_reason(net, error)
         raise MismatchError(
-            f"data: client {client} ({int(size[client])} samples, batch_size "
+            f"data: client {name} ({int(size[client])} samples, batch_size "
             f"{batch_size}) has a batch of one sample, on which this model cannot "
             f"train{reason}; take another batch_size, or leave clients of one sample "
             "out."

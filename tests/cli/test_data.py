@@ -34,6 +34,17 @@ def test_the_summary_is_that_of_the_federation(capsys):
     assert capsys.readouterr().out.strip() == want.summary()
 
 
+def test_a_share_for_validation_samples_that_are_there_is_refused(tmp_path, capsys):
+    """Data without test samples have had validation samples held out already."""
+    (tmp_path / "sites").mkdir()
+    (tmp_path / "sites" / "a.csv").write_text(CSV)
+    for words in ("data folder:sites", "run fedavg --data folder:sites"):
+        assert command(f"{words} --data-target died --val .2") == 2
+        error = capsys.readouterr().err
+        assert "val: expected no share for data that have validation samples" in error
+        assert "leave --val out" in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("kind", BEGIN)
 def test_the_picture_has_the_form_of_its_name(kind, tmp_path, capsys):
     pytest.importorskip("matplotlib")

@@ -131,7 +131,7 @@ def test_a_run_exports_what_predict_reads(tmp_path, monkeypatch, capsys):
         f"--quiet --out o --export --classes {' '.join(CLASSES)}"
     )
     assert command(words) == 0
-    assert "for client 1" in capsys.readouterr().out
+    assert "for client H11" in capsys.readouterr().out
     rows.to_csv("new.csv", index=False)
     assert command("predict o/models/waffle-0 new.csv --client H11") == 0
     answers = [row[0] for row in lines(capsys.readouterr().out)[1:]]

@@ -1,10 +1,12 @@
 """`pflcore tune` searches a grid, and `pflcore compare --tuned` takes its choice."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from parts.commands import DIGITS, command
+from parts.tuning import pretended_optuna
 
 from pflcore.results import read
 from pflcore.simulation import Simulation
@@ -82,6 +84,25 @@ def test_a_second_call_plays_what_is_missing(played, capsys):
     assert err.count("\n") == 1
 
 
+def test_optuna_draws_candidates_from_ranges(monkeypatch, capsys):
+    """The same seed draws the same candidates, and a second call goes on."""
+    monkeypatch.setitem(sys.modules, "optuna", pretended_optuna())
+    words = f"tune ditto {SHORT} --grid lam=.01:1:log training.lr=.1,.2 --quiet"
+    assert command(f"{words} --trials 2 --out t") == 0
+    table = rows(Path("t/tuned.md").read_text())
+    assert len(table) == 2 and "trials = 2" in Path("t/run.toml").read_text()
+    assert command(f"{words} --trials 3 --out t") == 0
+    scores = {row[:2] for row in rows(capsys.readouterr().out)}
+    assert {row[:2] for row in table} < scores
+
+
+def test_without_optuna_nothing_is_begun(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert command(f"tune ditto {SHORT} --grid lam=.01:1 --trials 2") == 2
+    assert "--trials needs optuna, which is not installed" in capsys.readouterr().err
+    assert [*tmp_path.rglob("*")] == []
+
+
 def test_a_tie_is_said(capsys):
     words = f"tune fedavg {SHORT} --quiet --out t --grid training.lr=0,.0"
     assert command(words) == 0
@@ -116,6 +137,8 @@ tune ditto SHORT --grid lan=1 | grid: got 'lan', did you mean 'lam'?
 tune ditto SHORT --grid training.lt=1 | grid: got 'training.lt', did you mean 'training.lr'?
 tune ditto SHORT --grid lam=-1 | lam: expected
 tune ditto SHORT --grid training.lr=fast | lr: expected
+tune ditto SHORT --grid lam=.1:1 | grid: expected a list of values for 'lam'
+tune ditto SHORT --grid lam=.1:1:lgo | grid: expected a range from its smallest to its
 tune ditto SHORT --grid lam=1 --metric acuracy | metric
 tune waffle SHORT --grid do=1 --target all | target: expected a client
 tune ditte SHORT --grid lam=1 | got 'ditte', did you mean 'ditto'

@@ -458,7 +458,7 @@ IID = partition("iid", Y, 2)
 CALLS = """\
 small.client | {"i": 2} | client: expected a number from 0 to 1, got 2
 small.client | {"i": 0, "split": "val"} | split: expected one of train, test, got 'val'
-small.split | {"test": 0.9} | of: expected ['test'] too, which exist, or None for all s
+small.split | {"test": 0.9} | test: expected no share for the split 'test', which is there, got 0.9; give of=None
 small.split | {"test": 0.9, "of": null} | val and test: expected a client with enough sam
 small.split_in_half | {"of": ["test"]} | clients: expected at least 2 samples each, to be hal
 two.split_clients | {"train": 1, "val": 1, "test": 1} | train, val and test: expected 2 clients in

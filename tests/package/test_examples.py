@@ -32,6 +32,14 @@ def test_the_ops_in_ones_own_code(capsys):
     assert torch.allclose(row, left["personal"][7])
 
 
+def test_the_demo_says_how_many_rounds_it_needs(monkeypatch):
+    pytest.importorskip("matplotlib")
+    demo = runpy.run_path(str(EXAMPLES / "demo.py"), run_name="demo")
+    monkeypatch.setattr("sys.argv", ["demo.py", "2"])
+    with pytest.raises(SystemExit, match="expected a number of rounds, at least 5"):
+        demo["main"]()
+
+
 def test_a_simulation_in_ten_lines(capsys):
     left = runpy.run_path(str(EXAMPLES / "ten_lines.py"))
     out = capsys.readouterr().out

@@ -1,6 +1,9 @@
 """Shared data of the tests of tuning."""
 
+import math
 from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
@@ -35,3 +38,44 @@ PROTOCOLS = {
     "device": lambda: cross_device(federation(), 0.5, 0.25, 0.25),
 }
 TRAINING = Training(lr=0.3, batch_size=8)
+
+
+class PretendedStudy:
+    """Stands for a study of Optuna: proposes what a seed draws, and notes its results.
+
+    It is its own trial, too.
+    """
+
+    def __init__(self, seed=0, direction="MAXIMIZE"):
+        self.random = Random(seed)
+        self.directions = [SimpleNamespace(name=direction)]
+        self.told = []
+
+    def ask(self):
+        return self
+
+    def suggest_float(self, key, low, high, log):
+        if log:
+            low, high = math.log(low), math.log(high)
+        value = self.random.uniform(low, high)
+        return math.exp(value) if log else value
+
+    def suggest_int(self, key, low, high, log):
+        return self.random.randint(low, high)
+
+    def suggest_categorical(self, key, values):
+        return self.random.choice(values)
+
+    def tell(self, trial, value):
+        assert trial is self
+        self.told.append(value)
+
+
+def pretended_optuna():
+    """The part of Optuna that makes a study, where Optuna is not installed."""
+    return SimpleNamespace(
+        samplers=SimpleNamespace(TPESampler=lambda seed: seed),
+        create_study=lambda direction, sampler: PretendedStudy(
+            sampler, direction.upper()
+        ),
+    )

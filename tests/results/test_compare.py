@@ -112,6 +112,14 @@ def test_the_first_number_that_differs_is_named(round, client, key, distance):
     assert f"eval.{key} of client {client}" in str(comparison)
 
 
+def test_a_client_with_a_name_is_called_by_it():
+    one, other = written_once(), written_once()
+    one.header["names"] = ["north", "east", "south"]
+    other.rounds[0]["eval"]["loss"][1] += 1.0
+    text = str(one.compare(other))
+    assert "eval.loss of client east" in text
+
+
 def written_once():
     """The played run as plain lists and numbers, as a record has it."""
     (run,) = records.group_runs(PLAYED.lines())

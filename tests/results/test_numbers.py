@@ -8,6 +8,7 @@ import csv
 import math
 
 import pytest
+from entry_points import sentence
 from parts.results import cells, line
 from parts.user import simulation
 from small import images
@@ -91,6 +92,17 @@ def test_outliers_have_their_largest_ratio_and_rounds():
 
     assert run.outliers() == {1: (50.0, 3), 0: (20.5, 1)}
     assert "client 1 by up to 50 times the median (3 rounds)" in table([run])
+
+
+def test_values_by_the_names_of_clients():
+    run = History({"n": 3, "names": ["a", "b", "c"]})
+    assert run.by_name([5, 6, 7]) == {"a": 5, "b": 6, "c": 7}
+    assert run.by_name([5, 6], [2, 0]) == {"c": 5, "a": 6}
+    assert History({"n": 2}).by_name([5, 6]) == {0: 5, 1: 6}
+    with sentence("values: expected 2 of them"):
+        run.by_name([5], [0, 1])
+    with sentence("ids: expected clients with different names"):
+        History({"names": ["a", "a"]}).by_name([5, 6])
 
 
 def test_a_table_names_the_three_farthest_movers():

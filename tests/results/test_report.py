@@ -89,6 +89,18 @@ def test_a_name_stands_for_the_column_of_each_target():
     ]
 
 
+def test_a_table_calls_clients_by_their_names():
+    names = ["north", "east", "south", "west"]
+    bad = {"attack": "noise", "clients": [0, 3]}
+    text = table(
+        histories(a_run(target=2, model_target=2, names=names, adversary=bad)),
+        columns=["final", "note"],
+    )
+    assert "client south: final" in text
+    assert "Made for one client, whose columns count: waffle for client south." in text
+    assert "noise by clients north, west" in text
+
+
 @pytest.mark.parametrize("format", ["md", "latex", "csv"])
 def test_a_misspelt_column_is_refused(format):
     with sentence("columns: got 'finl', did you mean 'final'[?] Expected some of best"):

@@ -235,6 +235,14 @@ def test_a_run_that_is_here_twice_is_no_second_seed():
     assert cells(text, "waffle")["final"] == "27.00" and words in text
 
 
+def test_two_runs_of_a_seed_that_differ_are_not_said_to_be_the_same():
+    text = tell(a_run(), a_run(), a_run(shift=0.1))
+    assert cells(text, "waffle")["final"] == "27.00"
+    assert "waffle, seed 0: the same run is here 2 times, and counts once." in text
+    words = "another run has this seed and other numbers, and does not count"
+    assert f"waffle, seed 0: {words}; `pflcore diff` says why." in text
+
+
 def test_clients_that_are_worse_off_than_with_a_baseline():
     """A client is hurt where its accuracy is below the baseline's.
 

@@ -1,6 +1,7 @@
 """Last batches of one sample, numpy's numbers, and advice in error messages."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,6 +45,9 @@ def test_other_models_take_a_last_batch_of_one():
         r"data: client 1 \(1 samples, batch_size 4\) has a batch of one sample"
     ):
         losses(data=images((5, 1, 5)), batch_size=4)
+    named = replace(images((5, 1, 5)), names=["north", "east", "south"])
+    with sentence(r"data: client east \(1 samples"):
+        losses(data=named, batch_size=4)
     assert not torch.equal(losses(linear, batch_size=4), losses(linear, batch_size=5))
     left_out = losses(data=images((8, 9, 7)), batch_size=4, drop_last=True)
     assert left_out.isfinite().all()

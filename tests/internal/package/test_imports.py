@@ -28,6 +28,7 @@ _device:
 _html:
 _install:
 check: _install
+_proposals: check
 ops: _install check
 metrics: check
 privacy: check
@@ -40,7 +41,7 @@ robust: check ops algorithms
 simulation: _device check ops metrics data nn results train algorithms
 interop: _install check ops data train algorithms results simulation
 testing: check data train algorithms simulation
-tuning: check metrics data train algorithms results simulation
+tuning: _proposals check metrics data train algorithms results simulation
 cli: _install check ops data metrics nn train algorithms results simulation tuning
 """
 LAYERS = {name: {*below.split()} for name, below in re.findall(r"(\w+):(.*)", TABLE)}

@@ -139,6 +139,12 @@ def test_curves_have_a_panel_for_each_setting(tmp_path, monkeypatch):
     assert [*colours[0].values()] == [*colours[1].values()]
 
 
+def test_a_run_that_is_here_twice_is_drawn_once():
+    runs = [group_runs(a_run(seed=seed))[0] for seed in (0, 1, 0)]
+    _, (setting,) = pictures.distinct_settings(runs)
+    assert setting.groups == {"waffle": runs[:2]}
+
+
 def test_lines_differ_without_colours():
     styles = line_styles(28)
     assert len({(s.linestyle, s.marker) for s in styles}) == len(styles)
