@@ -17,7 +17,7 @@ from pflcore.simulation._attacks import DEFAULT_STRENGTH, Adversary
 from pflcore.simulation._uploads import CohortResult, accept, update_norms
 
 # All but "dp", which is no robust mean.
-DEFENCES = tuple(set(Defence.__args__) - {"dp"})
+DEFENCES = tuple(name for name in Defence.__args__ if name != "dp")
 
 
 def accuracy(simulation):
