@@ -42,7 +42,7 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
     validate.check_has_training(data)
     validate.check_modes(net)
     validate.check_dtypes(net, data)
-    validate.check_precision(net, training)
+    validate.check_precision(net, training.precision)
     count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
     x, y = spread_samples(data, count)
     check_augment(training.transforms, data, x)

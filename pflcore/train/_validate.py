@@ -27,7 +27,6 @@ from pflcore.train import _memory as memory
 from pflcore.train._losses import LOSSES, loss_name
 from pflcore.train._net import Net, scores_of
 from pflcore.train._random import IsolatedDraws
-from pflcore.train._training import Training
 
 # Attributes of a layer that say the width of its input.
 WIDTH_ATTRIBUTES = ("in_features", "in_channels", "num_features", "input_size")
@@ -122,14 +121,14 @@ def check_dtypes(net: Net, data: Federation) -> None:
     _check_signed_targets(net, data)
 
 
-def check_precision(net: Net, training: Training) -> None:
+def check_precision(net: Net, precision: str | None) -> None:
     """Raises MismatchError for mixed precision of a model that is not in float32.
 
     Autocast casts float32 alone.
     """
-    if training.precision is not None and net.dtype != torch.float32:
+    if precision is not None and net.dtype != torch.float32:
         raise MismatchError(
-            f"precision: expected a model in float32 for {training.precision!r}, got "
+            f"precision: expected a model in float32 for {precision!r}, got "
             f"{net.dtype}; convert it with model.float(), and the data with "
             "Federation.from_clients(..., dtype=torch.float32)."
         )
