@@ -29,12 +29,13 @@ from pflcore._device import to_device
 from pflcore.data._federation import Federation
 from pflcore.nn._context import forward_context, forward_state
 from pflcore.ops._chain import chain_grad
-from pflcore.train._augment import AugmentFunction, augment_batches
+from pflcore.train._augment import augment_batches
 from pflcore.train._batches import Batches, BatchStep
 from pflcore.train._chain import Chain
 from pflcore.train._graphs import GradientGraphs, GraphFunction
 from pflcore.train._net import Net
 from pflcore.train._training import Precision, autocast
+from pflcore.train._transforms import AugmentFunction
 
 # Minibatches of an epoch are gathered at once, up to this size of their samples.
 EPOCH_BYTES = 1 << 26

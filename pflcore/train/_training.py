@@ -32,13 +32,13 @@ from pflcore.check import (
     import_object,
     require,
 )
-from pflcore.train._augment import (
+from pflcore.train._random import generator_of
+from pflcore.train._transforms import (
     AUGMENT_TEXT,
     AugmentFunction,
     augment_entries,
     is_augment,
 )
-from pflcore.train._random import generator_of
 
 RoundSchedule = Callable[[int, int], float]  # (round, rounds) -> factor of lr
 SchedulerMaker = Callable[[Optimizer], LRScheduler]

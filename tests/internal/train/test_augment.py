@@ -5,7 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pflcore.train._augment import RANDOM_BITS, augment_batches, crop, cutout, flip
+from pflcore.train._augment import augment_batches
+from pflcore.train._transforms import RANDOM_BITS, crop, cutout, flip
 
 IMAGES = torch.arange(1.0, 1 + 6 * 2 * 5 * 7).view(6, 2, 5, 7)  # no pixel is 0
 WORDS = np.arange(6, dtype=np.uint64)[None] << np.uint64(40)  # [1, 6]
