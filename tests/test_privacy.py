@@ -3,14 +3,23 @@
 Symbols: z noise multiplier, q sampling rate, C largest length of an update.
 """
 
+from itertools import pairwise
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from entry_points import held_out
 from hypothesis import given
+from small import images
+from torch import nn
 
+from pflcore import Simulation, Training
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAdam, FedAvg, Scaffold
 from pflcore.privacy import epsilon, noise_multiplier
+from pflcore.results import read
+from pflcore.results.record import RecordWriter
+from pflcore.simulation import round as by_hand
 
 # z, q, rounds, delta, and the epsilon that the accountant of Opacus 1.6.0 prints.
 OPACUS = [
@@ -147,3 +156,70 @@ def test_no_other_upload_reaches_the_server(name):
     state = alg.init(torch.zeros(7), 3)
     changes, _ = alg.update(state, {"delta": torch.ones(2, 7)}, cohort(2, 3))
     assert all(torch.isfinite(new.float()).all() for new in changes.values())
+
+
+# cohorts ------------------------------------------------------------------------
+
+
+def play(algorithm, participation, rounds=12, **options):
+    data = held_out(images((20,) * 6))
+    training = Training(0.1, 10)
+    return Simulation(
+        algorithm,
+        nn.Linear(6, 4),
+        data,
+        training,
+        rounds=rounds,
+        participation=participation,
+        **options,
+    )
+
+
+def draw(run, round):
+    rule = (run.participation, run.eligible_clients, run.sampling)
+    return by_hand.sample_cohort(run.config, round, *rule).tolist()
+
+
+def test_clients_join_independently_with_their_chance():
+    run = play("fedavg", 0.3, 1, sampling="poisson")
+    cohorts = [draw(run, round) for round in range(1, 2001)]
+    joined = torch.zeros(2000, 6)
+    for row, ids in zip(joined, cohorts, strict=True):
+        row[ids] = 1
+    deviation = (0.3 * 0.7 / 2000) ** 0.5
+    assert float((joined.mean(0) - 0.3).abs().max()) < 4 * deviation
+    together = torch.corrcoef(joined.T) - torch.eye(6)
+    assert float(together.abs().max()) < 4 / 2000**0.5
+    assert {len(ids) for ids in cohorts} >= {0, 1, 2, 3, 4}
+    again = play("fedavg", 0.3, 1, sampling="poisson")
+    assert draw(again, 7) == cohorts[6]
+
+
+def test_a_round_without_clients_changes_nothing_but_noise(tmp_path):
+    """With noise the server's model moves all the same; the record is a whole one."""
+    with RecordWriter(tmp_path / "silent.jsonl") as record:
+        silent = record.run({}, play("fedavg", 0.15, sampling="poisson").run)
+    empty = [record["round"] for record in silent.rounds if not record["cohort"]]
+    assert empty, "the seed draws no empty cohort"
+    assert not any(record["void"] for record in silent.rounds)
+    assert read(tmp_path / "silent.jsonl")[0].rounds == silent.rounds
+
+    algorithm = private(0.5, expected_clients=6 * 0.15)
+    run = play(algorithm, 0.15, sampling="poisson")
+    models = [run.state.server["x"]]
+    run.run(lambda *_: models.append(run.state.server["x"].clone()))
+    for before, after in pairwise(models):
+        assert not torch.equal(before, after)
+    assert not any(record["void"] for record in run.history.rounds)
+
+
+def test_noise_needs_cohorts_that_its_privacy_assumes():
+    algorithm = private(0.5, expected_clients=3.0)
+    with pytest.raises(ValueError, match="sampling: expected 'poisson' with defence"):
+        play(algorithm, 0.5)
+    with pytest.raises(ValueError, match="sampling"):
+        play(algorithm, 0.5, sampling="size")
+    with pytest.raises(ValueError, match=r"expected_clients: expected 1\.8"):
+        play(algorithm, 0.3, sampling="poisson")
+    play(algorithm, 0.5, sampling="poisson")
+    play(private(0.5), 1.0)

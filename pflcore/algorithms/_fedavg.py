@@ -10,6 +10,7 @@ shares in their mean.
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from typing import Literal
 
@@ -27,6 +28,7 @@ from pflcore.algorithms._defences import (
 )
 from pflcore.algorithms._protocol import (
     Algorithm,
+    Changes,
     Cohort,
     MixingWeights,
     Payload,
@@ -161,6 +163,34 @@ class FedAvg(Algorithm):
         rows, mix = self.robust_weights(up["delta"], cohort, state.get("center"))
         x = mix.aggregate(rows, state["x"], self.server_lr)[0]
         return {"x": x, **self.new_centers(rows, mix, "center")}, mix
+
+    def update_without_clients(self, state: Tensors, cohort: Cohort) -> Changes:
+        if self.defence != "dp":
+            return {}
+        nothing = {"delta": torch.zeros_like(state["x"])[None]}
+        return self.update(state, nothing, cohort)[0]
+
+    def check_sampling(
+        self, sampling: str, participation: float, num_eligible: int, num_trainable: int
+    ) -> None:
+        if self.defence != "dp":
+            return
+        joins_always = participation == 1 and sampling == "uniform"
+        if sampling != "poisson" and not joins_always:
+            reject(
+                "sampling",
+                "'poisson' with defence='dp', or participation=1: its privacy is that "
+                "of clients who join independently of each other",
+                sampling,
+            )
+        expected = participation * num_eligible
+        given = self.expected_clients or num_trainable
+        if not math.isclose(given, expected, rel_tol=1e-6):
+            reject(
+                "expected_clients",
+                f"{expected:g}, participation times the clients that may take part",
+                given,
+            )
 
     def init_centers(self, x0: Tensor, name: str) -> Tensors:
         """The center [P] of "centered_clipping" before round 1, by its name.

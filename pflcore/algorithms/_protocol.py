@@ -596,6 +596,29 @@ class Algorithm:
         """
         return {}
 
+    def update_without_clients(self, state: Tensors, cohort: Cohort) -> Changes:
+        """The changes of the server's state by a round in which no client takes part.
+
+        By default there are none. A server that adds noise does so in every round,
+        since silence would tell that nobody was there.
+        """
+        return {}
+
+    def check_sampling(
+        self, sampling: str, participation: float, num_eligible: int, num_trainable: int
+    ) -> None:
+        """Raises ValueError where the cohorts of a run are none that the rule assumes.
+
+        By default every way to draw them is good.
+
+        Args:
+            sampling: The rule by which clients are drawn: its name, "weights" or
+                "function".
+            participation: The fraction of clients in a round, or the chance of each.
+            num_eligible: The number of clients that may take part.
+            num_trainable: The number of clients with training samples.
+        """
+
     def add_client(self, state: Tensors, n: int) -> Tensors:
         """The state [...] after a client has joined the n clients that train.
 

@@ -78,9 +78,10 @@ class Options:
             by the labels
         rounds: rounds of each run
         participation: fraction of the clients that take part in a round
-        sampling: rule by which the clients of a round are drawn: uniform, size (by
-            their training samples), or package.module:function of (round, generator,
-            sizes) that returns their ids
+        sampling: rule by which the clients of a round are drawn: uniform, poisson
+            (each by itself, with the chance participation), size (by their training
+            samples), or package.module:function of (round, generator, sizes) that
+            returns their ids
         target: the client to personalize for, by number or name, whose accuracy is
             reported; all: each client in a run of its own
         seed: seed of the weights, the batches and the cohorts

@@ -41,7 +41,7 @@ from pflcore.simulation._evaluate import evaluate, evaluate_clients
 from pflcore.simulation._log import log_engine, log_round
 from pflcore.simulation._ranks import local_device
 from pflcore.simulation._run_models import RunModels
-from pflcore.simulation._sampling import Sampling, checked_sampling
+from pflcore.simulation._sampling import Sampling, checked_sampling, sampling_kind
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._setup import (
     ModelSource,
@@ -104,14 +104,15 @@ class Simulation:
             as the models are mixed, "local" leaves each client its own. "auto" is the
             policy that the algorithm's `traits.batch_norm` names first.
         sampling: The rule by which the clients of a round are drawn. "uniform" draws
-            all with the same chance. "size" draws S of them without replacement, client
-            i with the chance S n_i / sum(n) for its n_i training samples, or always
-            where that exceeds 1. Numbers >= 0, one for each client, are weights in
-            place of the n_i; a client of weight 0 is never drawn. A function of (round,
-            generator, sizes), or its place "package.module:function", returns the ids
-            or names of the clients, each once, and at most as many as `participation`
-            says; sizes [N] are the training samples of all clients, and it must draw by
-            the generator alone.
+            all with the same chance. "poisson" lets each client join with the chance
+            `participation`, independently of the others. "size" draws S of them without
+            replacement, client i with the chance S n_i / sum(n) for its n_i training
+            samples, or always where that exceeds 1. Numbers >= 0, one for each client,
+            are weights in place of the n_i; a client of weight 0 is never drawn. A
+            function of (round, generator, sizes), or its place
+            "package.module:function", returns the ids or names of the clients, each
+            once, and at most as many as `participation` says; sizes [N] are the
+            training samples of all clients, and it must draw by the generator alone.
         loss: The loss of a model that is no `Net`: "cross_entropy", "squared",
             "half_squared", "hinge", "binary_cross_entropy", a function of (scores, y),
             or a module. None is "cross_entropy" for labels and "squared" for numbers.
@@ -174,6 +175,17 @@ class Simulation:
         self.eligible_clients = select_eligible_clients(self.data, clients)
         self.sampling = checked_sampling(
             self.sampling, self.data.n, self.eligible_clients
+        )
+        trainable = self.data.trainable_clients
+        num_trainable = self.data.n if trainable is None else len(trainable)
+        num_eligible = num_trainable
+        if self.eligible_clients is not None:
+            num_eligible = len(self.eligible_clients)
+        self.algorithm.check_sampling(
+            sampling_kind(self.sampling),
+            self.participation,
+            num_eligible,
+            num_trainable,
         )
         options = replace(
             options, data=self.data, clients=clients, sampling=self.sampling

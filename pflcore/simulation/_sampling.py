@@ -1,6 +1,8 @@
 """The rules by which the clients of a round are drawn.
 
-- "uniform" draws every client with the same chance.
+- "uniform" draws every client with the same chance, S of them.
+- "poisson" lets each client join with the chance `participation`, independently of all
+  others; so the number of clients differs from round to round, and may be 0.
 - "size" draws a client by its number of training samples, and a list of weights by its
   weight. The chances are exact: of S clients that are drawn without replacement, client
   i is among them with the chance S w_i / sum(w), or always where that exceeds 1.
@@ -35,10 +37,10 @@ from pflcore.train._random import (
 
 # (round, generator, sizes [N]) -> ids
 CohortRule = Callable[[int, torch.Generator, Tensor], Any]
-RULES = ("uniform", "size")
+RULES = ("uniform", "poisson", "size")
 SAMPLING_TEXT = (
-    "'uniform', 'size', a weight for each client, a function of (round, generator, "
-    "sizes) that returns ids, or where one is: 'package.module:function'"
+    "'uniform', 'poisson', 'size', a weight for each client, a function of (round, "
+    "generator, sizes) that returns ids, or where one is: 'package.module:function'"
 )
 
 
@@ -90,6 +92,13 @@ def checked_sampling(sampling: Any, n: int, clients: Tensor | None) -> Any:
     return weights
 
 
+def sampling_kind(sampling: Any) -> str:
+    """The name of a rule, "weights" or "function"."""
+    if isinstance(sampling, str):
+        return sampling
+    return "function" if callable(sampling) else "weights"
+
+
 def describe_sampling(sampling: Any) -> Any:
     """The rule for a record: its name, its weights, or the name of its function."""
     if isinstance(sampling, str | Tensor):
@@ -104,6 +113,7 @@ def draw_clients(
     count: int,
     clients: Tensor | None,
     sampling: Any,
+    participation: float = 1.0,
 ) -> Tensor:
     """The ids [S] of the clients that are drawn, int64, in a random order.
 
@@ -113,12 +123,15 @@ def draw_clients(
         count: S, or fewer where fewer clients have a weight above 0.
         clients: The ids of the clients that may take part, ascending; None for all.
         sampling: The rule, as `checked_sampling` returns it.
+        participation: The chance of each client, for "poisson".
     """
     if callable(sampling):
         return _ids_by_function(context, round, count, clients, sampling)
     n = context.data.n if clients is None else len(clients)
     key = (context.seed, round, "cohort")
-    if count >= n and isinstance(sampling, str):
+    if isinstance(sampling, str) and sampling == "poisson":
+        drawn = draw_independently(n, participation, *key)
+    elif count >= n and isinstance(sampling, str):
         drawn = torch.arange(n)
     elif isinstance(sampling, str) and sampling == "uniform":
         # This makes no tensor as long as the federation, which may have millions of
@@ -132,6 +145,19 @@ def draw_clients(
             weights = weights[clients]
         drawn = draw_by_weight(weights, count, *key)
     return drawn if clients is None else clients[drawn]
+
+
+def draw_independently(n: int, chance: float, *key: object) -> Tensor:
+    """The positions, int64, of the clients of n that join with this chance each.
+
+    Args:
+        n: The number of clients that may take part.
+        chance: The chance of each of them.
+        key: The key of the random numbers.
+    """
+    words = random_words(np.asarray([seed_of(*key)], np.uint64), n)[0]
+    joins = (words >> np.uint64(11)) * 2.0**-53 < chance
+    return torch.from_numpy(joins.nonzero()[0])
 
 
 def draw_by_weight(weights: Tensor, count: int, *key: object) -> Tensor:

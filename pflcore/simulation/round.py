@@ -75,10 +75,11 @@ __all__ = ["RunConfig", "initial_state", "step"]
 def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutcome]:
     """Plays one round with the clients `ids` [S], in any order.
 
-    A client whose upload or new state is not finite is left out of the round and keeps
-    its old state. The round is void where a required client is left out, where no
-    client is left, or where the server's new state is not finite. A void round changes
-    nothing but the counters of rounds.
+    There may be none: then the server alone acts, if at all. A client whose upload or
+    new state is not finite is left out of the round and keeps its old state. The round
+    is void where a required client is left out, where no client is left, or where the
+    server's new state is not finite. A void round changes nothing but the counters of
+    rounds.
 
     Do not use `state` afterwards: its rows are updated in place. Raises ValueError for
     a repeated client, or where a required client is missing.
@@ -87,6 +88,8 @@ def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutc
     adversary = config.robustness.adversary
     check_training(alg, config.context.training)
     ids = _check_cohort(alg, ids)
+    if not len(ids):
+        return _step_without_clients(config, state, ids)
     with single_threaded(config.fits_one_thread(len(ids))):
         result = train_cohort(config, state, ids)
         if adversary is not None:
@@ -106,6 +109,19 @@ def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutc
         config.ranks.exchange(f"the commit of round {result.cohort.round}")
         log_clients(work, alg, result.cohort.round, outcome)
         return commit(state, changes, config.folder), outcome
+
+
+def _step_without_clients(
+    config: RunConfig, state: State, ids: Tensor
+) -> tuple[State, RoundOutcome]:
+    """Plays a round in which no client takes part, and the server may act."""
+    cohort = config.cohort(ids, state.round + 1)
+    outcome = RoundOutcome([], cohort=cohort)
+    changes = config.algorithm.update_without_clients(state.server, cohort)
+    if not changes:
+        return replace(state, round=cohort.round), outcome
+    named: Changes = {f"server.{name}": new for name, new in changes.items()}
+    return commit(state, named, config.folder), outcome
 
 
 def _check_cohort(alg: Algorithm, ids: Tensor) -> Tensor:
@@ -366,7 +382,7 @@ def sample_cohort(
     """Draws the cohort of a round: client ids [S], int64, ascending.
 
     S is max(1, floor(participation * n + 0.5)), where n counts the clients that may
-    take part. Required clients always take part.
+    take part; by "poisson" it is any number from 0. Required clients always take part.
 
     Raises ValueError where a function returns no ids, or some that may not take part.
 
@@ -376,12 +392,12 @@ def sample_cohort(
         participation: The fraction of clients that take part.
         clients: The ids of the clients that may take part, ascending; None for all.
         sampling: The rule by which they are drawn, as `Simulation` has it: "uniform",
-            "size", weights [N] or a function.
+            "poisson", "size", weights [N] or a function.
     """
     context = config.context
     n = context.data.n if clients is None else len(clients)
     count = max(1, int(participation * n + 0.5))
-    drawn = draw_clients(context, round, count, clients, sampling)
+    drawn = draw_clients(context, round, count, clients, sampling, participation)
     required = config.algorithm.traits.required_clients
     if not required:
         return drawn.sort().values
@@ -389,8 +405,8 @@ def sample_cohort(
     if clients is not None:
         # Required clients outside of `clients` come on top.
         count += sum(i not in clients for i in required)
-    if callable(sampling):
-        # They join those that a function names.
+    if callable(sampling) or (isinstance(sampling, str) and sampling == "poisson"):
+        # They join those that are drawn, however many these are.
         count = len({*required, *others})
     # The required clients come first, so that a cut takes away others.
     cohort = [*required, *others][: max(count, len(required))]

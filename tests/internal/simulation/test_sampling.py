@@ -142,7 +142,7 @@ def test_what_is_no_rule_is_refused():
     door = {
         "sizes": "got 'sizes', did you mean 'size'",
         "no.module:here": "importing 'no.module:here' failed",
-        "math:pi": "expected 'uniform', 'size', a weight",
+        "math:pi": "expected 'uniform', 'poisson', 'size', a weight",
         (1.0, 2.0): "for each of the 5 clients, got",
         (1, 2, 3, -1, 4): "got -1 for client 3",
         (1, 2, float("inf"), 1, 4): "got inf for client 2",
