@@ -441,6 +441,11 @@ class Job:
         num_runs = n if self.for_each else 1
         return self.options.rounds * num_runs
 
+    def make_algorithm(self) -> Algorithm:
+        """The job's algorithm; with `for_each`, that of the first client."""
+        target = self.options.target
+        return make_algorithm(self.algorithm, self.algorithm_options, target)
+
     def simulation(
         self,
         data: Federation,
@@ -456,11 +461,11 @@ class Job:
             reported: The ids of the clients that are evaluated; None for all.
             more: Options of `Simulation` that the command line does not have.
         """
-        target = self.options.target
-        algorithm = make_algorithm(self.algorithm, self.algorithm_options, target)
         net = make_net(self.options, data, model)
         common = self._common(reported)
-        return Simulation(algorithm, net, data, self.training, **common, **more)
+        return Simulation(
+            self.make_algorithm(), net, data, self.training, **common, **more
+        )
 
     def play(
         self,

@@ -748,13 +748,18 @@ class _JobRunner:
                 del history  # the next one needs the memory
         except KeyboardInterrupt:
             return self._end_after_interrupt(is_whole=False)
-        removes = not self.output.keep_checkpoint and not has_failed
-        if self.ranks.is_first and removes:
+        if self.ranks.is_first and not has_failed:
             for job in jobs:
-                shutil.rmtree(self.checkpoint_folder(job), ignore_errors=True)
+                if not self.keeps_checkpoint(job):
+                    shutil.rmtree(self.checkpoint_folder(job), ignore_errors=True)
             with contextlib.suppress(OSError):  # another command's run goes on there
                 (self.folder / CHECKPOINTS).rmdir()
         return 1 if has_stopped else 0
+
+    def keeps_checkpoint(self, job: Job) -> bool:
+        """True where the checkpoint of a job that is over stays, for more rounds."""
+        depends_on_rounds = bool(job.make_algorithm().traits.rounds_reason)
+        return self.output.keep_checkpoint and not depends_on_rounds
 
     def checkpoint_folder(self, job: Job) -> Path:
         """The folder of a job's checkpoint, whatever other jobs the command has."""
@@ -826,7 +831,7 @@ class _JobRunner:
             self.progress.say(f"{job.name}: {history.stopped}")
         self.progress.skip(job.num_rounds(self.data.n) - played)
         is_over = not (history.interrupted or history.failed)
-        if self.ranks.is_first and is_over and not self.output.keep_checkpoint:
+        if self.ranks.is_first and is_over and not self.keeps_checkpoint(job):
             shutil.rmtree(folder, ignore_errors=True)
         return history
 

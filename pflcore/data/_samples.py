@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,7 +158,7 @@ class ClientSamples:
         """The number of samples of each client: int64 [N], on the CPU."""
         return self.lists(split).size
 
-    @property
+    @cached_property  # a round must not look at all clients
     def trainable_clients(self) -> Tensor | None:
         """The ids [T] of the clients with training samples; None where all have."""
         has_samples = self.size() > 0

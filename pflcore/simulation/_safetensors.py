@@ -39,7 +39,7 @@ DIGEST_PLACEHOLDER = f"{DIGEST_KEY:*^64}"  # stands where the digest of the file
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    part: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Writes tensors [...] on any device into a new file.
 
@@ -53,7 +53,7 @@ def write_safetensors(
     names = _ordered_names(tensors)
     head = _head(names, tensors, metadata)
     digest = hashlib.sha256()
-    with open(path, "wb") as file:
+    with open(part, "wb") as file:
         for piece in _pieces(head, names, tensors):
             digest.update(piece)
             file.write(piece)

@@ -450,7 +450,10 @@ class Net:
         scores, y = self.argument_form.convert(scores, y)
         # Autocast computes losses in float32. Under vmap it does not reach all of the
         # functions that they consist of.
-        is_autocast = torch.is_autocast_enabled(scores.device.type)
+        device_type = scores.device.type
+        is_autocast = torch.amp.is_autocast_available(
+            device_type
+        ) and torch.is_autocast_enabled(device_type)
         if is_autocast and not forward_state.single_client:
             scores = scores.float()
         label = self.ignored_label
