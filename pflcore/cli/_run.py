@@ -557,6 +557,13 @@ def _check_goes_on(folder: Path, job: Job, runner: _JobRunner) -> None:
     length = lengths.get(job.name, job.options.rounds)
     if length == job.options.rounds:
         return
+    reason = job.make_algorithm().traits.rounds_reason
+    if reason:
+        raise ValueError(
+            f"rounds: {job.name} is over in {folder} after {length} rounds, and "
+            f"{name_of(job.algorithm)} {reason}; give --rounds {length}, or another "
+            "folder."
+        )
     path = _checkpoint_folder(folder, job)
     if job.for_each:
         path = target_folder(path, 0)
