@@ -48,7 +48,8 @@ from pflcore.results.record import group_runs
 from pflcore.simulation._attacks import Attack
 
 ATTACKS = get_args(Attack)
-DEFENCES = get_args(Defence)
+# All but "dp", which hides clients and keeps none out.
+DEFENCES = tuple(name for name in get_args(Defence) if name != "dp")
 N = 10  # clients
 ROUNDS = 20
 TRAINING = Training(lr=0.1, batch_size=20)
@@ -151,6 +152,8 @@ def _defended(defence: str) -> FedAvg:
         options["num_byzantine"] = len(BAD)
     elif defence == "fltrust":
         options["trusted_client"] = 0
+    elif defence == "centered_clipping":
+        options |= {"clip_norm": 1.0, "clip_steps": 3}
     return FedAvg(**options)
 
 
