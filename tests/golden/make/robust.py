@@ -52,6 +52,56 @@ def trusted_mean(d: np.ndarray, trusted: int) -> np.ndarray:
     return (t * np.linalg.norm(r) / norms) @ d / t.sum()
 
 
+def near_median(d: np.ndarray, count: int) -> np.ndarray:
+    """Each coordinate's mean of the `count` numbers nearest to its median.
+
+    It is Xie et al. 2018's mean around the median.
+    """
+    columns = []
+    for column in d.T:
+        median = np.median(column)
+        nearest = sorted(column, key=lambda v: (abs(v - median), v))
+        columns.append(np.mean(nearest[:count]))
+    return np.array(columns)
+
+
+def bulyan(d: np.ndarray, f: int) -> np.ndarray:
+    """Bulyan (El Mhamdi et al. 2018, section 4).
+
+    Krum chooses S - 2 f updates one by one; then each coordinate's mean of the S - 4 f
+    that are nearest to its median is taken. Where Krum has no neighbours to sum, the
+    package takes the nearest one.
+    """
+    left = list(range(len(d)))
+    selected = []
+    for _ in range(len(d) - 2 * f):
+        count = max(1, len(left) - f - 2)
+        scores = []
+        for i in left:
+            to_others = [((d[i] - d[j]) ** 2).sum() for j in left if j != i]
+            scores.append(sum(sorted(to_others)[:count]))
+        selected.append(left.pop(int(np.argmin(scores))))
+    return near_median(d[sorted(selected)], len(d) - 4 * f)
+
+
+def geometric_median(d: np.ndarray) -> np.ndarray:
+    """The row with the least sum of distances to the updates, by Weiszfeld's steps."""
+    z = np.median(d, 0)
+    for _ in range(10_000):
+        weights = 1 / np.maximum(np.linalg.norm(d - z, axis=1), 1e-12)
+        z = weights @ d / weights.sum()
+    return z
+
+
+def centered_clipping(d: np.ndarray, v: np.ndarray, tau: float, steps: int):
+    """Karimireddy et al. 2021, eq. 5, from the center v."""
+    for _ in range(steps):
+        way = d - v
+        length = np.linalg.norm(way, axis=1, keepdims=True)
+        v = v + (way * np.minimum(1, tau / np.maximum(length, 1e-300))).mean(0)
+    return v
+
+
 def robust_mean(d, p, defence, f, trusted) -> np.ndarray:
     """The result of a defence; the mean without one."""
     if defence is None:
@@ -64,21 +114,43 @@ def robust_mean(d, p, defence, f, trusted) -> np.ndarray:
         return trimmed_mean(d, f)
     if defence == "fltrust":
         return trusted_mean(d, trusted)
+    if defence == "geometric_median":
+        return geometric_median(d)
+    if defence == "mean_around_median":
+        return near_median(d, len(d) - f)
+    if defence == "bulyan":
+        return bulyan(d, f)
     count = 1 if defence == "krum" else len(d) - f
     return d[krum_order(d, f)[:count]].mean(0)
 
 
 def fedavg(
-    rounds, x0, n, start, defence=None, num_byzantine=1, trusted_client=None
+    rounds,
+    x0,
+    n,
+    start,
+    defence=None,
+    num_byzantine=1,
+    trusted_client=None,
+    clip_norm=None,
+    clip_steps=1,
 ) -> Iterator[dict]:
     """FedAvg (McMahan et al. 2017, Algorithm 1) with a defence: `x <- x + mean d`.
 
-    Without a defence, the mean weighs clients by their samples.
+    Without a defence, the mean weighs clients by their samples. Centered clipping
+    starts from the mean of the last round.
     """
     x = x0
+    center = np.zeros_like(x0)
     for cohort, up in rounds:
         p = cohort.sizes / cohort.sizes.sum()
-        x = x + robust_mean(up["delta"], p, defence, num_byzantine, trusted_client)
+        d = up["delta"]
+        if defence == "centered_clipping":
+            center = centered_clipping(d, center, clip_norm, clip_steps)
+            x = x + center
+            yield {"state": {"x": x, "center": center}}
+            continue
+        x = x + robust_mean(d, p, defence, num_byzantine, trusted_client)
         yield {"state": {"x": x}}
 
 
