@@ -153,6 +153,7 @@ def curves(
     """
     ends = []
     for k, (name, (x, y)) in enumerate(series.items()):
+        look: Mapping[str, Any]
         look = {"color": COLOURS[k % 6], "marker": MARKERS[k % 6], "markersize": 4}
         if looks is not None:
             look = looks[name]

@@ -266,18 +266,18 @@ def play(
     return lines
 
 
-def compare(folder: Path, options: dict[str, object]) -> float:
-    """The largest difference from the models of `pflcore.Simulation`."""
+def compare(folder: Path, algorithm: str, rounds: int, seed: int) -> float:
+    """The largest difference of the folder's models from those of a `Simulation`."""
     sys.path.insert(0, str(APP))
     task = importlib.import_module("pfl_app.task")
     simulation = Simulation(
-        task.algorithm(options["algorithm"]),
+        task.algorithm(algorithm),
         task.model,
         task.data(CLIENTS),
         task.TRAINING,
-        options["rounds"],
+        rounds,
         hardware=Hardware(workers=1),
-        seed=options["seed"],
+        seed=seed,
         evaluation=Evaluation(every=0),
     )
     history = simulation.run()
@@ -331,7 +331,9 @@ def main() -> None:
         models = list(export.iterdir())
         if len(models) != CLIENTS:
             raise SystemExit("The run ended without models:\n" + "".join(lines[-30:]))
-        difference = compare(export, options)
+        difference = compare(
+            export, arguments.algorithm, arguments.rounds, arguments.seed
+        )
     # A number that is NaN is no match, either.
     if not difference <= TOLERANCE:
         raise SystemExit(f"models differ from a simulation's by {difference:.1e}")

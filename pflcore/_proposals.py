@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from pflcore.check import Number, checked, import_optional, require
+from pflcore.check import (
+    Expectation,
+    Number,
+    checked,
+    expectation_of,
+    import_optional,
+    require,
+)
 
 Options = dict[str, Any]
 
@@ -46,6 +53,15 @@ class Range:
 
 
 Grid = Mapping[str, Sequence[Any] | Range]
+# A grid as callers write it: for a type checker, a dict of lists and ranges is a
+# dict[str, object], which is no `Grid`. Its values are checked at run time.
+WrittenGrid = Annotated[
+    Mapping[str, Any],
+    Expectation(
+        "a dict of options, each with a list of values or a Range",
+        expectation_of(Grid).fits,
+    ),
+]
 
 
 class Study(Protocol):

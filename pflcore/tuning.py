@@ -25,7 +25,7 @@ import annotated_types as at
 import torch
 from torch import Tensor, nn
 
-from pflcore._proposals import Grid, Proposals, Range, Study, seeded_study
+from pflcore._proposals import Grid, Proposals, Range, Study, WrittenGrid, seeded_study
 from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import (
@@ -308,7 +308,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     net: Model | Sequence[Net],
     algorithm: Algorithm | type[Algorithm] | str,
     training: Training,
-    grid: Grid,
+    grid: WrittenGrid,
     rounds: NonNegativeInt,
     *,
     states: Sequence[State] | None = None,

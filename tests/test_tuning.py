@@ -367,7 +367,7 @@ NOT = """\
 {"grid": {"lr": [0.1]}} | grid: .*training.lr
 {"grid": {"training.size": [1]}} | grid: .*training.lr
 {"grid": {"training.lr": []}} | grid: .*a list of values for 'training.lr'
-{"grid": {"training.lr": "0.1"}} | grid: .*a list
+{"grid": {"training.lr": "0.1"}} | grid: expected a dict of options, each with a list
 {"search": 3, "trials": 2} | search: expected a study of Optuna
 {"trials": 0} | trials: expected a whole number
 {"metric": "unknown"} | metrics: for labels there are auc

@@ -2,9 +2,11 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
+from parts.tuning import pretended_optuna
 from places import ROOT
 
 from pflcore import cli
@@ -37,21 +39,23 @@ def commands():
 
 
 @pytest.mark.deep("all commands of a page")
-def test_every_command_of_the_page_works():
+def test_every_command_of_the_page_works(monkeypatch):
+    """They run one after another, with a stand-in for Optuna."""
+    monkeypatch.setitem(sys.modules, "optuna", pretended_optuna())
     lines = commands()
-    assert len(lines) == 13
+    assert len(lines) == 14
     for line in lines:
         words = shlex.split(line.replace("--seeds 3", "--seeds 2"), comments=True)
         # The folder of `diff` has runs that are added later.
         assert cli.main(words[1:]) == 0, line
     names = [run.name for run in read("table/record.jsonl")]
     assert len(names) == 8 and names[-1] == "feddwa, seed 1"
+    drawn = Path("tuned/ditto/run-2.toml").read_text()
+    assert "trials = 20" in drawn and "lam=.01:10:log" in drawn
+    chosen = Path("tuned/ditto/tuned.toml").read_text()
     (tuned, *_) = read("compared")
-    assert tuned.algorithm == "ditto" and tuned.header["options"]["lam"] in (
-        0.01,
-        0.1,
-        1,
-    )
+    assert tuned.algorithm == "ditto"
+    assert f"\nlam = {tuned.header['options']['lam']}\n" in chosen
     assert Path("both/table.md").read_text().count("over 2 seeds") == 1
     assert "| ditto " in Path("table/table.md").read_text()
 

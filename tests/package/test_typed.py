@@ -15,12 +15,39 @@ DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 # The first line of a class for a framework that has no types:
 # "# NVFlare: from nvflare.collab import ...".
 OF_FRAMEWORKS = re.compile(r"# \S+: ")
-# Imports and names of the reader that the fragments of a document assume.
+# Documents whose blocks belong together, with the imports and names of the reader that
+# the blocks assume.
 OWN_NAMES = {
+    "data.md": "",
+    "many_runs.md": """
+from torch import nn
+
+from pflcore import Federation, Training, cross_silo
+
+data: Federation
+protocol = cross_silo(data)
+model: nn.Module
+training: Training
+""",
+    "rounds.md": """
+from torch import nn
+
+from pflcore import Federation
+
+SLOW: set[int]
+model: nn.Module
+data: Federation
+""",
+    "training.md": """
+from torch import nn
+
+backbone: nn.Module
+""",
     "interop.md": """
 from collections.abc import Callable
 
 import torch
+from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Bulyan
@@ -28,7 +55,7 @@ from torch import Tensor, nn
 
 import pflcore
 from pflcore.algorithms import Cohort, Tensors, apply
-from pflcore.interop import lowrank
+from pflcore.interop import Client, lowrank
 from pflcore.interop.flower import (
     ExactMultiKrum,
     PersonalStrategy,
@@ -53,6 +80,7 @@ y: Tensor
 client_id: str
 grid: Grid
 make_model: Callable[[], nn.Module]
+make_client: Callable[[Context], Client]
 data_of: Callable[[object], tuple[Tensor, Tensor]]
 training: pflcore.Training
 """,
