@@ -145,7 +145,7 @@ def test_refusals():
         FedAvg(defence="dp", noise_multiplier=1.0)
     with pytest.raises(ValueError, match="noise_multiplier"):
         FedAvg(noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="one sum"):
+    with pytest.raises(ValueError, match="defence: expected one without"):
         Scaffold(defence="dp", clip_norm=1.0, noise_multiplier=1.0)
     assert FedAdam(defence="dp", clip_norm=1.0, noise_multiplier=1.0).traits.batch_norm
 

@@ -157,12 +157,12 @@ class FedAvg(Algorithm):
         return Traits(batch_norm=("local",), required_clients=required)
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        return {"x": x0, **self.init_centers(x0, "center")}
+        return {"x": x0, **self.init_center(x0)}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         rows, mix = self.robust_weights(up["delta"], cohort, state.get("center"))
         x = mix.aggregate(rows, state["x"], self.server_lr)[0]
-        return {"x": x, **self.new_centers(rows, mix, "center")}, mix
+        return {"x": x, **self.new_center(rows, mix)}, mix
 
     def update_without_clients(self, state: Tensors, cohort: Cohort) -> Changes:
         if self.defence != "dp":
@@ -192,20 +192,20 @@ class FedAvg(Algorithm):
                 given,
             )
 
-    def init_centers(self, x0: Tensor, name: str) -> Tensors:
-        """The center [P] of "centered_clipping" before round 1, by its name.
+    def init_center(self, x0: Tensor) -> Tensors:
+        """The "center" [P] of "centered_clipping" before round 1, for the state.
 
         It is empty for every other defence, which needs no center.
         """
         if self.defence != "centered_clipping":
             return {}
-        return {name: torch.zeros_like(x0)}
+        return {"center": torch.zeros_like(x0)}
 
-    def new_centers(self, rows: Tensor, mix: MixingWeights, name: str) -> Tensors:
-        """The center [P] of the next round, by its name: the aggregate of this one."""
+    def new_center(self, rows: Tensor, mix: MixingWeights) -> Tensors:
+        """The "center" [P] of the next round: the aggregate of this one."""
         if self.defence != "centered_clipping":
             return {}
-        return {name: mix.aggregate(rows)[0]}
+        return {"center": mix.aggregate(rows)[0]}
 
     def robust_weights(
         self, delta: Tensor, cohort: Cohort, center: Tensor | None = None

@@ -146,7 +146,7 @@ class FedOpt(FedAvg):
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         rows, mix = self.robust_weights(up["delta"], cohort, state.get("center"))
         new = self.optimizer_step(state, mix.aggregate(rows)[0])
-        return {**new, **self.new_centers(rows, mix, "center")}, mix
+        return {**new, **self.new_center(rows, mix)}, mix
 
 
 @algorithm_options

@@ -70,8 +70,9 @@ class Scaffold(FedAvg):
 
     A `defence` takes the place of both means, of the updates and of the control
     variates, each by itself; c is then no mean of the c_i. The run's `clip` shortens a
-    client's step of c_i with its update, so that c stays their mean. "dp" is refused:
-    its noise would hide one sum of a round, and here are two.
+    client's step of c_i with its update, so that c stays their mean. "dp" and
+    "centered_clipping" are refused: their length holds for one sum of a round, and
+    control variates have another length than updates.
 
     The other options are those of `FedAvg`.
 
@@ -88,8 +89,9 @@ class Scaffold(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.defence == "dp":
-            reject("defence", "one that hides one sum a round at most", self.defence)
+        if self.clip_norm is not None:
+            expected = "one without clip_norm, which would be updates' length alone"
+            reject("defence", expected, self.defence)
 
     @property
     def traits(self) -> Traits:
@@ -107,8 +109,7 @@ class Scaffold(FedAvg):
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        c_center = self.init_centers(x0, "c_center")
-        return {**super().init(x0, n), "c": torch.zeros_like(x0), **c_center}
+        return {"x": x0, "c": torch.zeros_like(x0)}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         return {k: state[k].expand(len(cohort.ids), -1) for k in ("x", "c")}
@@ -143,10 +144,9 @@ class Scaffold(FedAvg):
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         changes, mix = super().update(state, up, cohort)
-        rows, mean = self.robust_weights(up["control"], cohort, state.get("c_center"))
+        rows, mean = self.robust_weights(up["control"], cohort)
         c = mean.aggregate(rows, state["c"], len(cohort.ids) / cohort.num_trainable)[0]
-        c_center = self.new_centers(rows, mean, "c_center")
-        return {**changes, "c": c, **c_center}, mix
+        return {**changes, "c": c}, mix
 
     def add_client(self, state: Tensors, n: int) -> Tensors:
         # c becomes the mean of one more c_i, which is 0.

@@ -169,12 +169,17 @@ def _take_steps(
     state: Tensors,  # [s, ...], changed; empty for a new one
 ) -> None:
     """Takes all steps of the run's optimizer, with all of its options."""
+    max_steps = int(chunk.batches.taken.max())
+    counts = range(max_steps + 1)
+    if "steps" in state:  # a look at a GPU, which a new state does not need
+        taken = state["steps"]
+        counts = range(int(taken.min()), int(taken.max()) + max_steps + 1)
     state = state or first_state(training, w)
     optimizer: SGD | AdamW
     if training.local_optimizer == "sgd":
         optimizer = SGD(w, lr, training, state)
     else:
-        optimizer = AdamW(w, lr, training, state, int(chunk.batches.taken.max()))
+        optimizer = AdamW(w, lr, training, state, counts)
     row = torch.empty_like(w[0]) if chunk.leaves else None
     for step in chunk.batches.steps:
         clients = step.clients
@@ -269,7 +274,8 @@ class AdamW:
         lr: The step size.
         training: The options of training.
         state: The state of `first_state`, which the steps change.
-        max_steps: The largest number of steps that a client takes.
+        counts: The numbers of steps that a client may have taken, before its first step
+            here and after the last.
     """
 
     def __init__(
@@ -278,7 +284,7 @@ class AdamW:
         lr: float,
         training: Training,
         state: Tensors,
-        max_steps: int,
+        counts: range,
     ) -> None:
         self.w = w
         self.lr = lr
@@ -289,8 +295,7 @@ class AdamW:
         self.square = state["square"]
         # The number of steps that each client has taken, [s, 1].
         self.steps = state["steps"]
-        self.first = int(self.steps.min())
-        counts = range(self.first, int(self.steps.max()) + max_steps + 1)
+        self.first = counts.start
         self.bias_corrections = [
             _bias_corrections(beta, counts, w) for beta in self.betas
         ]

@@ -24,7 +24,7 @@ def run(algorithm="fedavg", **options):
 def defence(name, f=2):
     beside = {
         "fltrust": {"trusted_client": 0},
-        "centered_clipping": {"clip_norm": 2.0},
+        "centered_clipping": {"clip_norm": 0.1, "clip_steps": 3},
         "dp": {"clip_norm": 0.5, "noise_multiplier": 0.0},
         "median": {},
         "clip": {},

@@ -20,6 +20,8 @@ from torch import nn
 
 from pflcore.algorithms import FedAvg, Stop
 
+# torchrun ends the ranks that are left when one has ended; they write their file first.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 RANK = int(os.environ["RANK"])
 CASE = {"algorithm": "fedavg", "rounds": 4, "participation": 1.0, "rank_timeout": 0.15}
 warnings.simplefilter("ignore")

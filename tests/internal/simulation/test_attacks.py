@@ -170,8 +170,11 @@ def test_defences_hold_where_the_mean_does_not(attack):
     broken = accuracy(run(adversary=adversary))
     assert broken < clean - 0.2
     others = (ALGORITHMS[name] for name in ("fedavgm", "fedadam", "fedprox", "ditto"))
-    pairs = product(set(DEFENCES) - {"clip"}, (FedAvg, Scaffold))
+    # Bulyan would need eleven clients.
+    pairs = product(set(DEFENCES) - {"clip", "bulyan"}, (FedAvg, Scaffold))
     for name, method in (*pairs, *product(["median"], others)):
+        if name == "centered_clipping" and method is Scaffold:
+            continue  # it is refused
         defended = accuracy(run(method(**defence(name)), adversary=adversary))
         assert defended > clean - 0.1, (name, method)
 

@@ -81,6 +81,7 @@ def test_a_killed_run_ends_as_the_unbroken_one(tmp_path, no_pictures, forks, cap
                 "--out",
                 str(folder),
                 "--resume",
+                "--no-keep-checkpoint",
                 "--checkpoint-every",
                 every,
             ]
