@@ -161,7 +161,7 @@ def test_command_line_writes_json_and_markdown(tmp_path, capsys):
 SMALL = dict(n=6, cohort=3, samples=60, tests=13, batch=4, rounds=2, data="made up")
 
 
-@pytest.mark.deep("workloads of published times")
+@pytest.mark.long("workloads of published times")
 @pytest.mark.parametrize("name", sorted(workload.WORKLOADS))
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_workloads_of_published_times(name, evaluate):

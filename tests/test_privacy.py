@@ -14,11 +14,12 @@ from hypothesis import given
 from small import images
 from torch import nn
 
+from examples import examples
 from pflcore import Simulation, Training
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAdam, FedAvg, Scaffold
 from pflcore.privacy import epsilon, noise_multiplier
 from pflcore.results import read
-from pflcore.results.record import RecordWriter
+from pflcore.results import record as records
 from pflcore.simulation import round as by_hand
 
 # z, q, rounds, delta, and the epsilon that the accountant of Opacus 1.6.0 prints.
@@ -47,6 +48,7 @@ def test_without_sampling_it_is_the_gaussian_mechanism():
     assert epsilon(1.5, 1.0, 7, 1e-5) == pytest.approx(bounds.min(), rel=1e-9)
 
 
+@examples(10)
 @given(
     st.floats(0.3, 20), st.floats(0.001, 1), st.integers(1, 500), st.floats(1e-8, 0.1)
 )
@@ -197,7 +199,7 @@ def test_clients_join_independently_with_their_chance():
 
 def test_a_round_without_clients_changes_nothing_but_noise(tmp_path):
     """With noise the server's model moves all the same; the record is a whole one."""
-    with RecordWriter(tmp_path / "silent.jsonl") as record:
+    with records.RecordWriter(tmp_path / "silent.jsonl") as record:
         silent = record.run({}, play("fedavg", 0.15, sampling="poisson").run)
     empty = [record["round"] for record in silent.rounds if not record["cohort"]]
     assert empty, "the seed draws no empty cohort"

@@ -746,6 +746,7 @@ def test_architectures_are_named(listed, names):
 # --- small runs for tools on a card -------------------------------------------
 
 
+@pytest.mark.long("minutes for a kernel's every path")
 def test_small_runs_reach_every_kernel():
     """The small runs launch all kernels in the table of registers.
 
