@@ -31,6 +31,10 @@ ORDERS = np.concatenate(
     [np.arange(1.1, 11, 0.1), np.arange(11, 65), 2.0 ** np.arange(7, 11)]
 )
 
+# The largest mean of an integrand, in units of the noise's standard deviation.
+LARGEST_MEAN = 5000.0
+LEAST_NOISE_MULTIPLIER = 0.01
+
 
 def rdp_of_round(noise_multiplier: float, sampling_rate: float, orders: F64) -> F64:
     """The Renyi differential privacy of one round, for each of `orders`.
@@ -47,7 +51,7 @@ def rdp_of_round(noise_multiplier: float, sampling_rate: float, orders: F64) -> 
     for position, order in enumerate(orders):
         # The integrand's mass lies between the mean 0 and the mean `order`.
         width = max(40.0, order / z + 40.0)
-        points = np.linspace(-20.0, width - 20.0, int(64 * width))  # in units of z
+        points = np.linspace(-20.0, width - 20.0, int(32 * width))  # in units of z
         log_ratio = (2 * points * z - 1) / (2 * z * z)
         log_mixture = np.logaddexp(
             np.log1p(-q) if q < 1 else -np.inf, np.log(q) + log_ratio
@@ -85,10 +89,12 @@ def epsilon(
         accountants of this kind give.
     """
     require(delta < 1, "delta", "a number between 0 and 1, both excluded", delta)
-    rdp = rounds * rdp_of_round(noise_multiplier, sampling_rate, ORDERS)
-    bounds = (
-        rdp - (np.log(delta) + np.log(ORDERS)) / (ORDERS - 1) + np.log1p(-1 / ORDERS)
-    )
+    # With little noise the least epsilon is that of a small order; a large one would
+    # take a wide range of points.
+    orders = ORDERS[max(ORDERS[1], LARGEST_MEAN * noise_multiplier) >= ORDERS]
+    rdp = rounds * rdp_of_round(noise_multiplier, sampling_rate, orders)
+    log_terms = (np.log(delta) + np.log(orders)) / (orders - 1)
+    bounds = rdp - log_terms + np.log1p(-1 / orders)
     return float(max(0.0, np.nanmin(bounds)))
 
 
@@ -101,6 +107,8 @@ def noise_multiplier(
 ) -> float:
     """The least noise multiplier, to three digits, whose epsilon is not larger.
 
+    It is at least 0.01, less than which hides nothing.
+
     Args:
         epsilon: The largest epsilon that is allowed.
         sampling_rate: q, see the function `epsilon`.
@@ -111,7 +119,7 @@ def noise_multiplier(
         ValueError: No noise multiplier up to 1,000 is enough.
     """
     low = 0.0
-    high = 0.1
+    high = LEAST_NOISE_MULTIPLIER
     while _epsilon(high, sampling_rate, rounds, delta) > epsilon:
         low = high
         high *= 2
@@ -121,7 +129,7 @@ def noise_multiplier(
             "one that a noise multiplier of at most 1000 reaches",
             epsilon,
         )
-    while high - low > 0.001 * high:
+    while low and high - low > 0.001 * high:
         middle = (low + high) / 2
         if _epsilon(middle, sampling_rate, rounds, delta) > epsilon:
             low = middle

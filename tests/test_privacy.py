@@ -60,10 +60,15 @@ def test_epsilon_falls_with_noise_and_grows_with_rounds(z, q, rounds, delta):
     assert epsilon(z, min(1.0, q * 1.1), rounds, delta) >= least * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("wanted", [0.5, 3.0, 30.0])
+@pytest.mark.parametrize("wanted", [0.5, 30.0])
 def test_the_noise_for_an_epsilon_reaches_it_and_no_less_does(wanted):
     z = noise_multiplier(wanted, 0.1, 100, 1e-5)
     assert epsilon(z, 0.1, 100, 1e-5) <= wanted < epsilon(z * 0.998, 0.1, 100, 1e-5)
+
+
+def test_a_loose_epsilon_needs_the_least_noise():
+    assert noise_multiplier(1e9, 0.02, 1, 1e-5) == 0.01
+    assert epsilon(1e-4, 0.02, 1, 1e-5) > 1e6
 
 
 def test_what_is_no_probability_is_refused():
@@ -147,7 +152,7 @@ def test_refusals():
         FedAvg(defence="dp", noise_multiplier=1.0)
     with pytest.raises(ValueError, match="noise_multiplier"):
         FedAvg(noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="defence: expected one without"):
+    with pytest.raises(ValueError, match="defence: expected a defence that takes no"):
         Scaffold(defence="dp", clip_norm=1.0, noise_multiplier=1.0)
     assert FedAdam(defence="dp", clip_norm=1.0, noise_multiplier=1.0).traits.batch_norm
 
@@ -224,4 +229,6 @@ def test_noise_needs_cohorts_that_its_privacy_assumes():
     with pytest.raises(ValueError, match=r"expected_clients: expected 1\.8"):
         play(algorithm, 0.3, sampling="poisson")
     play(algorithm, 0.5, sampling="poisson")
+    with pytest.warns(UserWarning, match=r"0\.6 clients take part"):
+        play("fedavg", 0.1, sampling="poisson")
     play(private(0.5), 1.0)

@@ -226,7 +226,7 @@ def test_updates_are_shortened():
         (lambda: FedAvg(defence="centered_clipping"), "clip_norm: expected a number"),
         (
             lambda: server("centered_clipping", Scaffold),
-            "defence: expected one without",
+            "defence: expected a defence that takes no",
         ),
         (lambda: FedAvg(neighbor_mixing=True), "neighbor_mixing"),
         (lambda: FedAvg(defence="median", clip_steps=2), "clip_steps"),

@@ -188,7 +188,8 @@ class FedAvg(Algorithm):
         if not math.isclose(given, expected, rel_tol=1e-6):
             reject(
                 "expected_clients",
-                f"{expected:g}, participation times the clients that may take part",
+                f"{expected:g}, participation times the clients that may take part "
+                f"(give expected_clients={expected:g})",
                 given,
             )
 

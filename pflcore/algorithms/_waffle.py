@@ -90,7 +90,10 @@ class Scaffold(FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.clip_norm is not None:
-            expected = "one without clip_norm, which would be updates' length alone"
+            expected = (
+                "a defence that takes no clip_norm with Scaffold, since the length of "
+                "an update does not fit its control variates"
+            )
             reject("defence", expected, self.defence)
 
     @property

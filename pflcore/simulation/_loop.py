@@ -187,6 +187,12 @@ class Simulation:
             num_eligible,
             num_trainable,
         )
+        expected = self.participation * num_eligible
+        if sampling_kind(self.sampling) == "poisson" and expected < 1:
+            warn_caller(
+                f"sampling: with participation={self.participation:g}, {expected:g} "
+                "clients take part in a round on average; many rounds have none."
+            )
         options = replace(
             options, data=self.data, clients=clients, sampling=self.sampling
         )
