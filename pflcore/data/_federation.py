@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -345,6 +346,9 @@ class Federation(ClientSamples):
                 as 255; it becomes -100, which losses and accuracies leave out. None for
                 no label but -100
         """
+        is_path = isinstance(x, str | Path)
+        expected = "a table or inputs (read a file first, as pandas.read_csv does)"
+        require(not is_path, "x", expected, x)
         reader = ReaderOptions(classes, dtype, ignored_label=ignored_label)
         table_columns = column_names(x)
         columns = None

@@ -74,6 +74,13 @@ def read_by_keys(samples: Any, keys: SampleKeys, name: str) -> tuple[Any, Any]:
         require(has_length, name, NO_STREAM, Words(type(samples).__name__))
         parts = read_table(samples, wanted, name)
     else:
+        is_pair = isinstance(samples, tuple) and all(
+            hasattr(part, "shape") for part in samples
+        )
+        expected = (
+            "samples with the parts that x= and y= name (leave them out for a pair)"
+        )
+        require(not is_pair, name, expected, Words("arrays in a tuple"))
         parts = _read_items(samples, wanted, name)
     y = parts[keys.y]
     if isinstance(keys.x, str | int):

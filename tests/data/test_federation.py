@@ -523,3 +523,11 @@ def test_bad_input_is_one_sentence(call, options, words):
 def test_a_pool_that_is_half_there_is_one_sentence():
     with sentence("y_test: expected numbers in one array"):
         Federation.from_partition(X, Y, IID, x_test=X)
+
+
+def test_a_file_and_a_pair_where_they_do_not_belong_are_named():
+    with pytest.raises(ValueError, match=r"x: expected a table .*read a file first"):
+        Federation.from_table("sites.csv", y="ill", client="site")
+    pair = (torch.randn(4, 2), torch.arange(4) % 2)
+    with pytest.raises(ValueError, match=r"leave them out for a pair.*arrays in a tup"):
+        Federation.from_clients([pair, pair], x="a", y="b")
