@@ -95,6 +95,19 @@ def test_a_server_and_a_function_give_the_same_bits(name, dtype):
     assert torch.equal(changes["x"], want) and want.dtype == dtype
 
 
+@every_function
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_rounded_once(name, dtype):
+    """The result is that of the same numbers in float64, in the rows' dtype."""
+    gen = torch.Generator().manual_seed(1)
+    rows = torch.randn(11, 4000, generator=gen).to(dtype)
+    got = call(name, rows)
+    assert got.dtype == dtype
+    want = call(name, rows.double())
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
 def near_median(column, count):
     median = np.median(column)
     order = sorted(column, key=lambda v: (abs(v - median), v))

@@ -34,6 +34,7 @@ Defence = Literal[
 ]
 # Columns that are sorted together, so that their block stays in a CPU's cache.
 SORT_BLOCK_COLUMNS = 1 << 14
+FLOAT32_BYTES = 4
 # The defences that are told the number f of bad clients. A round needs a multiple of f
 # clients and some more: (2, 3) means 2 f + 3.
 BYZANTINE_NEEDS = {
@@ -274,11 +275,13 @@ def mean_near_median(rows: Tensor, count: int) -> Tensor:
     """
     means = []
     for block in rows.split(SORT_BLOCK_COLUMNS, 1):
-        ordered = torch.stack(sort_columns(block))
+        # In half precision the distances to the median would be rounded together.
+        wide = block.float() if rows.element_size() < FLOAT32_BYTES else block
+        ordered = torch.stack(sort_columns(wide))
         low = (len(rows) - 1) // 2
         median = ordered[low : len(rows) - low].mean(0)
         nearest = (ordered - median).abs().sort(dim=0, stable=True).indices[:count]
-        means.append(ordered.gather(0, nearest).mean(0))
+        means.append(ordered.gather(0, nearest).mean(0).to(rows.dtype))
     return torch.cat(means)
 
 
