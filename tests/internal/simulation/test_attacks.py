@@ -10,7 +10,8 @@ from small import equals, served, t
 
 from pflcore import ALGORITHMS, FedAvg
 from pflcore.algorithms import Cohort, Scaffold, Traits
-from pflcore.algorithms._defences import SORT_BLOCK_COLUMNS, Defence, Facts, robust_mean
+from pflcore.algorithms._defences import Defence, Facts, robust_mean
+from pflcore.ops._robust import SORT_BLOCK_COLUMNS
 from pflcore.results.record import group_runs
 from pflcore.results.table import table
 from pflcore.simulation._attacks import DEFAULT_STRENGTH, Adversary
