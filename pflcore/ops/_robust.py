@@ -57,9 +57,7 @@ def trimmed_mean(
     if n == 0:
         reject(f"{op}(rows)", "at least one row", rows)
     if not 0 <= removed < (n + 1) // 2:
-        expected = (
-            f"a whole number from 0 to {(n - 1) // 2}, less than half of the rows"
-        )
+        expected = f"0 to {(n - 1) // 2}, so that a number of {n} rows is left"
         reject(f"{op}(removed)", expected, removed)
     if not isinstance(removed, int | torch.SymInt):
         removed = int(removed)  # numpy's whole numbers are none for torch
