@@ -4,14 +4,16 @@
 // The columns are walked in panels, whose rows lie in the first-level cache. Batcher's odd-even
 // merge sort orders all columns of a panel at once: a comparator puts the lesser numbers of two
 // rows into one of them and the larger ones into the other. Groups of kGroup rows are sorted in
-// registers while they are read; a list of comparators merges the groups. It has none that the
+// registers while they are read; a list of steps merges the groups. It has no comparator that the
 // wanted rows do not depend on. A column's result depends on that column alone, so neither on the
 // panels nor on the threads.
 #pragma once
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <limits>
+#include <cstring>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "../inputs.h"
@@ -48,22 +50,55 @@ constexpr void sorting_network(int64_t n, int64_t first, F&& f) {
           if (i / (2 * p) == (i + k) / (2 * p)) f(i, i + k);
 }
 
-// The comparators that merge groups of kGroup rows, without those that no row of first .. last
+// A comparator; or three on four rows, which are loaded and stored once: `first` and `second`, and
+// then one of second.low and first.high. Such threes are three quarters of a merge.
+struct Step {
+  Comparator first, second;
+  bool three;
+};
+
+// The steps that merge groups of kGroup rows, without comparators that no row of first .. last
 // depends on.
-inline std::vector<Comparator> merges(int64_t n, int64_t first, int64_t last) {
-  std::vector<Comparator> all, used;
+inline std::vector<Step> merges(int64_t n, int64_t first, int64_t last) {
+  struct Node {
+    Comparator rows;
+    int level;  // more than that of the comparators whose results it takes
+    bool taken;
+  };
+  std::vector<Node> all, used;
+  std::vector<int> level(n, 0);
   sorting_network(n, kGroup, [&](int64_t low, int64_t high) {
-    all.push_back({static_cast<int32_t>(low), static_cast<int32_t>(high)});
+    level[low] = level[high] = std::max(level[low], level[high]) + 1;
+    all.push_back({{static_cast<int32_t>(low), static_cast<int32_t>(high)}, level[low], false});
   });
   std::vector<char> wanted(n, 0);
   std::fill(wanted.begin() + first, wanted.begin() + last, 1);
   for (auto c = all.rbegin(); c != all.rend(); ++c)
-    if (wanted[c->low] || wanted[c->high]) {
-      wanted[c->low] = wanted[c->high] = 1;
+    if (wanted[c->rows.low] || wanted[c->rows.high]) {
+      wanted[c->rows.low] = wanted[c->rows.high] = 1;
       used.push_back(*c);
     }
   std::reverse(used.begin(), used.end());
-  return used;
+
+  std::vector<std::pair<int, Step>> steps;  // with their levels
+  std::vector<Node*> before(n, nullptr);    // the last comparator of each row
+  for (Node& c : used) {
+    Node *const x = before[c.rows.high], *const y = before[c.rows.low];
+    if (x && y && x->level == y->level && !x->taken && !y->taken && x->rows.high == c.rows.high &&
+        y->rows.low == c.rows.low && x != y) {
+      x->taken = y->taken = c.taken = true;
+      steps.push_back({x->level, {x->rows, y->rows, true}});
+    }
+    before[c.rows.low] = before[c.rows.high] = &c;
+  }
+  for (const Node& c : used)
+    if (!c.taken) steps.push_back({c.level, {c.rows, c.rows, false}});
+  // A step's level is that of its first comparators, and each depends on lower levels only.
+  std::stable_sort(steps.begin(), steps.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<Step> out;
+  for (const auto& step : steps) out.push_back(step.second);
+  return out;
 }
 
 // The comparators that sort n <= kGroup rows, as constants.
@@ -139,21 +174,28 @@ PFL_INLINE void sort_groups(const Panel<A>& panel, const A* from, int64_t stride
   }
 }
 
+// Vectors of a line of 64 bytes, of which a panel's row has several.
+template <int bytes>
+constexpr int kLine = bytes < 64 ? 64 / bytes : 1;
+
 template <int bytes, class A>
-PFL_INLINE void merge_groups(const Panel<A>& panel, const std::vector<Comparator>& merges) {
+PFL_INLINE void merge_groups(const Panel<A>& panel, const std::vector<Step>& steps) {
   constexpr int64_t lanes = bytes / sizeof(A);
   using V = Vec<A, bytes>;
-  for (const Comparator& c : merges) {
-    A* const low = panel.tile + c.low * panel.columns;
-    A* const high = panel.tile + c.high * panel.columns;
-    for (int64_t i = 0; i < panel.columns; i += lanes) {
-      V a, b;
-      load(a, low + i);
-      load(b, high + i);
-      put_in_order<A, bytes>(a, b);
-      store(low + i, a);
-      store(high + i, b);
-    }
+  const auto at = [&](int32_t row) PFL_LAMBDA { return panel.tile + row * panel.columns; };
+  for (const Step& step : steps) {
+    A *const a_row = at(step.first.low), *const b_row = at(step.first.high),
+             *const c_row = at(step.second.low), *const d_row = at(step.second.high);
+    for (int64_t i = 0; step.three && i < panel.columns; i += kLine<bytes> * lanes)
+      PFL_EACH(k, kLine<bytes>, V a, b, c, d; const int64_t from = i + k * lanes;
+               load(a, a_row + from); load(b, b_row + from); load(c, c_row + from);
+               load(d, d_row + from); put_in_order<A, bytes>(a, b); put_in_order<A, bytes>(c, d);
+               put_in_order<A, bytes>(c, b); store(a_row + from, a); store(b_row + from, b);
+               store(c_row + from, c); store(d_row + from, d));
+    for (int64_t i = 0; !step.three && i < panel.columns; i += kLine<bytes> * lanes)
+      PFL_EACH(k, kLine<bytes>, V a, b; const int64_t from = i + k * lanes; load(a, a_row + from);
+               load(b, b_row + from); put_in_order<A, bytes>(a, b); store(a_row + from, a);
+               store(b_row + from, b));
   }
 }
 
@@ -161,7 +203,7 @@ PFL_INLINE void merge_groups(const Panel<A>& panel, const std::vector<Comparator
 template <int bytes, class A>
 PFL_INLINE void take_means(const Panel<A>& panel, int64_t first, int64_t last, A* mean) {
   constexpr int64_t lanes = bytes / sizeof(A);
-  constexpr int across = bytes < 64 ? 64 / bytes : 1;  // vectors of a line of 64 bytes
+  constexpr int across = kLine<bytes>;
   using V = Vec<A, bytes>;
   const V count = V{} + static_cast<A>(last - first);
   for (int64_t column = 0; column < panel.columns; column += across * lanes) {
@@ -191,8 +233,8 @@ PFL_INLINE void put(T* to, const A* from, int64_t n) {
 
 // Columns begin .. end.
 template <int bytes, class A, class T>
-PFL_INLINE void columns(const TrimmedMean& job, const std::vector<Comparator>& merges,
-                        int64_t width, int64_t begin, int64_t end) {
+PFL_INLINE void columns(const TrimmedMean& job, const std::vector<Step>& steps, int64_t width,
+                        int64_t begin, int64_t end) {
   Scratch<A> tile(job.n * width), copies(job.n * width), nan(width), mean(width);
   const Panel<A> panel{width, tile.data, nan.data};
   for (int64_t column = begin; column < end; column += width) {
@@ -209,7 +251,7 @@ PFL_INLINE void columns(const TrimmedMean& job, const std::vector<Comparator>& m
       }
       sort_groups<bytes>(panel, copies.data, width, job.n, 0);
     }
-    merge_groups<bytes>(panel, merges);
+    merge_groups<bytes>(panel, steps);
     take_means<bytes>(panel, job.removed, job.n - job.removed, mean.data);
     put<bytes>(static_cast<T*>(job.out) + column, mean.data, filled);
   }
@@ -222,11 +264,12 @@ template <class Parallel>
 void trimmed_mean(const TrimmedMean& job, const Parallel& parallel) {
   using namespace robust_detail;
   if (job.p == 0) return;
-  const std::vector<Comparator> list = merges(job.n, job.removed, job.n - job.removed);
+  const std::vector<Step> steps = merges(job.n, job.removed, job.n - job.removed);
   const int64_t number = job.dtype == Dtype::f64 ? 8 : 4;
   const int64_t width = (job.n <= kWideRows * 4 / number ? 256 : 64) / number;
   const int64_t panels = (job.p + width - 1) / width;
-  const double work = static_cast<double>(job.p) * static_cast<double>(list.size() + 3 * job.n);
+  const double work =
+      static_cast<double>(job.p) * static_cast<double>(2 * steps.size() + 3 * job.n);
   const int64_t pieces =
       std::min({panels, static_cast<int64_t>(work / kPieceWork) + 1, int64_t{512}});
   parallel(pieces, [&](int64_t first, int64_t last) {
@@ -237,7 +280,7 @@ void trimmed_mean(const TrimmedMean& job, const Parallel& parallel) {
       with_type(job.dtype, [&](auto zero) PFL_LAMBDA {
         using T = decltype(zero);
         using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
-        columns<bytes, A, T>(job, list, width, begin, end);
+        columns<bytes, A, T>(job, steps, width, begin, end);
       });
     });
   });
