@@ -235,14 +235,18 @@ def waffle(seeds: int = 1) -> int:
     return 0
 
 
-# The rows of `nearby`: a method, and the attacks on it.
-NAIVE = ("sign_flip", "noise")
-KNOWING = ("nearby_blind", "nearby")
-DISTANCE_CASES = {
-    "local": (None,),
-    "fedavg": (None, *NAIVE, *KNOWING),
-    "feddwa": (None, *NAIVE, *KNOWING),
-    "waffle": (None, *NAIVE, *KNOWING, "control"),
+# The rows of `nearby`: a method, and attacks on it, some of them clipped.
+ABSENT = "they are absent"
+DISTANCE_ATTACKS = (None, ABSENT, "sign_flip", "noise", "nearby_blind", "nearby")
+DISTANCE_CASES: dict[str, tuple[tuple[str | None, float | None], ...]] = {
+    "local": ((None, None),),
+    "fedavg": tuple((attack, None) for attack in DISTANCE_ATTACKS),
+    "feddwa": tuple((attack, None) for attack in DISTANCE_ATTACKS),
+    "waffle": (
+        *((attack, None) for attack in DISTANCE_ATTACKS),
+        ("control", None),
+        ("control", CLIP),
+    ),
 }
 
 
@@ -263,34 +267,41 @@ def nearby(seeds: int = 1) -> int:
         "others, last",
     )
     for name, cases in DISTANCE_CASES.items():
-        for attack in cases:
+        for attack, clip in cases:
             values = torch.stack(
-                [_aimed_at(name, attack, d, s) for s, d in enumerate(data)]
+                [_aimed_at(name, attack, clip, d, s) for s, d in enumerate(data)]
             )
             cells = [_mean_text(column) for column in values.T]
-            if name == "local":
+            if name == "local" or attack == ABSENT:
                 cells[:2] = ["", ""]
             if name == "waffle":
                 cells[-1] = ""  # its only model is the target's
-            table.add(name, attack or "nobody attacks", *cells)
+            label = f"{attack}, clip={clip:g}" if clip else attack
+            table.add(name, label or "nobody attacks", *cells)
     return 0
 
 
 def _aimed_at(
-    name: str, attack: str | None, federation: Federation, seed: int
+    name: str,
+    attack: str | None,
+    clip: float | None,
+    federation: Federation,
+    seed: int,
 ) -> torch.Tensor:  # [5], in percent
     """The row of `nearby` of one seed."""
     bad = NEAREST[:2]
+    honest = [client for client in range(N) if client not in bad]
     adversary = None
-    if attack:
+    if attack and attack != ABSENT:
         victims = (TARGET,) if attack == "nearby" else None
         adversary = Adversary(attack, bad, victims=victims)  # type: ignore[arg-type]
     simulation = _simulation(
         ALGORITHMS[name](),
         federation,
         seed,
-        Evaluation(clients=[client for client in range(N) if client not in bad]),
-        Robustness(adversary=adversary),
+        Evaluation(clients=honest),
+        Robustness(clip, adversary),
+        honest if attack == ABSENT else None,
     )
     (recorded,) = group_runs(simulation.run().lines())
     weights = recorded.weights()[1] or [torch.full((N,), 1 / N)]
