@@ -436,9 +436,13 @@ class Job:
         bad = o.attack_clients or ()
         if any(isinstance(client, str) for client in bad):
             bad = tuple(ids_of("adversary", bad, data.n, data.names).tolist())
-        return replace(
-            self, options=replace(o, target=target, attack_clients=bad or None)
+        victims = o.attack_victims
+        if victims and any(isinstance(client, str) for client in victims):
+            victims = tuple(ids_of("victims", victims, data.n, data.names).tolist())
+        options = replace(
+            o, target=target, attack_clients=bad or None, attack_victims=victims
         )
+        return replace(self, options=options)
 
     def num_rounds(self, n: int) -> int:
         """The number of rounds of the job with n clients."""

@@ -173,3 +173,16 @@ def test_the_record_has_the_victims_and_the_weights_of_the_attackers():
     (_, weights) = history.weights()
     for weight in weights:
         assert weight[3, BAD].min() >= weight[3, :8].max() * (1 - 1e-3)
+
+
+def test_the_command_line_names_victims(tmp_path):
+    pytest.importorskip("tyro")
+    from pflcore.cli import main
+
+    words = (
+        "run feddwa --data synthetic_clusters --rounds 1 --quiet --attack nearby "
+        f"--attack-clients 1 2 --attack-victims 0 --out {tmp_path}"
+    )
+    assert main(words.split()) == 0
+    (run_read,) = read(tmp_path)
+    assert run_read.header["adversary"]["victims"] == [0]
