@@ -71,8 +71,9 @@ class Adversary:
       section 4; default: s = 10).
     - "nearby": they send c - s r m / |m|, against rules whose weights fall with
       distance (default: s = 1). c [P] is what the server compares all uploads with for
-      their victim: FedDWA the guidance model, WAFFLE the target's update. r is the
-      distance from c to the nearest honest upload that is not c itself. So no honest
+      their victim: FedDWA the uploaded guidance model, WAFFLE the target's update, and
+      other rules the victim's own upload (`Traits.compared_with`). r is the distance
+      from c to the nearest honest upload that is not c itself. So no honest
       client has a larger weight in the victim's model, and no other upload that leads
       as far against m has a larger one.
     - "nearby_blind": the same by a client that knows nothing of the honest clients, and
