@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
-from typing import Any, Literal, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import nn
@@ -187,9 +187,16 @@ class Options:
         options = (self.attack, self.attack_clients, self.attack_strength)
         if all(option is None for option in options):
             return Robustness(self.clip)
-        if self.attack is None or not self.attack_clients:
-            words = "an attack and, with --attack-clients, the clients that do it"
-            reject("attack", words, (self.attack, self.attack_clients))
+        if self.attack is None:
+            words = f"an attack ({', '.join(get_args(Attack))}) beside its options"
+            reject("attack", words, None)
+        if not self.attack_clients:
+            reject(
+                "attack_clients",
+                f"the clients that do the attack {self.attack!r}",
+                self.attack_clients,
+                remedy="give their numbers or names, such as --attack-clients 0 3",
+            )
         adversary = Adversary(self.attack, self.attack_clients, self.attack_strength)
         return Robustness(self.clip, adversary)
 

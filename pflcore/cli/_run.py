@@ -51,6 +51,7 @@ from pflcore.cli._options import (
     option_fields,
     parse,
 )
+from pflcore.cli._predict import MODELS_FOLDER
 from pflcore.cli._track import TrackerName, require_tracker, tracker_of
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation
 from pflcore.metrics import human_bytes
@@ -91,7 +92,6 @@ HELP_NAMES = {
     "Models": MODELS,
 }
 Model = Callable[[], Any]
-MODELS_FOLDER = "models"  # the folder of exported models
 CHECKPOINTS = "checkpoints"  # the folder of the runs' checkpoints
 RECORD_FILE = "record.jsonl"
 FEDERATION_PICTURE = "federation.png"  # which client holds which samples

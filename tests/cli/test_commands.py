@@ -603,7 +603,10 @@ attack --data digits --quiet --ratios -3 | ratios
 attack --data digits --quiet --shadows 0 --ratios 0 | shadows
 attack --data digits --quiet --out /dev/null/x | out
 run fedavg DIGITS --attack-clients 1 | attack: expected an attack
-run fedavg DIGITS --attack noise | attack: expected an attack
+run fedavg DIGITS --attack noise | attack_clients: expected the clients that do the attack 'noise', got None; give their
+run fedavg DIGITS --attack nose --attack-clients 1 | attack: got 'nose', did you mean 'noise'?
+run fedavg DIGITS --local-optimizer sdg | local_optimizer: got 'sdg', did you mean 'sgd'?
+run fedavg DIGITS --defence kurm | defence: got 'kurm', did you mean 'krum'?
 run fedavg DIGITS --attack noise --attack-clients 99 | adversary: expected ids of clients
 """  # noqa: E501
 
