@@ -45,6 +45,18 @@ BYZANTINE_NEEDS = {
     "bulyan": (4, 3),
 }
 NEIGHBOR_MIXING_NEEDS = (2, 1)
+# The defences that each option belongs to.
+DEFENCES_WITH: dict[str, tuple[str, ...]] = {
+    "neighbor_mixing": (
+        *("clip", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"),
+        *("mean_around_median", "bulyan", "centered_clipping"),
+    ),
+    "num_byzantine": tuple(BYZANTINE_NEEDS),
+    "clip_norm": ("dp", "centered_clipping"),
+    "clip_steps": ("centered_clipping",),
+    "noise_multiplier": ("dp",),
+    "expected_clients": ("dp",),
+}
 # Weiszfeld's iteration ends after so many steps, or where no weight changes by so much.
 WEISZFELD_STEPS = 100
 WEISZFELD_TOLERANCE = 1e-9

@@ -55,6 +55,7 @@ from pflcore.simulation import (
     run_each_target,
 )
 from pflcore.simulation._attacks import Adversary, Attack
+from pflcore.simulation._per_target import possible_targets
 from pflcore.simulation._ranks import ONE_RANK, Ranks, find_ranks
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.executor import OneByOne
@@ -460,7 +461,7 @@ class Job:
         reported: torch.Tensor | None = None,
         **more: Any,
     ) -> Simulation:
-        """The job's simulation; with `for_each`, that of the first client.
+        """The job's simulation; with `for_each`, that of the first possible target.
 
         Args:
             data: The federation.
@@ -470,9 +471,11 @@ class Job:
         """
         net = make_net(self.options, data, model)
         common = self._common(reported)
-        return Simulation(
-            self.make_algorithm(), net, data, self.training, **common, **more
-        )
+        algorithm = self.make_algorithm()
+        if self.for_each:
+            targets = possible_targets(data, self.options.robustness.adversary)
+            algorithm = replace(algorithm, target=targets[0])  # type: ignore[call-arg]
+        return Simulation(algorithm, net, data, self.training, **common, **more)
 
     def play(
         self,

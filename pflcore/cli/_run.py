@@ -565,15 +565,16 @@ def _check_goes_on(folder: Path, job: Job, runner: _JobRunner) -> None:
             "folder."
         )
     path = _checkpoint_folder(folder, job)
+    simulation = job.simulation(runner.data, runner.model)
     if job.for_each:
-        path = target_folder(path, 0)
+        path = target_folder(path, getattr(simulation.algorithm, "target"))  # noqa: B009
     if not Checkpoint(path).exists:
         raise ValueError(
             f"rounds: {job.name} is over in {folder} after {length} rounds, and has no "
             "checkpoint there to go on from (--no-keep-checkpoint removes it); give "
             f"--rounds {length}, or another folder."
         )
-    job.simulation(runner.data, runner.model).check_checkpoint(path)
+    simulation.check_checkpoint(path)
 
 
 def _prepare_folder(

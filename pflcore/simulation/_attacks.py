@@ -7,7 +7,7 @@ P numbers of an update; C classes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -91,6 +91,15 @@ class Adversary:
             return self
         ids = ids_of("adversary", self.clients, data.n, data.names)
         return replace(self, clients=ids.tolist())
+
+    def check_target(self, target: Any) -> None:
+        """Raises ValueError where the client that a model is made for attacks.
+
+        Args:
+            target: The id of the client; None for an algorithm without a target.
+        """
+        words = "clients other than the target, which the model is made for"
+        require(target not in self.clients, "adversary", words, self.clients)
 
     def honest_clients(self, n: int) -> Tensor:
         """The ids [H] of the honest clients of n, ascending.

@@ -157,3 +157,9 @@ def test_what_is_no_number_of_steps_is_refused():
     assert sentence(e)
     place = f"{__name__}:own"
     assert replace(TRAINING, steps=place).steps.__name__ == "own"
+
+
+def test_a_function_of_other_arguments_is_refused():
+    words = r"steps: expected a function of \(round, client, generator\) that returns a"
+    with sentence(rf"{words} whole number, at least 1, got <lambda>\(round, client\)"):
+        Training(steps=lambda round, client: 2)
