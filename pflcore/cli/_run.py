@@ -26,6 +26,7 @@ from pflcore.algorithms import ALGORITHMS, class_of, name_of
 from pflcore.check import (
     NonNegativeFloat,
     NonNegativeInt,
+    OpenUnitFloat,
     PositiveInt,
     checked,
     require,
@@ -142,6 +143,9 @@ class ReportOptions:
         columns: columns of the table in this order; all if not said: best, final,
             last_mean, std, worst_decile, the run's metrics, hurt (with --baseline),
             bytes, note
+        privacy_delta: delta of the line below the table that has the epsilon of
+            runs with --defence dp; one over the number of clients with training samples
+            if not said
         overwrite: begin anew in a folder that is not empty; its record, its checkpoints
             and a table that belongs to no record are moved to names that end in .1,
             .2, ...
@@ -152,6 +156,7 @@ class ReportOptions:
     last: PositiveInt = 10
     format: Format = "md"
     columns: tuple[str, ...] = ()
+    privacy_delta: OpenUnitFloat | None = None
     overwrite: bool = False
 
     @property
@@ -893,7 +898,12 @@ def _write_report(
         data: The federation of the runs, which gets a picture; None for none.
     """
     text = table.table(
-        runs, output.last, output.baseline, output.columns, output.format
+        runs,
+        output.last,
+        output.baseline,
+        output.columns,
+        output.format,
+        output.privacy_delta,
     )
     paths = [folder / output.table_file]
     try:

@@ -194,6 +194,11 @@ def merge_records(records: Sequence[Record], groups: Sequence[Sequence[int]]) ->
         merged[key] = sum(record[key] for record in records)
     for key in ("cohort", "clipped", "dropped"):
         merged[key] = sorted(set().union(*(record[key] for record in records)))
+    if "steps" in merged:
+        steps = dict[int, int]()  # a client takes the same in every run
+        for record in records:
+            steps |= dict(zip(record["cohort"], record["steps"], strict=True))
+        merged["steps"] = [steps[client] for client in merged["cohort"]]
     merged["void"] = any(record["void"] for record in records)
     merged["train_loss"] = _mean_train_loss(records)
     merged["report"] = _merge_reports(by_client)
