@@ -75,14 +75,15 @@ class Facts(NamedTuple):
     Attributes:
         num_byzantine: The number f of bad clients; see `BYZANTINE_NEEDS`.
         trusted_row: The row of the trusted client, for "fltrust".
-        clip_norm: The largest distance to the center, for "centered_clipping".
+        clip_norm: The largest distance to the center, for "centered_clipping"; None for
+            other defences.
         clip_steps: The number of steps of "centered_clipping".
         center: [P] where "centered_clipping" starts; None for zero.
     """
 
     num_byzantine: int = 0
     trusted_row: int = 0
-    clip_norm: float = 1.0
+    clip_norm: float | None = None
     clip_steps: int = 1
     center: Tensor | None = None
 
@@ -302,6 +303,7 @@ def _centered_clipping(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
 
     A step is `v <- v + sum_i (d_i - v) min(1, tau / |d_i - v|) / S`.
     """
+    assert facts.clip_norm is not None
     v = delta.new_zeros(1, delta.shape[1])
     if facts.center is not None:
         v = facts.center.to(delta)[None]

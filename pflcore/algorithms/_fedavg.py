@@ -245,7 +245,7 @@ class FedAvg(Algorithm):
             rows = self._private_mean(delta, cohort)
             return rows, MixingWeights(torch.ones(1, 1, dtype=torch.float64))
         f = self._allowed_byzantine(cohort)
-        facts = Facts(f, 0, self.clip_norm or 1.0, self.clip_steps, center)
+        facts = Facts(f, 0, self.clip_norm, self.clip_steps, center)
         if self.trusted_client is not None:
             trusted_id = known_id("trusted_client", self.trusted_client)
             trusted_row = int((cohort.ids == trusted_id).nonzero())

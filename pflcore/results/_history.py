@@ -201,7 +201,7 @@ class History:
 
     @checked
     def privacy(self, delta: OpenUnitFloat | None = None) -> tuple[float, float] | None:
-        """How well the noise of defence "dp" hides a client: (epsilon, delta).
+        """The (epsilon, delta) with which the noise of defence "dp" hides a client.
 
         It counts the rounds so far, void ones too, by `pflcore.privacy.epsilon`. A run
         draws its clients as that assumes: each joins by itself with the probability
