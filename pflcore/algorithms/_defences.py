@@ -44,6 +44,18 @@ BYZANTINE_NEEDS = {
     "bulyan": (4, 3),
 }
 NEIGHBOR_MIXING_NEEDS = (2, 1)
+# The defences that each option belongs to.
+DEFENCES_WITH: dict[str, tuple[str, ...]] = {
+    "neighbor_mixing": (
+        *("clip", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"),
+        *("mean_around_median", "bulyan", "centered_clipping"),
+    ),
+    "num_byzantine": tuple(BYZANTINE_NEEDS),
+    "clip_norm": ("dp", "centered_clipping"),
+    "clip_steps": ("centered_clipping",),
+    "noise_multiplier": ("dp",),
+    "expected_clients": ("dp",),
+}
 # Weiszfeld's iteration ends after so many steps, or where no weight changes by so much.
 WEISZFELD_STEPS = 100
 WEISZFELD_TOLERANCE = 1e-9
@@ -62,14 +74,15 @@ class Facts(NamedTuple):
     Attributes:
         num_byzantine: The number f of bad clients; see `BYZANTINE_NEEDS`.
         trusted_row: The row of the trusted client, for "fltrust".
-        clip_norm: The largest distance to the center, for "centered_clipping".
+        clip_norm: The largest distance to the center, for "centered_clipping"; None for
+            other defences.
         clip_steps: The number of steps of "centered_clipping".
         center: [P] where "centered_clipping" starts; None for zero.
     """
 
     num_byzantine: int = 0
     trusted_row: int = 0
-    clip_norm: float = 1.0
+    clip_norm: float | None = None
     clip_steps: int = 1
     center: Tensor | None = None
 
@@ -264,6 +277,7 @@ def _centered_clipping(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
 
     A step is `v <- v + sum_i (d_i - v) min(1, tau / |d_i - v|) / S`.
     """
+    assert facts.clip_norm is not None
     v = delta.new_zeros(1, delta.shape[1])
     if facts.center is not None:
         v = facts.center.to(delta)[None]

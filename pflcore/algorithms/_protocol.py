@@ -31,7 +31,7 @@ from typing_extensions import dataclass_transform
 
 from pflcore import ops
 from pflcore._device import to_device
-from pflcore.check import check_fields, reject, warn_caller
+from pflcore.check import Words, check_fields, reject, warn_caller
 from pflcore.data._federation import Federation
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train._random import generator_of
@@ -413,18 +413,19 @@ class Algorithm:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def require_default(self, beside: str, *names: str) -> None:
+    def require_default(self, beside: str, *names: str, remedy: str = "") -> None:
         """Raises ValueError where an option without effect is not its default.
 
         Args:
             beside: The option whose value leaves the others without effect.
             names: These other options.
+            remedy: What the user can do, without the full stop.
         """
         for name in names:
             value = getattr(self, name)
             if value != type(self).__dataclass_fields__[name].default:
                 expected = f"its default beside {beside}={getattr(self, beside)!r}"
-                reject(name, expected, value)
+                reject(name, expected, value, remedy=remedy)
 
     # the server ---------------------------------------------------------------
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -624,6 +625,19 @@ class Algorithm:
             num_eligible: The number of clients that may take part.
             num_trainable: The number of clients with training samples.
         """
+
+    def without_target(self) -> Algorithm:
+        """The algorithm whose model serves clients that cannot be the target.
+
+        `run_each_target` plays it for clients without training samples, and for those
+        that attack. By default it raises ValueError.
+        """
+        reject(
+            "data",
+            "training samples of each client, which is the target of a run",
+            Words("clients without, or that attack"),
+            remedy=f"let {type(self).__name__}.without_target() serve them",
+        )
 
     def add_client(self, state: Tensors, n: int) -> Tensors:
         """The state [...] after a client has joined the n clients that train.

@@ -240,6 +240,9 @@ class Waffle(WithoutDefence, Scaffold):
             reported_state=("mix",),
         )
 
+    def without_target(self) -> Algorithm:
+        return Scaffold(self.server_lr, "uniform", self.option)
+
     def init(self, x0: Tensor, n: int) -> Tensors:
         history = torch.full((n, 2), 1 / n, dtype=torch.float64)
         return {**super().init(x0, n), "history": history}
@@ -358,6 +361,9 @@ class WeightErosion(Algorithm):
             epochs_reason=epochs_reason,
             rounds_reason=rounds_reason,
         )
+
+    def without_target(self) -> Algorithm:
+        return FedAvg(self.server_lr, "uniform")
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {"x": x0, "alpha": torch.ones(n, dtype=torch.float64)}
