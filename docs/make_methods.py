@@ -42,6 +42,7 @@ FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
         "feddwa_qp": (ARXIV + "2305.06124",),
         "fedamp": (ARXIV + "2007.03797",),
         "heurfedamp": (ARXIV + "2007.03797",),
+        "pfedgraph": ("https://proceedings.mlr.press/v202/ye23b.html",),
         "sfl": (ARXIV + "2203.00829",),
         "fedfomo": (ARXIV + "2012.08565",),
         "l2c": (DOI + "10.1109/CVPR52688.2022.00954",),

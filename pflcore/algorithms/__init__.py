@@ -23,6 +23,7 @@ from pflcore.algorithms._feddwa import FedDWA, FedDWAQP
 from pflcore.algorithms._fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from pflcore.algorithms._mixtures import APFL, FedALA
 from pflcore.algorithms._peers import L2C, FedFomo
+from pflcore.algorithms._pfedgraph import PFedGraph, project_to_simplex
 from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
@@ -85,6 +86,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "feddwa_qp": FedDWAQP,
     "fedamp": FedAMP,
     "heurfedamp": HeurFedAMP,
+    "pfedgraph": PFedGraph,
     "sfl": SFL,
     "fedfomo": FedFomo,
     "l2c": L2C,
@@ -150,6 +152,7 @@ __all__ = [
     "LocalOnly",
     "MixingWeights",
     "Mocha",
+    "PFedGraph",
     "PFedMe",
     "Payload",
     "PerFedAvg",
@@ -173,6 +176,7 @@ __all__ = [
     "lazy_zeros",
     "map_rows",
     "normalize_rows",
+    "project_to_simplex",
     "squared_norms",
     "to_device",
 ]
