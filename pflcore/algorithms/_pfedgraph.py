@@ -119,7 +119,7 @@ class PFedGraph(Algorithm):
         y: Tensor,  # [B, ...]
         extra: Tensors,
     ) -> Tensor:
-        """The run's loss minus `lam r . row / |row|`; without direction, a row's is 0."""
+        """The run's loss minus `lam r . row / |row|`, in which 0 / 0 counts as 0."""
         length = torch.linalg.vector_norm(row)
         cosines = (extra["r"] * row).sum() / torch.where(length > 0, length, 1.0)
         return net.loss(row, x, y) - self.lam * cosines

@@ -45,7 +45,8 @@ def quadratic_program(d: np.ndarray, share: np.ndarray, alpha: float) -> np.ndar
 def pfedgraph(clients, cohorts, start, alpha=0.8, lam=0.01) -> Iterator[dict]:
     """Rounds of pFedGraph (Ye et al. 2023).
 
-    From round 2 on a client minimises `F_i(w) - lam sum_j p_ij cos(w, w_j)`. The gradient of cos(w, v) is `(v / |v| - cos(w, v) w / |w|) / |w|`.
+    From round 2 on a client minimises `F_i(w) - lam sum_j p_ij cos(w, w_j)`. The
+    gradient of cos(w, v) is `(v / |v| - cos(w, v) w / |w|) / |w|`.
     """
     w0 = clients.w0
     x = np.tile(w0, (clients.n, 1))
