@@ -44,6 +44,7 @@ FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
         "heurfedamp": (ARXIV + "2007.03797",),
         "pfedgraph": ("https://proceedings.mlr.press/v202/ye23b.html",),
         "sfl": (ARXIV + "2203.00829",),
+        "fedcac": (ARXIV + "2309.11103",),
         "fedfomo": (ARXIV + "2012.08565",),
         "l2c": (DOI + "10.1109/CVPR52688.2022.00954",),
         "fedala": (ARXIV + "2212.01197",),

@@ -19,6 +19,7 @@ from pflcore.algorithms._adaptation import FineTune, KnnPer, PerFedAvg
 from pflcore.algorithms._clusters import ClusteredFL, Ensemble, HypCluster
 from pflcore.algorithms._factorized_waffle import FactorizedWaffle
 from pflcore.algorithms._fedavg import FedAvg, QFedAvg, WithoutDefence
+from pflcore.algorithms._fedcac import FedCAC
 from pflcore.algorithms._feddwa import FedDWA, FedDWAQP
 from pflcore.algorithms._fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from pflcore.algorithms._mixtures import APFL, FedALA
@@ -88,6 +89,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "heurfedamp": HeurFedAMP,
     "pfedgraph": PFedGraph,
     "sfl": SFL,
+    "fedcac": FedCAC,
     "fedfomo": FedFomo,
     "l2c": L2C,
     # clusters
@@ -134,6 +136,7 @@ __all__ = [
     "FedAvgM",
     "FedBABU",
     "FedBN",
+    "FedCAC",
     "FedDWA",
     "FedDWAQP",
     "FedFomo",

@@ -1,4 +1,4 @@
-"""pFedGraph: its projection, and its limits.
+"""pFedGraph and FedCAC: the parts of their rules, and their limits.
 
 The golden rounds are in tests/golden/rounds.json.
 """
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from small import after, at_work, double, near, some, tiny
 from ugly import randn
 
-from pflcore.algorithms import ALGORITHMS, PFedGraph, project_to_simplex
+from pflcore.algorithms import ALGORITHMS, FedCAC, PFedGraph, project_to_simplex
 
 
 @given(st.integers(1, 9), st.integers(0, 2**32), st.floats(-3, 3))
@@ -118,3 +118,66 @@ def test_models_without_a_direction_pull_nobody():
     changes, mix = alg.update(state, up, some(2))
     assert changes["r"].rows.isfinite().all()
     near(changes["r"].rows[:, 0], mix.weight[:, 1])
+
+
+def test_the_largest_of_each_tensor_are_critical_and_zeros_never():
+    net = tiny().net
+    start = torch.zeros(2, net.size)
+    trained = randn(0, 2, net.size).float()
+    trained[1, net.slices["0.weight"]] = 0
+    mask = FedCAC(tau=0.3).critical_parameters(net, start, trained)
+    for name, columns in net.slices.items():
+        part, chosen = trained[0, columns].square(), mask[0, columns]
+        assert chosen.sum() == int(0.3 * len(part))
+        if 0 < chosen.sum() < len(part):
+            assert part[chosen].min() > part[~chosen].max()
+        assert mask[1, columns].any() == (name != "0.weight" and len(part) >= 4)
+    # Equal ones are critical together: here all of every tensor that has some.
+    equal = FedCAC(tau=0.3).critical_parameters(net, start, start + 1)
+    for columns in net.slices.values():
+        assert equal[:, columns].all() == (columns.stop - columns.start >= 4)
+
+
+def test_collaborators_become_fewer():
+    mask = torch.tensor(
+        [[1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+    ).bool()
+    # Overlaps are 1/2 of neighbours and 0 of others: their mean is 1/4.
+    alg = FedCAC(beta=10.0)
+    neighbours = (torch.arange(4)[:, None] - torch.arange(4)).abs() <= 1
+    for number in (1, 5, 10):
+        assert torch.equal(alg.collaborators(mask, number), neighbours)
+    assert torch.equal(alg.collaborators(mask, 11), torch.eye(4).bool())
+    # Where all overlaps are equal, all collaborate, whatever their mean rounds to.
+    for count in range(1, 8):
+        equal = torch.eye(count, 9).bool() | (torch.arange(9) > 6)
+        assert alg.collaborators(equal, 3).all()
+
+
+def test_critical_parameters_come_from_collaborators_and_others_from_all():
+    s = double(tiny(sizes=(7, 20, 31, 12), epochs=2))
+    alg = FedCAC(tau=0.5, beta=1e-3)  # nobody collaborates
+    state, _ = after(alg, s, 1)
+    fedavg, _ = after(ALGORITHMS["fedavg"](), s, 1)
+    local, _ = after(ALGORITHMS["local"](), s, 1)
+    got = alg.send(state.server, some(4, 2))["x"]
+    mask = state.server["mask"]
+    near(got, torch.where(mask, local.clients["w"], fedavg.server["x"]))
+    assert 0.2 < mask.double().mean() < 0.6
+    # With all critical and alike, each has the plain mean of all.
+    every = FedCAC(tau=1.0, beta=1e9)
+    state, _ = after(every, s, 1)
+    near(state.server["mask"], torch.ones(4, s.net.size))
+    uniform, _ = after(ALGORITHMS["fedavg"](weighting="uniform"), s, 1)
+    near(state.server["custom"], uniform.server["x"].expand(4, -1))
+
+
+def test_an_absent_client_keeps_its_critical_parameters():
+    s = double(tiny(sizes=(7, 20, 31, 12)))
+    alg = FedCAC()
+    state, _ = after(alg, s, [[0, 1, 2]])
+    custom = state.server["custom"][2].clone()
+    mask = state.server["mask"][2].clone()
+    state, _ = after(alg, s, [[0, 1, 3]], state)
+    got = alg.send(state.server, some(4, 3))["x"][2]
+    assert torch.equal(got, torch.where(mask, custom, state.server["x"]))

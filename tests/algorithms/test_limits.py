@@ -31,6 +31,7 @@ mocha {"lam": 0, "relation": "omega"} | w | local {}
 mocha {"lam": 0, "relation": "sigma"} | w | local {}
 fedamp {"lam": 0} | w | local {} | same
 pfedgraph {"alpha": 1e-12, "lam": 0} | x | local {}
+fedcac {"tau": 0} | x | fedavg {}
 feddwa {"guidance": "current"} | x | local {} | same
 fedopt {"optimizer": "heavy_ball", "beta1": 0, "server_lr": 0.7} | x | fedavg {"server_lr": 0.7}
 fedopt {"optimizer": "nesterov", "beta1": 0, "server_lr": 0.7} | x | fedavg {"server_lr": 0.7}

@@ -79,7 +79,41 @@ def pfedgraph(clients, cohorts, start, alpha=0.8, lam=0.01) -> Iterator[dict]:
         yield {"server": {"x": x, "r": r}, "report": {"weight": weight}}
 
 
-ROUNDS = {"pfedgraph": pfedgraph}
+# FedCAC -----------------------------------------------------------------------------
+
+
+def fedcac(clients, cohorts, start, tau=0.5, beta=100.0) -> Iterator[dict]:
+    """Rounds of FedCAC (Wu et al. 2023); the model is one tensor of parameters."""
+    n, size = clients.n, len(clients.w0)
+    common = clients.w0.copy()
+    custom = np.zeros((n, size))
+    critical = [set() for _ in range(n)]
+    for number, cohort in enumerate(cohorts, 1):
+        models = {}
+        for i in cohort:
+            begun = common.copy()
+            for k in critical[i]:
+                begun[k] = custom[i, k]
+            models[i] = clients.train(i, begun)
+            sensitivity = np.abs((models[i] - begun) * models[i])
+            critical[i] = set(np.argsort(-sensitivity)[: int(tau * size)])
+        overlap = {}
+        for i in cohort:
+            for j in cohort:
+                apart = len(critical[i] ^ critical[j])
+                overlap[i, j] = 1 - apart / (2 * len(critical[i]))
+        others = [o for (i, j), o in overlap.items() if i != j]
+        mean, most = np.mean(others), max(others)
+        least = mean + number / beta * (most - mean)
+        for i in cohort:
+            group = [j for j in cohort if j == i or overlap[i, j] >= least]
+            custom[i] = np.mean([models[j] for j in group], axis=0)
+        common = clients.shares(cohort) @ np.array([models[i] for i in cohort])
+        mask = [[int(k in of_i) for k in range(size)] for of_i in critical]
+        yield {"server": {"x": common, "custom": custom, "mask": mask}}
+
+
+ROUNDS = {"fedcac": fedcac, "pfedgraph": pfedgraph}
 
 
 def results() -> Iterator[Result]:
