@@ -144,8 +144,8 @@ COMPARISONS = [
         GRAPH_OPTIONS,
         {"momentum": MOMENTUM},
         reason=(
-            "their `loss2 = args.lam * dot(cluster_model, w) / norm(w)` is added to the "
-            "loss, ours subtracts `lam r . w / |w|`"
+            "their `loss2 = args.lam * dot(cluster_model, w) / norm(w)` is added to "
+            "the loss, ours subtracts `lam r . w / |w|`"
         ),
     ),
     Comparison(
