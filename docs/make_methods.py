@@ -68,6 +68,7 @@ FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
         "fedbabu": (ARXIV + "2106.06042",),
         "fedbn": (ARXIV + "2102.07623",),
         "fedrod": (ARXIV + "2107.00778",),
+        "gpfl": (ARXIV + "2308.10279",),
         "factorized_waffle": (ARXIV + "2008.05687",),
     },
     "adapted_models": {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pflcore import Federation, Simulation, Training
+from pflcore import Federation, History, Simulation, Training
 from pflcore.algorithms import algorithm_of
 
 SIZES = (6, 10, 8, 12)
@@ -74,15 +74,22 @@ def row_of(parameters: Any) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in parameters]).clone()
 
 
-def our_models(
+def our_history(
     method: str, options: Mapping[str, Any], training: Mapping[str, Any]
-) -> Tensor:
-    """The clients' personalized models [N, P] after the rounds, by pflcore."""
+) -> History:
+    """The rounds by pflcore."""
     entries = [{"train": pair, "test": pair} for pair in client_samples()]
     data = Federation.from_clients(entries, classes=CLASSES, dtype=None)
     run_options = {"lr": LR, "batch_size": max(SIZES), "epochs": STEPS, **training}
     algorithm = algorithm_of(method, **options)
-    history = Simulation(algorithm, model, data, Training(**run_options), ROUNDS).run()
+    return Simulation(algorithm, model, data, Training(**run_options), ROUNDS).run()
+
+
+def our_models(
+    method: str, options: Mapping[str, Any], training: Mapping[str, Any]
+) -> Tensor:
+    """The clients' personalized models [N, P] after the rounds, by pflcore."""
+    history = our_history(method, options, training)
     rows = [row_of(history.model(i).module()) for i in range(len(SIZES))]
     return torch.stack(rows)
 

@@ -22,6 +22,7 @@ from pflcore.algorithms._fedavg import FedAvg, QFedAvg, WithoutDefence
 from pflcore.algorithms._fedcac import FedCAC
 from pflcore.algorithms._feddwa import FedDWA, FedDWAQP
 from pflcore.algorithms._fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
+from pflcore.algorithms._gpfl import GPFL
 from pflcore.algorithms._mixtures import APFL, FedALA
 from pflcore.algorithms._peers import L2C, FedFomo
 from pflcore.algorithms._pfedgraph import PFedGraph, project_to_simplex
@@ -106,6 +107,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedbabu": FedBABU,
     "fedbn": FedBN,
     "fedrod": FedRoD,
+    "gpfl": GPFL,
     "factorized_waffle": FactorizedWaffle,
     # adaptation
     "local": LocalOnly,
@@ -117,6 +119,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 __all__ = [
     "ALGORITHMS",
     "APFL",
+    "GPFL",
     "L2C",
     "MRMTL",
     "SFL",
