@@ -65,8 +65,8 @@ class GPFL(FedAvg):
     def server_init_args(self, net: Net) -> Tensors:
         if not net.scores_classes or net.classes < 2:
             raise ValueError(
-                "loss: GPFL embeds classes; expected a loss of several classes' scores, "
-                f"got {loss_name(net.loss_fn)} of {net.classes} scores."
+                "loss: GPFL embeds classes; expected a loss of several classes' "
+                f"scores, got {loss_name(net.loss_fn)} of {net.classes}."
             )
         body = net.split(net.w0)[0]
         return {"x0": torch.cat([body, *_initial_parts(net)])}
@@ -133,7 +133,7 @@ class GPFL(FedAvg):
         return {"w": rows[:, : net.size], "valve": valve, "condition": condition}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
-        """The head's scores of the personal features."""
+        """The head's scores [B, C] of the personal features of samples `x` [B, ...]."""
         z = net.features(model["w"], x)
         z_personal = turn_features(model["valve"], z, model["condition"])
         return net.head(model["w"], z_personal)

@@ -11,7 +11,6 @@ from small import ENGINES, after, at_work, double, layers, make_setting, near, t
 
 from pflcore import Federation, Net, Training
 from pflcore.algorithms import GPFL
-from pflcore.algorithms._gpfl import turn_features
 from pflcore.simulation.round import initial_state
 
 CASE = golden("gpfl")
@@ -52,8 +51,8 @@ def test_a_client_predicts_by_its_personal_features():
     near(alg.predict(through, net, x), net.head(one["w"], z.relu()))
     # The global and the personal features differ, and so do the clients' own.
     embedding = state.server["x"][-4 * 5 :].view(4, 5)
-    general = turn_features(one["valve"], z, embedding.mean(0))
-    assert (net.head(one["w"], general) - scores).abs().max() > 1e-6
+    general = alg.predict({**one, "condition": embedding.mean(0)}, net, x)
+    assert (general - scores).abs().max() > 1e-6
     near(
         one["condition"],
         s.data.counts("train", torch.tensor([1]))[0].double() @ embedding / 20,

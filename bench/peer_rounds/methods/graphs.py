@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -63,9 +64,7 @@ def pfedgraph_play(checkout: Path, sign: float) -> Tensor:
 
 def _pfedgraph_rounds(checkout: Path, utils: Any, lam: float) -> Tensor:
     """The rounds of the authors' program, whose own loop reads files."""
-    train = _function_of(
-        checkout / "pytorch" / "pfedgraph_cosine.py", "local_train_pfedgraph"
-    )
+    train = _local_training(checkout)
     args = SimpleNamespace(
         optimizer="sgd", lr=LR, reg=0.0, num_local_iterations=STEPS, lam=lam
     )
@@ -86,13 +85,24 @@ def _pfedgraph_rounds(checkout: Path, utils: Any, lam: float) -> Tensor:
     return torch.stack([row_of(net) for net in nets.values()])
 
 
-def _function_of(file: Path, name: str) -> Callable[..., Any]:
-    """A function of a program that would begin to work when it is imported."""
-    parts = ast.parse(file.read_text()).body
-    parts = [p for p in parts if isinstance(p, ast.FunctionDef) and p.name == name]
-    place = {"torch": torch, "optim": torch.optim, "np": np}
-    exec(compile(ast.Module(parts, []), str(file), "exec"), place)
-    return place[name]  # type: ignore[return-value]
+def _local_training(checkout: Path) -> Callable[..., Any]:
+    """The function of the program's clients.
+
+    It is imported from a file of its own: the program would begin to work when it is
+    imported.
+    """
+    text = (checkout / "pytorch" / "pfedgraph_cosine.py").read_text()
+    name = "local_train_pfedgraph"
+    for part in ast.parse(text).body:
+        if isinstance(part, ast.FunctionDef) and part.name == name:
+            source = ast.get_source_segment(text, part)
+    with tempfile.TemporaryDirectory() as folder:
+        imports = "import numpy as np, torch, torch.optim as optim\n"
+        (Path(folder) / f"{name}.py").write_text(f"{imports}{source}")
+        sys.path.insert(0, folder)
+        module = importlib.import_module(name)
+        sys.path.remove(folder)
+    return getattr(module, name)  # type: ignore[no-any-return]
 
 
 def fedcac_play(checkout: Path, corrected: bool) -> Tensor:
