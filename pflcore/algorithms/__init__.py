@@ -20,7 +20,10 @@ from pflcore.algorithms._clusters import ClusteredFL, Ensemble, HypCluster
 from pflcore.algorithms._factorized_waffle import FactorizedWaffle
 from pflcore.algorithms._fedavg import FedAvg, QFedAvg, WithoutDefence
 from pflcore.algorithms._feddwa import FedDWA, FedDWAQP
+from pflcore.algorithms._feddyn import FedDyn
+from pflcore.algorithms._fednova import FedNova
 from pflcore.algorithms._fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
+from pflcore.algorithms._local_losses import MOON, FedNTD
 from pflcore.algorithms._mixtures import APFL, FedALA
 from pflcore.algorithms._peers import L2C, FedFomo
 from pflcore.algorithms._protocol import (
@@ -69,8 +72,12 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedadagrad": FedAdagrad,
     "fedopt": FedOpt,
     "qfedavg": QFedAvg,
+    "fednova": FedNova,
     # proximal
     "fedprox": FedProx,
+    "feddyn": FedDyn,
+    "moon": MOON,
+    "fedntd": FedNTD,
     "pfedme": PFedMe,
     # multi-task
     "ditto": Ditto,
@@ -114,6 +121,7 @@ __all__ = [
     "ALGORITHMS",
     "APFL",
     "L2C",
+    "MOON",
     "MRMTL",
     "SFL",
     "Algorithm",
@@ -134,7 +142,10 @@ __all__ = [
     "FedBN",
     "FedDWA",
     "FedDWAQP",
+    "FedDyn",
     "FedFomo",
+    "FedNTD",
+    "FedNova",
     "FedOpt",
     "FedPer",
     "FedProx",

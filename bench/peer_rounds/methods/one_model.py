@@ -29,7 +29,47 @@ def flbench_play(place: str, **options: Any) -> Play:
     return play
 
 
+PFLLIB_NORM = (
+    "PFLlib pulls by `alpha / 2 * |w - x|` (clientdyn.py, `torch.norm(v1 - "
+    "self.global_model_vector, 2)`), the paper by `alpha / 2 * |w - x|^2`"
+)
+
 COMPARISONS = [
     Comparison("fedavg", "pfllib", pfllib_play("serveravg:FedAvg")),
     Comparison("fedavg", "flbench", flbench_play("fedavg:FedAvgServer")),
+    Comparison(
+        "moon",
+        "pfllib",
+        pfllib_play("servermoon:MOON", mu=5.0, tau=0.5),
+        {"mu": 5.0, "temperature": 0.5},
+    ),
+    Comparison(
+        "moon",
+        "flbench",
+        flbench_play("moon:MOONServer", mu=5.0, tau=0.5),
+        {"mu": 5.0, "temperature": 0.5},
+    ),
+    Comparison(
+        "feddyn",
+        "pfllib",
+        pfllib_play("serverdyn:FedDyn", alpha=0.5),
+        {"alpha": 0.5},
+        reason=PFLLIB_NORM,
+    ),
+    # FL-bench leaves `alpha * w` of the pull to the optimizer's weight decay, and
+    # weighs the mean of the models by samples.
+    Comparison(
+        "feddyn",
+        "flbench",
+        flbench_play(
+            "feddyn:FedDynServer", weight_decay=0.5, alpha=0.5, max_grad_norm=1e9
+        ),
+        {"alpha": 0.5, "weighting": "samples"},
+    ),
+    Comparison(
+        "fedntd",
+        "pfllib",
+        pfllib_play("serverntd:FedNTD", beta=0.7, tau=2.0),
+        {"beta": 0.7, "temperature": 2.0, "weighting": "uniform"},
+    ),
 ]
