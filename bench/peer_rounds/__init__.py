@@ -20,7 +20,12 @@ from bench.peer_rounds.methods import all_comparisons
 from bench.peer_rounds.problem import Comparison
 
 # Peers by the name of their option, with the name that the table shows.
-PEERS = {"pfllib": "PFLlib", "flbench": "FL-bench", "fluke": "fluke"}
+PEERS = {
+    "pfllib": "PFLlib",
+    "flbench": "FL-bench",
+    "fluke": "fluke",
+    "fedlab": "FedLab",
+}
 LARGEST_EQUAL = 1e-6
 HEAD = "| method | peer | largest difference | verdict |\n|:--|:--|--:|:--|"
 

@@ -25,7 +25,6 @@ from small import (
 
 from pflcore import ALGORITHMS, FedAvg, Federation, Net, Simulation, Training
 from pflcore.algorithms import MOON, BadUpload, FedDyn, FedNova, FedNTD
-from pflcore.nn._context import forward_context
 
 
 def uneven_steps(round, client, generator):
@@ -59,22 +58,6 @@ def test_moons_first_round_is_fedavgs_with_batch_norm(engine):
 
     near(ours.server["x"], theirs.server["x"])
     near(ours.buffers, theirs.buffers)
-
-
-def test_reference_models_have_neither_gradient_nor_dropout():
-    net = Net(lambda: layers("Linear 6 5, Dropout 0.5, BatchNorm1d 5, Linear 5 4"))
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
-    row = net.w0.clone().requires_grad_()
-    with forward_context(train=False, buffers=net.b0):
-        want = net(row, x)
-
-    with forward_context(train=True, buffers=net.b0, seed=torch.tensor(3)):
-        with net.as_reference():
-            got = net(row, x)
-        trained = net(row, x)
-
-    assert torch.equal(got, want) and not got.requires_grad
-    assert trained.requires_grad and not torch.equal(trained, want)
 
 
 def test_features_and_scores_are_of_one_pass():

@@ -111,6 +111,13 @@ def test_a_method_without_its_term_is_a_known_one(file, option, plain, name):
     assert not torch.allclose(whole[name], known[name], rtol=0, atol=1e-4)
 
 
+def test_the_example_of_moon_is_the_librarys():
+    ours = testing.Case(pflcore.algorithm_of("moon")).recorded.states[-1]
+    example = testing.Case(example_method("moon")()).recorded.states[-1]
+
+    assert torch.equal(example["server.x"], ours["server.x"])
+
+
 @given(st.integers(1, 9), st.integers(0, 2**32), st.floats(-3, 3))
 def test_pfedgraphs_weights_are_the_nearest_of_the_simplex(count, seed, log_scale):
     """A nearest point p of a convex set has (row - p) . (q - p) <= 0 for all its q.
