@@ -36,7 +36,7 @@ class MOON(FedAvg):
     P] · up: delta [S, P] (1 model).
 
     With z, z_x and z_last the features of a sample under the model in training, x and
-    the client's last model, the loss of the sample is (Eqs. 3 to 5) its cross entropy
+    the client's last model, the loss of the sample is (Eq. 3) its cross entropy
     plus `mu * -log(exp(cos(z, z_x) / T) / (exp(cos(z, z_x) / T) + exp(cos(z, z_last) /
     T)))`. In a client's first round its last model is x, where the second term has no
     gradient. x and the last model are in evaluation mode, as in the authors' code.

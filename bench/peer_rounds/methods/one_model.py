@@ -37,6 +37,10 @@ PFLLIB_NORM = (
     "self.global_model_vector, 2)`), the paper by alpha / 2 times its square"
 )
 
+FLBENCH_DECAY = (
+    "FL-bench leaves alpha * w of the pull to weight decay, so it is given a weight "
+    "decay of alpha"
+)
 FLUKE_SUM = (
     "fluke's new model is sum_i v_i w_i with v_i = p_i a / a_i (fednova.py, "
     "`aggregate_models(self.model, client_models, weights, ...)`), the paper's x + "
@@ -81,8 +85,6 @@ COMPARISONS = [
         {"alpha": 0.5},
         reason=PFLLIB_NORM,
     ),
-    # FL-bench leaves `alpha * w` of the pull to the optimizer's weight decay, and
-    # weighs the mean of the models by samples.
     Comparison(
         "feddyn",
         "flbench",
@@ -90,6 +92,7 @@ COMPARISONS = [
             "feddyn:FedDynServer", weight_decay=0.5, alpha=0.5, max_grad_norm=1e9
         ),
         {"alpha": 0.5, "weighting": "samples"},
+        reason=FLBENCH_DECAY,
     ),
     Comparison(
         "fedntd",
