@@ -10,7 +10,6 @@ from __future__ import annotations
 from pflcore._device import to_device
 from pflcore.algorithms._fedavg import FedAvg, WithoutDefence
 from pflcore.algorithms._protocol import (
-    BadUpload,
     Cohort,
     MixingWeights,
     Payload,
@@ -57,10 +56,8 @@ class FedNova(WithoutDefence, FedAvg):
         return client_state, {**up, "steps": steps}, fit
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        steps = up["steps"].cpu().double()
-        bad = cohort.ids[steps <= 0].tolist()
-        if bad:
-            raise BadUpload(dict.fromkeys(bad, "it took no step."))
+        # Who trains takes one step at least: an upload of 0 must not divide by it.
+        steps = up["steps"].cpu().double().clamp(min=1)
         mean = cohort.mean_weights(self.weighting)
         share = mean.weight[0]
         # Measured from the first client's, so that equal steps give exactly that number
