@@ -30,7 +30,11 @@ FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
         "fedadagrad": (ARXIV + "2003.00295",),
         "fedopt": (ARXIV + "2003.00295",),
         "qfedavg": (ARXIV + "1905.10497",),
+        "fednova": (ARXIV + "2007.07481",),
         "fedprox": (ARXIV + "1812.06127",),
+        "feddyn": (ARXIV + "2111.04263",),
+        "moon": (ARXIV + "2103.16257",),
+        "fedntd": (ARXIV + "2106.03097",),
         "scaffold": (ARXIV + "1910.06378",),
     },
     "one_target": {

@@ -24,6 +24,7 @@ PEERS = {
     "pfllib": "PFLlib",
     "flbench": "FL-bench",
     "fluke": "fluke",
+    "fedlab": "FedLab",
     "pfedgraph": "its authors",
 }
 LARGEST_EQUAL = 1e-6

@@ -111,8 +111,9 @@ class Comparison:
         training: Options of `Training` beside the problem's own.
         ours: A function that plays pflcore's rounds where its personalized models are
             not what is compared. None compares these.
-        reason: Why the two differ: the line and the formula of both sides. "" where
-            they agree.
+        reason: Why the two differ: the line and the formula of both sides; or, where
+            they agree, what the peer must be given for it. "" where there is nothing to
+            say.
     """
 
     method: str

@@ -21,8 +21,11 @@ from pflcore.algorithms._factorized_waffle import FactorizedWaffle
 from pflcore.algorithms._fedavg import FedAvg, QFedAvg, WithoutDefence
 from pflcore.algorithms._fedcac import FedCAC
 from pflcore.algorithms._feddwa import FedDWA, FedDWAQP
+from pflcore.algorithms._feddyn import FedDyn
+from pflcore.algorithms._fednova import FedNova
 from pflcore.algorithms._fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from pflcore.algorithms._gpfl import GPFL
+from pflcore.algorithms._local_losses import MOON, FedNTD
 from pflcore.algorithms._mixtures import APFL, FedALA
 from pflcore.algorithms._peers import L2C, FedFomo
 from pflcore.algorithms._pfedgraph import PFedGraph, project_to_simplex
@@ -72,8 +75,12 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedadagrad": FedAdagrad,
     "fedopt": FedOpt,
     "qfedavg": QFedAvg,
+    "fednova": FedNova,
     # proximal
     "fedprox": FedProx,
+    "feddyn": FedDyn,
+    "moon": MOON,
+    "fedntd": FedNTD,
     "pfedme": PFedMe,
     # multi-task
     "ditto": Ditto,
@@ -121,6 +128,7 @@ __all__ = [
     "APFL",
     "GPFL",
     "L2C",
+    "MOON",
     "MRMTL",
     "SFL",
     "Algorithm",
@@ -142,7 +150,10 @@ __all__ = [
     "FedCAC",
     "FedDWA",
     "FedDWAQP",
+    "FedDyn",
     "FedFomo",
+    "FedNTD",
+    "FedNova",
     "FedOpt",
     "FedPer",
     "FedProx",

@@ -16,6 +16,10 @@ from pflcore.algorithms import ALGORITHMS
 LIMITS = """\
 fedprox {"mu": 0} | x | fedavg {}
 qfedavg {"q": 0} | x | fedavg {}
+moon {"mu": 0} | x | fedavg {} | same
+fedntd {"beta": 0} | x | fedavg {} | same
+fednova {} | x | fedavg {} | whole | same
+feddyn {"alpha": 1e-13} | x | fedopt {"optimizer": "nesterov", "beta1": 0.9999999999999, "weighting": "uniform"}
 fedala {"eta": 0} | x | fedavg {}
 fedrod {"gamma": 0} | x | fedavg {}
 finetune {"mu": 1} | x | fedprox {"mu": 1} | same

@@ -109,6 +109,13 @@ def test_a_method_without_its_term_is_a_known_one(file, option, plain, name):
     assert not torch.allclose(whole[name], known[name], rtol=0, atol=1e-4)
 
 
+def test_the_example_of_moon_is_the_librarys():
+    ours = testing.Case(pflcore.algorithm_of("moon")).recorded.states[-1]
+    example = testing.Case(example_method("moon")()).recorded.states[-1]
+
+    assert torch.equal(example["server.x"], ours["server.x"])
+
+
 def test_server_rules_in_ones_own_training_loop(capsys):
     path = EXAMPLES / "own_training_loop.py"
     left = runpy.run_path(str(path), run_name="__main__")
