@@ -122,8 +122,8 @@ class GPFL(FedAvg):
         # Labels below 0 count in nothing.
         apart = (z_general - frozen[y.clamp(min=0)]) * (y >= 0)[:, None]
         loss = net.batch_loss(net.head(w, z_personal), y) + net.batch_loss(cosines, y)
-        loss = loss + self.lam * torch.linalg.vector_norm(apart)
-        return loss + self.mu / 2 * others.square().sum()
+        pull: Tensor = self.lam * torch.linalg.vector_norm(apart)
+        return loss + pull + self.mu / 2 * others.square().sum()
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         net = clients.net
@@ -160,13 +160,14 @@ def turn_features(
 ) -> Tensor:
     """The features [B, H] after the valve: `relu(z (1 + a(c)) + b(c))`."""
     h = len(condition)
-    outputs = []
+    outputs: list[Tensor] = []
     for part in valve.chunk(2):
         weight, bias, scale, offset = part.split([h * h, h, h, h])
         hidden = F.linear(condition, weight.view(h, h), bias).relu()
         outputs.append(F.layer_norm(hidden, (h,), scale, offset))
     a, b = outputs
-    return (z * (1 + a) + b).relu()
+    turned: Tensor = F.relu(z * (1 + a) + b)
+    return turned
 
 
 def _initial_parts(net: Net) -> list[Tensor]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
+from importlib.abc import InspectLoader
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ def pfedgraph_play(checkout: Path, sign: float) -> Tensor:
     exact = {"solver": "CLARABEL", "tol_gap_abs": 1e-14, "tol_gap_rel": 1e-14}
     utils.cp.Problem.solve = lambda problem: solve(problem, **exact, tol_feas=1e-14)
     cuda = torch.Tensor.cuda, nn.Module.cuda
-    torch.Tensor.cuda = nn.Module.cuda = lambda self: self  # type: ignore[assignment]
+    torch.Tensor.cuda = nn.Module.cuda = _stay  # type: ignore[assignment]
     try:
         return _pfedgraph_rounds(checkout, utils, sign * GRAPH_OPTIONS["lam"])
     finally:
@@ -85,23 +85,35 @@ def _pfedgraph_rounds(checkout: Path, utils: Any, lam: float) -> Tensor:
     return torch.stack([row_of(net) for net in nets.values()])
 
 
+def _stay(self: Any) -> Any:
+    """The tensor or module itself, in place of one on a card."""
+    return self
+
+
+class _TextLoader(InspectLoader):
+    """Loads a module from its text, without a file."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def get_source(self, fullname: str) -> str:
+        return self.text
+
+
 def _local_training(checkout: Path) -> Callable[..., Any]:
     """The function of the program's clients.
 
-    It is imported from a file of its own: the program would begin to work when it is
-    imported.
+    It becomes a module of its own: the program would begin to work when it is imported.
     """
     text = (checkout / "pytorch" / "pfedgraph_cosine.py").read_text()
     name = "local_train_pfedgraph"
+    source = "import numpy as np, torch, torch.optim as optim\n"
     for part in ast.parse(text).body:
         if isinstance(part, ast.FunctionDef) and part.name == name:
-            source = ast.get_source_segment(text, part)
-    with tempfile.TemporaryDirectory() as folder:
-        imports = "import numpy as np, torch, torch.optim as optim\n"
-        (Path(folder) / f"{name}.py").write_text(f"{imports}{source}")
-        sys.path.insert(0, folder)
-        module = importlib.import_module(name)
-        sys.path.remove(folder)
+            source += str(ast.get_source_segment(text, part))
+    loader = _TextLoader(source)
+    module = ModuleType(name)
+    loader.exec_module(module)
     return getattr(module, name)  # type: ignore[no-any-return]
 
 
