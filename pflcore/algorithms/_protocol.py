@@ -323,6 +323,16 @@ def map_rows(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return f(padded)[:, :columns]
 
 
+def momentum_steps(steps: Tensor, momentum: float) -> Tensor:
+    """The sums [S] of the factors with which a client's gradients are in its update.
+
+    With momentum a gradient also acts in later steps. Without it every factor is 1, and
+    the sums are the numbers of steps [S].
+    """
+    m = momentum
+    return steps / (1 - m) - m * (1 - m**steps) / (1 - m) ** 2
+
+
 class Traits(NamedTuple):
     """Facts about an algorithm that a run cannot read off its hooks.
 
@@ -343,6 +353,9 @@ class Traits(NamedTuple):
         sgd_only_reason: Why the formula holds for steps of SGD only, as a clause after
             the algorithm's name: "takes steps of SGD along ...". A run with another
             local optimizer is refused with it; "" allows every optimizer.
+        new_optimizer_reason: Why the formula holds for optimizers that start anew in
+            every round, as a clause after the algorithm's name. A run with
+            `keep_optimizer` is refused with it; "" allows to keep them.
         no_clip_grad_reason: Why clipped gradients do not fit the formula, as a clause
             after the algorithm's name. A run with `clip_grad` is refused with it; ""
             allows clipping.
@@ -377,6 +390,7 @@ class Traits(NamedTuple):
     returns: Literal["logits", "probabilities", "values"] = "logits"
     needs_val: bool = False
     sgd_only_reason: str = ""
+    new_optimizer_reason: str = ""
     no_clip_grad_reason: str = ""
     epochs_reason: str = ""
     rounds_reason: str = ""
@@ -657,6 +671,11 @@ def check_training(alg: Algorithm, training: Training) -> None:
         raise ValueError(
             f"local_optimizer: {name} {traits.sgd_only_reason}, and AdamW's steps are "
             "others; take local_optimizer='sgd'."
+        )
+    if traits.new_optimizer_reason and training.keep_optimizer:
+        raise ValueError(
+            f"keep_optimizer: {name} {traits.new_optimizer_reason}, and a momentum "
+            "that is kept holds those of earlier rounds, too; leave it out."
         )
     if traits.no_clip_grad_reason and training.clip_grad is not None:
         raise ValueError(
