@@ -93,7 +93,9 @@ def tables(plan: Facts, played: Facts) -> str:
     lines = []
     rows = {(row["setting"], row["method"]): row for row in played.get("rows", ())}
     for setting in plan["settings"]:
-        body = [_cells(method, rows.get((setting, method))) for method in plan["methods"]]
+        body = [
+            _cells(method, rows.get((setting, method))) for method in plan["methods"]
+        ]
         some = [row for row in rows.values() if row["setting"] == setting]
         runs = sum(row["seeds"] for row in some)
         planned = len(plan["methods"]) * len(plan["seeds"])

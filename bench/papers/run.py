@@ -167,9 +167,7 @@ def main(argv: Sequence[str]) -> int:
         for option, value in vars(got).items():
             if option not in OF_THE_COMMAND and value is not None:
                 choice[option] = value
-        made = reproduce(
-            plan, folder, quiet=got.quiet, minutes=got.minutes, **choice
-        )
+        made = reproduce(plan, folder, quiet=got.quiet, minutes=got.minutes, **choice)
         checks = verdicts(plan, rows_of(plan, made.runs))
         failed = not all(holds for holds, _ in checks)
     print((folder / "table.md").read_text(encoding="utf-8"))
