@@ -153,19 +153,19 @@ def lessons(plan: Facts, played: Facts) -> str:
 def _lesson(setting: str, rows: Rows) -> Iterator[str]:
     """One line on a setting, where Local and another method are played."""
     local = next((row for row in rows if row["method"] == "Local"), None)
-    if local is None or len(rows) < 2:
+    others = [row for row in rows if row["hurt"] is not None]
+    if local is None or not others:
         return
     first = max(rows, key=lambda row: row["by_val"])
     near = [row for row in rows if row is not first and not _differ(row, first)]
     ahead = [row for row in rows if _differ(row, local) and _is_above(row, local)]
     behind = [row for row in rows if _differ(row, local) and _is_above(local, row)]
-    others = [row for row in rows if row is not local]
     fewest = min(row["hurt"] for row in others)
     spared = [row for row in others if row["hurt"] == fewest]
     value = number(first["by_val"], first["by_val_std"])
     yield (
-        f"- **{setting}** ({len(rows)} of the methods): {first['method']} is first with "
-        f"{value} %; no different from it: {_names(near)}. Ahead of Local: "
+        f"- **{setting}** ({len(rows)} of the methods): {first['method']} is first "
+        f"with {value} %; no different from it: {_names(near)}. Ahead of Local: "
         f"{_names(ahead)}. Behind Local: {_names(behind)}. Fewest clients are hurt by "
         f"{_names(spared)}: {fewest:.1f} %."
     )

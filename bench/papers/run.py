@@ -82,9 +82,10 @@ def reproduce(
         made = Reproduction(plan, folder, progress, minutes)
         rows = made.play(todo)
         if made.skipped:
+            count = f"{len(made.skipped)} of {len({task.key for task in todo})}"
             progress.say(
-                f"The time is over: {len(made.skipped)} of {len({t.key for t in todo})} "
-                "methods and settings lack runs. The same command goes on."
+                f"The time is over: {count} pairs of setting and method lack runs. "
+                "The same command goes on."
             )
     if draw and not made.skipped:
         try:

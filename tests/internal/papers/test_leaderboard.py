@@ -63,7 +63,7 @@ def test_the_resnet_table_is_complete():
 
     augmented = [task.job.training.augment for task in todo]
     assert augmented == [None] * 6 + [("flip", "crop:4")] * 6
-    assert [task.method for task in todo][0] == "Local"
+    assert todo[0].method == "Local"
     assert {task.shape["width"] for task in todo} == {16}
 
 
