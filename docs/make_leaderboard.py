@@ -1,7 +1,7 @@
 """Writes the tables of docs/leaderboard.md and the lessons of docs/choose.md.
 
 They are made of bench/papers/outcomes.json, which holds the rows of the plans
-"leaderboard" and "cifar-resnet" as far as they are played.
+"leaderboard" and "resnet-cifar" as far as they are played.
 
 - `python docs/make_leaderboard.py` makes the pages, and a test compares them.
 - `python docs/make_leaderboard.py FOLDER ...` first takes the rows from the folders of
@@ -23,7 +23,7 @@ from pflcore.results._render import markdown_table
 
 DOCS = Path(__file__).parent
 OUTCOMES = DOCS.parent / "bench" / "papers" / "outcomes.json"
-PLANS = ("leaderboard", "cifar-resnet")
+PLANS = ("leaderboard", "resnet-cifar")
 KEYS = (
     "setting",
     "method",

@@ -59,7 +59,7 @@ def test_the_leaderboard_is_complete():
 
 
 def test_the_resnet_table_is_complete():
-    todo = plans.tasks(plans.load("cifar-resnet"))
+    todo = plans.tasks(plans.load("resnet-cifar"))
 
     augmented = [task.job.training.augment for task in todo]
     assert augmented == [None] * 6 + [("flip", "crop:4")] * 6
@@ -202,11 +202,11 @@ def test_lessons_hold_beyond_the_deviations():
 
 def test_outcomes_are_taken_from_a_folder(tmp_path):
     made = play(tiny("leaderboard", "Local"), tmp_path, seeds=2)
-    outcomes = {"cifar-resnet": "stays"}
+    outcomes = {"resnet-cifar": "stays"}
 
     MAKER["take"](tmp_path, outcomes)
 
     (row,) = outcomes["leaderboard"]["rows"]
-    assert outcomes["cifar-resnet"] == "stays" and row["seeds"] == 2
+    assert outcomes["resnet-cifar"] == "stays" and row["seeds"] == 2
     assert row["chosen"].keys() == {"training.lr"}
     assert row["final"] == pytest.approx(made.write_rows()[0]["final"], abs=1e-4)
