@@ -220,7 +220,7 @@ def _costs(group: Sequence[History], played: Sequence[History]) -> dict[str, Any
         "models": metrics.mean(models),
         "mib": metrics.mean(models) * model_bytes / 2**20,
         "seconds_a_round": metrics.mean(seconds),
-        "training_seconds": metrics.percentile(trained, 50),
+        "training_seconds": metrics.percentile(trained, 50) if trained else None,
     }
 
 
