@@ -21,6 +21,7 @@ from pflcore.algorithms._factorized_waffle import FactorizedWaffle
 from pflcore.algorithms._fedavg import FedAvg, QFedAvg, WithoutDefence
 from pflcore.algorithms._feddwa import FedDWA, FedDWAQP
 from pflcore.algorithms._fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
+from pflcore.algorithms._fedpac import FedPAC
 from pflcore.algorithms._mixtures import APFL, FedALA
 from pflcore.algorithms._peers import L2C, FedFomo
 from pflcore.algorithms._protocol import (
@@ -46,6 +47,7 @@ from pflcore.algorithms._protocol import (
     normalize_rows,
     squared_norms,
 )
+from pflcore.algorithms._prototypes import FedProto
 from pflcore.algorithms._proximal import MRMTL, Ditto, FedProx, LocalOnly, PFedMe
 from pflcore.algorithms._relations import SFL, FedAMP, HeurFedAMP, Mocha
 from pflcore.algorithms._split import (
@@ -103,6 +105,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedbn": FedBN,
     "fedrod": FedRoD,
     "factorized_waffle": FactorizedWaffle,
+    # prototypes
+    "fedproto": FedProto,
+    "fedpac": FedPAC,
     # adaptation
     "local": LocalOnly,
     "finetune": FineTune,
@@ -136,7 +141,9 @@ __all__ = [
     "FedDWAQP",
     "FedFomo",
     "FedOpt",
+    "FedPAC",
     "FedPer",
+    "FedProto",
     "FedProx",
     "FedRep",
     "FedRoD",

@@ -437,6 +437,21 @@ class Net:
         """Number of scores that the head gives."""
         return int(self.module.get_submodule(self.head_name or "").out_features)  # type: ignore
 
+    @property
+    def num_features(self) -> int:
+        """Number H of features that the head, a linear layer, sees of a sample.
+
+        Raises ValueError where the head is another layer.
+        """
+        self._require_head()
+        head = self.module.get_submodule(self.head_name or "")
+        if not isinstance(head, nn.Linear):
+            raise ValueError(
+                f"model: expected an nn.Linear as its head, got {type(head).__name__} "
+                f"({self.head_name!r}); name another with Net(..., head=...)."
+            )
+        return head.in_features
+
     def loss(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Loss [] of the model `row` [P] on a batch [B, ...]."""
         return self.batch_loss(self(row, x), y)
