@@ -18,7 +18,9 @@ from pflcore._device import to_device
 from pflcore.algorithms._adaptation import FineTune, KnnPer, PerFedAvg
 from pflcore.algorithms._clusters import ClusteredFL, Ensemble, HypCluster
 from pflcore.algorithms._factorized_waffle import FactorizedWaffle
+from pflcore.algorithms._fedas import FedAS
 from pflcore.algorithms._fedavg import FedAvg, QFedAvg, WithoutDefence
+from pflcore.algorithms._feddbe import FedDBE
 from pflcore.algorithms._feddwa import FedDWA, FedDWAQP
 from pflcore.algorithms._fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from pflcore.algorithms._fedpac import FedPAC
@@ -108,6 +110,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     # prototypes
     "fedproto": FedProto,
     "fedpac": FedPAC,
+    "fedas": FedAS,
+    "feddbe": FedDBE,
     # adaptation
     "local": LocalOnly,
     "finetune": FineTune,
@@ -131,12 +135,14 @@ __all__ = [
     "FactorizedWaffle",
     "FedALA",
     "FedAMP",
+    "FedAS",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
     "FedAvgM",
     "FedBABU",
     "FedBN",
+    "FedDBE",
     "FedDWA",
     "FedDWAQP",
     "FedFomo",

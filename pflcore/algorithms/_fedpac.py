@@ -28,10 +28,10 @@ from pflcore.algorithms._protocol import (
 )
 from pflcore.algorithms._prototypes import (
     client_prototypes,
-    initial_prototypes,
     mean_prototypes,
     prototype_distance,
     send_to_all,
+    zero_prototypes,
 )
 from pflcore.check import NonNegativeFloat, PositiveInt, Weighting
 from pflcore.train import Clients, Net, Objective
@@ -91,18 +91,16 @@ class FedPAC(Algorithm):
 
     def server_init_args(self, net: Net) -> Tensors:
         body, head = net.split(net.w0)
-        return {"x0": body, "head0": head, **initial_prototypes(net)}
+        return {"x0": body, "head0": head, "prototypes": zero_prototypes(net)}
 
-    def init(  # type: ignore[override]
-        self, x0: Tensor, n: int, head0: Tensor, prototypes: Tensor, known: Tensor
-    ) -> Tensors:
+    def init(self, x0: Tensor, n: int, **more: Tensor) -> Tensors:
         return {
             "x": x0,
-            "head0": head0,
-            "head": lazy_zeros(n, head0),
+            "head0": more["head0"],
+            "head": lazy_zeros(n, more["head0"]),
             "seen": torch.zeros(n, dtype=torch.bool),
-            "prototypes": prototypes,
-            "known": known,
+            "prototypes": more["prototypes"],
+            "known": more["prototypes"].new_zeros(len(more["prototypes"])),
         }
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:

@@ -29,8 +29,8 @@ from pflcore.check import NonNegativeFloat, Weighting
 from pflcore.train import Clients, Net, Objective
 
 
-def initial_prototypes(net: Net) -> Tensors:
-    """The "prototypes" [C, H] before round 1, and "known" [C]: none of them is.
+def zero_prototypes(net: Net) -> Tensor:
+    """Zeros [C, H], in the shape of the prototypes of a model.
 
     Raises ValueError where the loss has no classes of samples.
     """
@@ -39,11 +39,7 @@ def initial_prototypes(net: Net) -> Tensors:
             "loss: prototypes are of classes; expected a loss of the scores of at "
             f"least two classes, got {net.classes} scores."
         )
-    shape = (net.classes, net.num_features)
-    return {
-        "prototypes": net.w0.new_zeros(shape),
-        "known": net.w0.new_zeros(net.classes),
-    }
+    return net.w0.new_zeros(net.classes, net.num_features)
 
 
 def send_to_all(state: Tensors, cohort: Cohort, *names: str) -> Payload:
@@ -137,10 +133,10 @@ class FedProto(Algorithm):
     traits = Traits(batch_norm=("local",), evaluation_only=("predict_by",))
 
     def server_init_args(self, net: Net) -> Tensors:
-        return initial_prototypes(net)
+        return {"x0": zero_prototypes(net)}
 
-    def init(self, prototypes: Tensor, n: int, known: Tensor) -> Tensors:  # type: ignore[override]
-        return {"prototypes": prototypes, "known": known}
+    def init(self, x0: Tensor, n: int) -> Tensors:
+        return {"prototypes": x0, "known": x0.new_zeros(len(x0))}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         return send_to_all(state, cohort, "prototypes", "known")
