@@ -14,6 +14,7 @@ from places import golden
 from small import (
     ENGINES,
     after,
+    classed,
     joined,
     near,
     normed,
@@ -28,7 +29,7 @@ from pflcore import evaluate
 from pflcore.algorithms import ALGORITHMS, apply
 from pflcore.simulation.round import RunConfig
 
-CLIENTS = {f.__name__: f for f in (normed, points, quadratics, regression)}
+CLIENTS = {f.__name__: f for f in (classed, normed, points, quadratics, regression)}
 ROUNDS = golden("rounds")
 UPLOADS = golden("uploads")
 
