@@ -41,10 +41,11 @@ from pflcore.train import Clients, Net, Objective
 class FedPAC(Algorithm):
     """FedPAC (Xu et al. 2023): aligned features, and heads mixed by class statistics.
 
-    server: x [K] (the body), head0 [F], head [N, F], seen bool [N], prototypes [C, H],
-    known [C] (1 where a class has a prototype) · client: nothing · down: x [S, K], head
-    [S, F], prototypes [S, C, H], known [S, C] · up: delta [S, K], head [S, F],
-    prototypes [S, C, H], counts [S, C], statistics [S, C H], variance [S].
+    server: x [K] (the body), head0 [F], head [N, F], seen [N] (the clients that have a
+    head), prototypes [C, H], known [C] (1 where a class has a prototype) · client:
+    nothing · down: x [S, K], head [S, F], prototypes [S, C, H], known [S, C] · up:
+    delta [S, K], head [S, F], prototypes [S, C, H], counts [S, C], statistics [S, C *
+    H] (h below), variance [S].
 
     A round of client i:
 
@@ -166,7 +167,7 @@ class FedPAC(Algorithm):
 
 
 def class_statistics(clients: Clients, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The h [S, C H] of clients with the models `w` [S, P], and their variances [S]."""
+    """The h [S, C * H] of clients with the models `w` [S, P], and their variances [S]."""
     found = clients.class_features(w)
     n = found.counts.sum(1).clamp(min=1)  # [S]
     h = (found.sums / n[:, None, None]).flatten(1)
@@ -175,7 +176,7 @@ def class_statistics(clients: Clients, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def head_weights(
-    statistics: Tensor,  # [S, C H]
+    statistics: Tensor,  # [S, C * H]
     variance: Tensor,  # [S]
 ) -> Tensor:  # [S, S] float64
     """The weights of all heads in each client's head, whose rows sum to 1 (Eq. 8)."""

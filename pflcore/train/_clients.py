@@ -100,7 +100,7 @@ class Fit(NamedTuple):
 
 
 class ClassFeatures(NamedTuple):
-    """What S clients' features of each class are on the whole, in float64.
+    """Sums over S clients' features of each class, in float64.
 
     Attributes:
         counts: Number of samples of each class, [S, C].

@@ -145,7 +145,7 @@ COMPARISONS = [
         "pfllib",
         personal_heads,
         FEDPAC,
-        reason="here head_i = sum_j p_ij head_j of the uploaded heads; serverpac.py:129 "
+        reason="here head_i = sum_j p_ij head_j of uploaded heads; serverpac.py:129 "
         "shuffles the heads, while p_ij is for the order of line 43, and line 164 "
         "overwrites head_i before head_i+1 is mixed of it",
     ),
