@@ -80,7 +80,8 @@ class FedAS(Algorithm):
         net = clients.net
         own = client_state["w"]
         w = net.join(down["x"], net.split(own)[1])
-        if self.align_lr:
+        has_body = down["x"].shape[1] > 0
+        if self.align_lr and has_body:
             w = self.align(w, own, clients)
         fit = clients.fit(w)
         delta = net.split(fit.w)[0] - down["x"]

@@ -62,6 +62,7 @@ class FedDBE(Algorithm):
         batch_norm=("average", "local"),
         sgd_only_reason="takes steps of SGD with the model and an offset",
         no_clip_grad_reason="takes steps along gradients",
+        model_uploads={"mean": "down.mean"},
     )
 
     def server_init_args(self, net: Net) -> Tensors:

@@ -130,7 +130,11 @@ class FedProto(Algorithm):
     prototype_weighting: Weighting = "samples"
     predict_by: Literal["prototypes", "head"] = "prototypes"
 
-    traits = Traits(batch_norm=("local",), evaluation_only=("predict_by",))
+    traits = Traits(
+        batch_norm=("local",),
+        model_uploads={"prototypes": "down.prototypes"},
+        evaluation_only=("predict_by",),
+    )
 
     def server_init_args(self, net: Net) -> Tensors:
         return {"x0": zero_prototypes(net)}

@@ -143,7 +143,10 @@ class Adversary:
         for key in [*origins, *up.keys() & {"control"}]:
             rows = up[key].flatten(1)
             is_bad = to_device(bad, rows.device)
-            origin = origins.get(key, rows.new_zeros(1)).to(rows).expand_as(rows)
+            origin = origins.get(key, rows.new_zeros(())).to(rows)
+            if origin.dim():
+                origin = origin.flatten(1)
+            origin = origin.expand_as(rows)
             # Without honest clients the attackers take their own updates for honest.
             is_honest = is_bad if bad.all() else ~is_bad
             updates = rows - origin

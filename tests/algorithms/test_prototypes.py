@@ -187,9 +187,10 @@ NEEDS_LABELS = "^(loss|data): .*(prototypes are of classes|one label for each sa
 def test_regression_has_no_class_to_share(name):
     x = torch.linspace(-1, 1, 8)[:, None]
     data = two_equal_clients((x, x))
+    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
     with pytest.raises(ValueError, match=NEEDS_LABELS):
-        Simulation(name, nn.Linear(1, 1), data, rounds=1).run()
-    Simulation("feddbe", nn.Linear(1, 1), data, rounds=2).run()
+        Simulation(name, model, data, rounds=1).run()
+    Simulation("feddbe", model, data, rounds=2).run()
 
 
 def test_a_head_of_several_layers_has_no_number_of_features():
