@@ -146,6 +146,4 @@ def fisher_trace(w: Tensor, clients: Clients) -> Tensor:
 def trace_shares(trace: Tensor) -> Tensor:
     """The clients' shares [1, S] by their traces [S]; equal ones where all are 0."""
     weight = trace.double().clamp(min=0)[None]
-    if not weight.any():
-        weight = torch.ones_like(weight)
-    return normalize_rows(weight)
+    return normalize_rows(torch.where(weight.any(), weight, 1.0))

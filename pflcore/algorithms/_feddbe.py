@@ -32,8 +32,8 @@ class FedDBE(Algorithm):
     """FedDBE (Zhang et al. 2023): an offset for each client takes the bias of features.
 
     server: x [P], mean [H], known [] (1 once there is a mean) · client: v [H], its
-    offset · down: x [S, P], mean [S, H], known [S] · up: delta [S, P]; in the first
-    round mean [S, H] in its place.
+    offset · down: x [S, P], mean [S, H], known [S] · up: delta [S, P], mean [S,
+    H] (the r below).
 
     The client's scores are those of the head on z + v. It minimises its loss plus
     `kappa / 2` times the mean squared difference of r and `mean`, where r is a running
@@ -42,8 +42,8 @@ class FedDBE(Algorithm):
     server averages x by samples, and v stays.
 
     The first round is the paper's period before the first one: clients train x without
-    an offset, and upload the r that they end with. The server keeps their mean by
-    samples, and leaves x as it was.
+    an offset, and the server keeps the mean by samples of the r that they end with.
+    It leaves x as it was. In later rounds only the updates count.
 
     Deviation: where the first cohort is a part of the clients, the mean is that of its
     clients; in the paper it is of all.
@@ -62,7 +62,6 @@ class FedDBE(Algorithm):
         batch_norm=("average", "local"),
         sgd_only_reason="takes steps of SGD with the model and an offset",
         no_clip_grad_reason="takes steps along gradients",
-        model_uploads={"mean": "down.mean"},
     )
 
     def server_init_args(self, net: Net) -> Tensors:
@@ -92,9 +91,7 @@ class FedDBE(Algorithm):
             rows, self.make_step(clients), Objective(loss=self.loss, extra=extra)
         )
         w, v, r = fit.w.split([x.shape[1], v.shape[1], v.shape[1]], 1)
-        if not down["known"].any():
-            return client_state, {"mean": r}, fit
-        return {"v": v}, {"delta": w - x}, fit
+        return {"v": v}, {"delta": w - x, "mean": r}, fit
 
     def make_step(self, clients: Clients) -> Update:
         """The step that each minibatch takes: SGD of x and v, and the running mean."""
@@ -135,10 +132,16 @@ class FedDBE(Algorithm):
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         mix = cohort.mean_weights("samples")
-        if "mean" in up:
-            mean = mix.aggregate(up["mean"])[0]
-            return {"mean": mean, "known": torch.ones_like(state["known"])}, mix
-        return {"x": mix.aggregate(up["delta"], state["x"])[0]}, mix
+        # Read on the device: a GPU would have to be waited for.
+        is_known = state["known"] > 0
+        x = mix.aggregate(up["delta"], state["x"])[0]
+        mean = mix.aggregate(up["mean"])[0]
+        changes = {
+            "x": torch.where(is_known, x, state["x"]),
+            "mean": torch.where(is_known, state["mean"], mean),
+            "known": torch.ones_like(state["known"]),
+        }
+        return changes, mix
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         return {"w": down["x"], "v": client_state["v"]}

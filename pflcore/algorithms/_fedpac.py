@@ -167,7 +167,7 @@ class FedPAC(Algorithm):
 
 
 def class_statistics(clients: Clients, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The h [S, C * H] of clients with the models `w` [S, P], and their variances [S]."""
+    """The h [S, C * H] of clients with models `w` [S, P], and their variances [S]."""
     found = clients.class_features(w)
     n = found.counts.sum(1).clamp(min=1)  # [S]
     h = (found.sums / n[:, None, None]).flatten(1)
@@ -180,8 +180,10 @@ def head_weights(
     variance: Tensor,  # [S]
 ) -> Tensor:  # [S, S] float64
     """The weights of all heads in each client's head, whose rows sum to 1 (Eq. 8)."""
-    distances = ops.pairwise_sqdist(statistics).cpu()
+    distances = ops.pairwise_sqdist(statistics)
+    both = torch.cat([distances, variance.double()[:, None]], 1).cpu()
+    distances = both[:, :-1]
     # Rounding, or a client that lies, may make a variance negative.
-    noise = variance.double().cpu().clamp(min=0).diag()
+    noise = both[:, -1].clamp(min=0).diag()
     rows = [simplex_qp(inner_products(row, distances) + noise) for row in distances]
     return torch.stack(rows)

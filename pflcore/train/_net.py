@@ -26,6 +26,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from pflcore._device import to_device
 from pflcore.check import Seed, checked
 from pflcore.data._inputs import IGNORED_LABEL, Fields
 from pflcore.metrics import ArgumentForm
@@ -295,7 +296,7 @@ class Net:
         shared = (~is_private).nonzero()[:, 0]
         private = is_private.nonzero()[:, 0]
         device = self.w0.device
-        return shared.to(device), private.to(device)
+        return to_device(shared, device), to_device(private, device)
 
     def fixed_tensors(self) -> list[Tensor]:
         """The constants [...] of the function: frozen weights and integer buffers.

@@ -200,15 +200,14 @@ def test_a_head_of_several_layers_has_no_number_of_features():
         _ = net.num_features
 
 
-def test_feddbes_first_round_sends_no_update():
+def test_feddbes_first_round_measures_features_alone():
     s = tiny()
-    alg = FedDBE()
-    state, first = after(alg, s, 1)
-    size = s.net.w0.element_size()
-    assert first.bytes_up == 3 * s.net.num_features * size
+    state, _ = after(FedDBE(), s, 1)
     assert torch.equal(state.server["x"], s.net.w0) and not state.clients["v"].any()
-    _, second = after(alg, s, 1, state)
-    assert second.bytes_up == 3 * s.net.size * size
+    mean = state.server["mean"]
+    state, _ = after(FedDBE(), s, 1, state)
+    assert not torch.equal(state.server["x"], s.net.w0) and state.clients["v"].any()
+    assert torch.equal(state.server["mean"], mean)
 
 
 @pytest.mark.parametrize("name", NAMES)
