@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pflcore.algorithms._protocol import (
     Algorithm,
+    Changes,
     Cohort,
     GradientFn,
     Payload,
@@ -136,7 +137,7 @@ class FedDBE(Algorithm):
         is_known = state["known"] > 0
         x = mix.aggregate(up["delta"], state["x"])[0]
         mean = mix.aggregate(up["mean"])[0]
-        changes = {
+        changes: Changes = {
             "x": torch.where(is_known, x, state["x"]),
             "mean": torch.where(is_known, state["mean"], mean),
             "known": torch.ones_like(state["known"]),

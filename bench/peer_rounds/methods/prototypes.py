@@ -44,7 +44,7 @@ def full_batches(checkout: Path) -> Iterator[None]:
     """Clients of PFLlib, each with one minibatch."""
     base = pfllib._import(checkout, "flcore.clients.clientbase")
 
-    def load(client: Any, batch_size: int | None = None) -> DataLoader:
+    def load(client: Any, batch_size: int | None = None) -> Any:
         data = base.read_client_data(client.dataset, client.id)
         return DataLoader(data, len(data))
 
