@@ -69,7 +69,7 @@ def mean_prototypes(state: Tensors, up: Tensors, weighting: str) -> Changes:
     if weighting == "uniform":
         weight = (weight > 0).double()
     total = weight.sum(0)  # [C]
-    sums = (weight[..., None] * up["prototypes"]).sum(0)
+    sums = torch.einsum("sc,sch->ch", weight, up["prototypes"].double())
     means = sums / total.clamp(min=1)[:, None]
     is_new = total > 0
     prototypes = state["prototypes"]
@@ -153,7 +153,8 @@ class FedProto(Algorithm):
     ) -> TrainResult:
         objective = Objective()
         if self.lam:
-            objective = Objective(loss=self.loss, extra=dict(down))
+            extra = {name: down[name] for name in ("prototypes", "known")}
+            objective = Objective(loss=self.loss, extra=extra)
         fit = clients.fit(client_state["w"], objective)
         return {"w": fit.w}, client_prototypes(clients.after(fit), fit.w), fit
 
