@@ -27,6 +27,10 @@ from pflcore.cli._options import field_comments
 FOLDER = Path(__file__).with_name("methods")
 ARXIV = "https://arxiv.org/abs/"
 DOI = "https://doi.org/"
+FEDAS = (
+    "https://openaccess.thecvf.com/content/CVPR2024/html/Yang_FedAS_Bridging_"
+    "Inconsistency_in_Personalized_Federated_Learning_CVPR_2024_paper.html"
+)
 
 
 MARK = "<!-- The rest of this page is made by docs/make_methods.py. -->\n"
@@ -98,6 +102,12 @@ FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
         "fedrod": (ARXIV + "2107.00778",),
         "gpfl": (ARXIV + "2308.10279",),
         "factorized_waffle": (ARXIV + "2008.05687",),
+    },
+    "shared_features": {
+        "fedproto": (ARXIV + "2105.00243",),
+        "fedpac": (ARXIV + "2306.11867",),
+        "fedas": (FEDAS,),
+        "feddbe": (ARXIV + "2311.14975",),
     },
     "adapted_models": {
         "finetune": (ARXIV + "1910.10252", ARXIV + "2002.04758"),

@@ -1,5 +1,8 @@
 """FedProto, a method in which no model travels.
 
+`pflcore.algorithms.FedProto` is the whole method; this one shows its idea alone: what
+clients share may be anything that they compute from their samples.
+
 Symbols: S clients of a cohort, P parameters of a model, C classes, H features, B
 samples of a batch.
 """
@@ -8,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from pflcore import Clients, Net, Objective
 from pflcore.algorithms import (
@@ -47,10 +49,7 @@ class FedProto(Algorithm):
     traits = Traits(batch_norm=("local",))
 
     def server_init_args(self, net: Net) -> Tensors:
-        head = net.head_slice
-        num_inputs = (head.stop - head.start) // net.classes - 1  # the bias is the rest
-        zeros = net.w0.new_zeros(net.classes, num_inputs)
-        return {"prototypes": zeros}
+        return {"prototypes": net.w0.new_zeros(net.classes, net.num_features)}
 
     def init(self, prototypes: Tensor, n: int) -> Tensors:
         return {
@@ -70,10 +69,8 @@ class FedProto(Algorithm):
     ) -> TrainResult:
         objective = Objective(loss=self.loss, extra=dict(down))
         fit = clients.fit(client_state["w"], objective)
-        z, y = clients.after(fit).features(fit.w)  # [S, n, H], [S, n]
-        member = one_hot(y.clamp(min=0), clients.net.classes).to(z)  # [S, n, C]
-        member = member * (y >= 0)[..., None]  # what is padded or void counts in none
-        upload = {"sums": member.mT @ z, "counts": member.sum(1)}
+        found = clients.after(fit).class_features(fit.w)
+        upload = {"sums": found.sums.to(fit.w), "counts": found.counts.to(fit.w)}
         return {"w": fit.w}, upload, fit
 
     # The loss of one client on a batch, see MOON. The prototypes are `extra`'s.

@@ -261,6 +261,22 @@ def two_layers(clients, start, lr=0.1, **training):
     return by_hand(Net(model), pairs, lr, **training)
 
 
+def classed(clients, w0, **training):
+    """Clients with samples (x, y) of classes, and a hidden layer of two features.
+
+    x are numbers, and `w0` holds the first parameters of the model.
+    """
+    classes = (len(w0) - 4) // 3
+
+    def model():
+        module = layers(f"Linear 1 2, Tanh, Linear 2 {classes}").double()
+        nn.utils.vector_to_parameters(t(w0), module.parameters())
+        return module
+
+    pairs = [(t(x)[:, None], torch.tensor(y)) for x, y in clients]
+    return by_hand(Net(model), pairs, **{"engine": "loop", "lr": 0.1, **training})
+
+
 def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0):
     """The context of a run, made without the checks before round 1.
 

@@ -18,12 +18,15 @@ from pflcore._device import to_device
 from pflcore.algorithms._adaptation import FineTune, KnnPer, PerFedAvg
 from pflcore.algorithms._clusters import ClusteredFL, Ensemble, HypCluster
 from pflcore.algorithms._factorized_waffle import FactorizedWaffle
+from pflcore.algorithms._fedas import FedAS
 from pflcore.algorithms._fedavg import FedAvg, QFedAvg, WithoutDefence
 from pflcore.algorithms._fedcac import FedCAC
+from pflcore.algorithms._feddbe import FedDBE
 from pflcore.algorithms._feddwa import FedDWA, FedDWAQP
 from pflcore.algorithms._feddyn import FedDyn
 from pflcore.algorithms._fednova import FedNova
 from pflcore.algorithms._fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
+from pflcore.algorithms._fedpac import FedPAC
 from pflcore.algorithms._gpfl import GPFL
 from pflcore.algorithms._local_losses import MOON, FedNTD
 from pflcore.algorithms._mixtures import APFL, FedALA
@@ -52,6 +55,7 @@ from pflcore.algorithms._protocol import (
     normalize_rows,
     squared_norms,
 )
+from pflcore.algorithms._prototypes import FedProto
 from pflcore.algorithms._proximal import MRMTL, Ditto, FedProx, LocalOnly, PFedMe
 from pflcore.algorithms._relations import SFL, FedAMP, HeurFedAMP, Mocha
 from pflcore.algorithms._split import (
@@ -116,6 +120,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedrod": FedRoD,
     "gpfl": GPFL,
     "factorized_waffle": FactorizedWaffle,
+    # prototypes
+    "fedproto": FedProto,
+    "fedpac": FedPAC,
+    "fedas": FedAS,
+    "feddbe": FedDBE,
     # adaptation
     "local": LocalOnly,
     "finetune": FineTune,
@@ -141,6 +150,7 @@ __all__ = [
     "FactorizedWaffle",
     "FedALA",
     "FedAMP",
+    "FedAS",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
@@ -148,6 +158,7 @@ __all__ = [
     "FedBABU",
     "FedBN",
     "FedCAC",
+    "FedDBE",
     "FedDWA",
     "FedDWAQP",
     "FedDyn",
@@ -155,7 +166,9 @@ __all__ = [
     "FedNTD",
     "FedNova",
     "FedOpt",
+    "FedPAC",
     "FedPer",
+    "FedProto",
     "FedProx",
     "FedRep",
     "FedRoD",

@@ -302,7 +302,7 @@ class FedRoD(FedAvg):
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
     ) -> TrainResult:
-        check_additive_head(clients)
+        check_head_is_last(clients, "FedRoD adds a second head's scores")
         x = down["x"]
         class_counts = to_device(clients.class_counts, x.device).to(x.dtype)
         rows = torch.cat([x, client_state["h"]], 1)
@@ -352,11 +352,15 @@ class FedRoD(FedAvg):
         return net.head(model["w"], z) + net.head(model["h"], z)
 
 
-def check_additive_head(clients: Clients) -> None:
+def check_head_is_last(clients: Clients, needs: str) -> None:
     """Raises ValueError where the model is not its head on its features.
 
     Two samples are scored by two models: a ReLU behind the head may not show at scores
     of one sign.
+
+    Args:
+        clients: The clients that train the model.
+        needs: What the algorithm does with the head, as a main clause for the error.
     """
     net = clients.net
     x = clients.context.data.x[:2]
@@ -375,9 +379,9 @@ def check_additive_head(clients: Clients) -> None:
         is_additive = False
     if head_buffers or not is_additive:
         raise ValueError(
-            "model: FedRoD adds a second head's scores, so a head must be the last "
-            "that the model does, with weights of its own and no statistics, and "
-            f"{net.head_name!r} is not so; name it with Net(..., head=...)."
+            f"model: {needs}, so a head must be the last that the model does, with "
+            f"weights of its own and no statistics, and {net.head_name!r} is not so; "
+            "name it with Net(..., head=...)."
         )
 
 

@@ -198,7 +198,10 @@ class Adversary:
         for key in self._attacked_keys(up, origins, traits):
             rows = up[key].flatten(1)
             is_bad = to_device(bad, rows.device)
-            origin = origins.get(key, rows.new_zeros(1)).to(rows).expand_as(rows)
+            origin = origins.get(key, rows.new_zeros(())).to(rows)
+            if origin.dim():
+                origin = origin.flatten(1)
+            origin = origin.expand_as(rows)
             # Without honest clients the attackers take their own updates for honest.
             is_honest = is_bad if bad.all() else ~is_bad
             updates = rows - origin

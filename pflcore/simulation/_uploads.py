@@ -282,7 +282,8 @@ def update_norms(
         rows = result.up[key].flatten(1)
         if origin.dim():
             index = to_device(own_row, rows.device)
-            sqdist = ops.pairwise_sqdist(rows, origin.to(rows), index)[:, 0]
+            starts = origin.to(rows).flatten(1)
+            sqdist = ops.pairwise_sqdist(rows, starts, index)[:, 0]
         else:
             sqdist = squared_norms(rows)
         norms.append(sqdist.sqrt().cpu())

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 from torch.nn.utils.rnn import pad_sequence
 
 from pflcore._device import to_device
@@ -96,6 +97,25 @@ class Fit(NamedTuple):
         are there where `Clients.fit` was called with `mean_grad=True`.
         """
         return self.rows["grad"]
+
+
+class ClassFeatures(NamedTuple):
+    """Sums over S clients' features of each class, in float64.
+
+    Attributes:
+        counts: Number of samples of each class, [S, C].
+        sums: Sum of the features of a class's samples, [S, C, H].
+        square: Sum of the squared lengths of all samples' features, [S].
+    """
+
+    counts: Tensor
+    sums: Tensor
+    square: Tensor
+
+    @property
+    def means(self) -> Tensor:
+        """Mean features [S, C, H] of each class; zeros where it has no sample."""
+        return self.sums / self.counts.clamp(min=1)[..., None]
 
 
 @dataclass(frozen=True)
@@ -438,6 +458,34 @@ class Clients:
             pad_sequence(features, batch_first=True),
             pad_sequence(labels, batch_first=True, padding_value=-1),
         )
+
+    def class_features(self, w: Tensor, split: str = "train") -> ClassFeatures:
+        """Sums of each class's features, which the head of `w` [S, P] sees.
+
+        A client's sums do not depend on who else is in the cohort. Samples without a
+        label count in no class. Raises ValueError where targets are not one label for
+        each sample.
+        """
+
+        def predict_features(model: Tensors, net: Net, x: Tensor) -> Tensor:
+            return net.features(model["w"], x)
+
+        y = self.context.data.y
+        if y.is_floating_point() or y.dim() != 1:
+            raise ValueError(
+                "data: a mean feature of each class needs one label for each sample, "
+                f"and the targets are {y.dtype} of the shape {list(y.shape[1:])}."
+            )
+        rows = []
+        for z, labels in self.scores({"w": w}, split, predict_features):
+            z = z.double()
+            # What has no label is in a last class, which is left out.
+            of_class = labels.where(labels >= 0, self.net.classes)
+            member = one_hot(of_class, self.net.classes + 1).to(z)[:, :-1]  # [n, C]
+            square = (member.sum(1) * z.square().sum(1)).sum()
+            rows.append((member.sum(0), member.T @ z, square))
+        counts, sums, square = map(torch.stack, zip(*rows, strict=True))
+        return ClassFeatures(counts, sums, square)
 
     def loss(self, w: Tensor, split: str = "train") -> Tensor:
         """Each client's mean loss [S] at `w` [S, P] over its samples.

@@ -27,6 +27,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from pflcore._device import to_device
 from pflcore.check import Seed, checked
 from pflcore.data._inputs import IGNORED_LABEL, Fields
 from pflcore.metrics import ArgumentForm
@@ -296,7 +297,7 @@ class Net:
         shared = (~is_private).nonzero()[:, 0]
         private = is_private.nonzero()[:, 0]
         device = self.w0.device
-        return shared.to(device), private.to(device)
+        return to_device(shared, device), to_device(private, device)
 
     def fixed_tensors(self) -> list[Tensor]:
         """The constants [...] of the function: frozen weights and integer buffers.
@@ -460,6 +461,21 @@ class Net:
     def classes(self) -> int:
         """Number of scores that the head gives."""
         return int(self.module.get_submodule(self.head_name or "").out_features)  # type: ignore
+
+    @property
+    def num_features(self) -> int:
+        """Number H of features that the head, a linear layer, sees of a sample.
+
+        Raises ValueError where the head is another layer.
+        """
+        self._require_head()
+        head = self.module.get_submodule(self.head_name or "")
+        if not isinstance(head, nn.Linear):
+            raise ValueError(
+                f"model: expected an nn.Linear as its head, got {type(head).__name__} "
+                f"({self.head_name!r}); name another with Net(..., head=...)."
+            )
+        return head.in_features
 
     def loss(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Loss [] of the model `row` [P] on a batch [B, ...]."""

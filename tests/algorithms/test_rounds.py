@@ -14,6 +14,7 @@ from places import golden
 from small import (
     ENGINES,
     after,
+    classed,
     joined,
     near,
     normed,
@@ -29,7 +30,7 @@ from pflcore import evaluate
 from pflcore.algorithms import ALGORITHMS, apply
 from pflcore.simulation.round import RunConfig
 
-KINDS = (normed, points, quadratics, regression, two_layers)
+KINDS = (classed, normed, points, quadratics, regression, two_layers)
 CLIENTS = {f.__name__: f for f in KINDS}
 ROUNDS = golden("rounds")
 UPLOADS = golden("uploads")

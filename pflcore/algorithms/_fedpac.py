@@ -1,0 +1,189 @@
+"""FedPAC: features that agree, and heads that are mixed by what they were trained on.
+
+Symbols: S clients are in the cohort, N in the federation; a model has P parameters, of
+which its head has F and its body, the rest, K; C classes; H features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore._device import to_device
+from pflcore.algorithms._adaptation import head_mask
+from pflcore.algorithms._feddwa import inner_products, simplex_qp
+from pflcore.algorithms._protocol import (
+    Algorithm,
+    Cohort,
+    MixingWeights,
+    Payload,
+    RowUpdate,
+    Tensors,
+    TrainResult,
+    Traits,
+    UpdateResult,
+    algorithm_options,
+    lazy_zeros,
+)
+from pflcore.algorithms._prototypes import (
+    client_prototypes,
+    mean_prototypes,
+    prototype_distance,
+    send_to_all,
+    zero_prototypes,
+)
+from pflcore.check import NonNegativeFloat, PositiveInt, Weighting
+from pflcore.train import Clients, Net, Objective
+
+
+@algorithm_options
+class FedPAC(Algorithm):
+    """FedPAC (Xu et al. 2023): aligned features, and heads mixed by class statistics.
+
+    server: x [K] (the body), head0 [F], head [N, F], seen [N] (the clients that have a
+    head), prototypes [C, H], known [C] (1 where a class has a prototype) · client:
+    nothing · down: x [S, K], head [S, F], prototypes [S, C, H], known [S, C] · up:
+    delta [S, K], head [S, F], prototypes [S, C, H], counts [S, C], statistics [S, C *
+    H] (h below), variance [S].
+
+    A round of client i:
+
+    1. By the model that it received, it computes h_i, the share of each class times the
+       class's mean feature, and `V_i = (mean |z|^2 - |h_i|^2) / n_i`, the variance of
+       h_i.
+    2. It trains its head for `head_epochs` on the frozen body, then the body on the
+       frozen head. The body's loss is the run's plus `lam` times the mean squared
+       difference of features and the prototypes of their classes (Eq. 4).
+    3. It uploads both, and its trained model's mean feature of each class.
+
+    The server takes `x <- x + sum_i n_i / n delta_i`, the means of the prototypes, and
+    for each client the head `sum_j p_ij head_j`. p_i minimises `sum_j p_ij^2 V_j +
+    |sum_j p_ij (h_i - h_j)|^2` over the simplex (Eq. 8). An absent client keeps its
+    head.
+
+    The matrix of that quadratic programme is made of the exact distances of all h, and
+    solved exactly. The authors' code takes its eigenvalues below .01 for 0 where one of
+    them is negative, and weights below .001 for 0, after which they do not sum to 1.
+
+    Args:
+        lam: Weight of the pull of features towards the prototypes; 0 pulls nothing.
+        mix_heads: Whether heads are mixed. Without it each client has its own head;
+            with lam=0 besides, that is FedRep.
+        head_epochs: Epochs of the head in a round.
+        head_lr: Step size of the head; None takes the run's `lr`.
+        prototype_weighting: Shares of the clients in a prototype: "samples" counts a
+            client's samples of the class, "uniform" is the same share for all clients
+            that have the class.
+    """
+
+    lam: NonNegativeFloat = 1.0
+    mix_heads: bool = True
+    head_epochs: PositiveInt = 1
+    head_lr: NonNegativeFloat | None = None
+    prototype_weighting: Weighting = "samples"
+
+    traits = Traits(
+        batch_norm=("local",),
+        model_uploads={"head": "down.head"},
+        per_client_state=("head", "seen"),
+        reported_state=("mix",),
+    )
+
+    def server_init_args(self, net: Net) -> Tensors:
+        body, head = net.split(net.w0)
+        return {"x0": body, "head0": head, "prototypes": zero_prototypes(net)}
+
+    def init(self, x0: Tensor, n: int, **more: Tensor) -> Tensors:
+        return {
+            "x": x0,
+            "head0": more["head0"],
+            "head": lazy_zeros(n, more["head0"]),
+            "seen": torch.zeros(n, dtype=torch.bool),
+            "prototypes": more["prototypes"],
+            "known": more["prototypes"].new_zeros(len(more["prototypes"])),
+        }
+
+    def send(self, state: Tensors, cohort: Cohort) -> Payload:
+        head = state["head"][cohort.ids]
+        seen = to_device(state["seen"][cohort.ids, None], head.device)
+        down = send_to_all(state, cohort, "x", "prototypes", "known")
+        return down | {"head": torch.where(seen, head, state["head0"])}
+
+    def train(
+        self, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
+        net = clients.net
+        w = net.join(down["x"], down["head"])
+        statistics, variance = class_statistics(clients, w)
+        is_head = head_mask(net)
+        # The name of FedRep's first training: with lam=0 the minibatches are the same.
+        w = clients.fit(
+            w,
+            Objective(mask=is_head),
+            epochs=self.head_epochs,
+            lr=self.head_lr,
+            stream="private",
+        ).w
+        objective = Objective(mask=~is_head)
+        if self.lam:
+            extra = {name: down[name] for name in ("prototypes", "known")}
+            objective = Objective(loss=self.loss, extra=extra, mask=~is_head)
+        fit = clients.fit(w, objective)
+        body, head = net.split(fit.w)
+        up = {
+            "delta": body - down["x"],
+            "head": head,
+            "statistics": statistics,
+            "variance": variance,
+            **client_prototypes(clients.after(fit), fit.w),
+        }
+        return client_state, up, fit
+
+    def loss(
+        self, net: Net, row: Tensor, x: Tensor, y: Tensor, extra: Tensors
+    ) -> Tensor:
+        """The run's loss [] on a batch, plus the pull towards the prototypes."""
+        z = net.features(row, x)
+        pull = prototype_distance(z, y, extra)
+        return net.batch_loss(net.head(row, z), y) + self.lam * pull
+
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
+        ids = cohort.ids
+        weight = torch.eye(len(ids), dtype=torch.float64)
+        if self.mix_heads:
+            weight = head_weights(up["statistics"], up["variance"])
+        everybody = torch.arange(len(ids)).expand(len(ids), -1)
+        mix = MixingWeights(weight, everybody, receivers=ids)
+        mean = cohort.mean_weights("samples")
+        changes = mean_prototypes(state, up, self.prototype_weighting)
+        changes["x"] = mean.aggregate(up["delta"], state["x"])[0]
+        changes["head"] = RowUpdate(ids, mix.aggregate(up["head"]))
+        changes["seen"] = RowUpdate(ids, torch.ones_like(ids, dtype=torch.bool))
+        return changes, mix
+
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
+        return {"w": clients.net.join(down["x"], down["head"])}
+
+
+def class_statistics(clients: Clients, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The h [S, C * H] of clients with models `w` [S, P], and their variances [S]."""
+    found = clients.class_features(w)
+    n = found.counts.sum(1).clamp(min=1)  # [S]
+    h = (found.sums / n[:, None, None]).flatten(1)
+    variance = (found.square / n - h.square().sum(1)) / n
+    return h.to(w), variance.to(w)
+
+
+def head_weights(
+    statistics: Tensor,  # [S, C * H]
+    variance: Tensor,  # [S]
+) -> Tensor:  # [S, S] float64
+    """The weights of all heads in each client's head, whose rows sum to 1 (Eq. 8)."""
+    distances = ops.pairwise_sqdist(statistics)
+    both = torch.cat([distances, variance.double()[:, None]], 1).cpu()
+    distances = both[:, :-1]
+    # Rounding, or a client that lies, may make a variance negative.
+    noise = both[:, -1].clamp(min=0).diag()
+    rows = [simplex_qp(inner_products(row, distances) + noise) for row in distances]
+    return torch.stack(rows)
