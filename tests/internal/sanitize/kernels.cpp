@@ -189,7 +189,7 @@ void solve(int64_t kernel, const int64_t* word, const Threads& t) {
     case 5:
       return typed<Sgd>(word, [&](const auto& q) { sgd_step(q, t); });
   }
-  const bool fine = kernel == 6   ? chain_sgd(chain_of<ChainSgd<float>>(word), t)
+  const bool fine = kernel == 6   ? chain_train(chain_of<ChainTrain<float>>(word), t)
                     : kernel == 7 ? chain_grad(chain_of<ChainGrad<float>>(word), t)
                                   : chain_eval(chain_of<ChainEval<float>>(word), t);
   if (!fine) failures++, std::printf("%s: out of range\n", kKernels[kernel]);
