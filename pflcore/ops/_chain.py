@@ -5,7 +5,8 @@ their shapes and the columns of their weights in a flat row (see `encode_layer`)
 kernels keep a client's row, activations and gradients in the caches of one core.
 Results depend neither on the threads nor on which other clients take part.
 
-- `chain_train_` trains, by SGD or AdamW, and `chain_eval` evaluates. Both are kernels of the CPU alone.
+- `chain_train_` trains, by SGD or AdamW, and `chain_eval` evaluates. Both are kernels
+  of the CPU alone.
 - `chain_grad` computes gradients. It has a reference in differentiable torch, which
   takes all clients at once. That is what runs on a GPU.
 

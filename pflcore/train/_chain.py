@@ -428,7 +428,9 @@ def _adaptive_pool(
     require(not return_indices, "pooling with indices")
     sizes = list(zip(c.into[1:], c.out[1:], strict=True))
     is_even = all(before % after == 0 for before, after in sizes)
-    reason = f"adaptive pooling of {c.into[1:]} to {c.out[1:]}, in windows of many sizes"
+    reason = (
+        f"adaptive pooling of {c.into[1:]} to {c.out[1:]}, which does not divide it"
+    )
     require(is_even, reason)
     window = [before // after for before, after in sizes]
     yield "pool", kind, *window, *window
@@ -461,9 +463,7 @@ def _act(
     yield "act", kind
 
 
-def _leaky(
-    c: LayerCall, negative_slope: float = 0.01, inplace: bool = False
-) -> Lines:
+def _leaky(c: LayerCall, negative_slope: float = 0.01, inplace: bool = False) -> Lines:
     """The line of a leaky ReLU."""
     require(negative_slope >= 0, f"a LeakyReLU with the slope {negative_slope}")
     yield "leaky", negative_slope
