@@ -104,13 +104,13 @@ constexpr const char* kRange =
     "batches";
 
 Tensor chain_train_cpu(const Tensor& w, const Tensor& program, const std::string& loss_name,
-                     int64_t c, int64_t h, int64_t width, const Tensor& x, const Tensor& y,
-                     const OptionalTensor& relabel, const Tensor& order_in, const Tensor& size_in,
-                     const Tensor& steps_in, int64_t batch, bool drop_last,
-                     const OptionalTensor& seeds_in, double lr, const OptionalTensor& shift,
-                     const OptionalTensor& mask, double mu, const OptionalTensor& mu_rows,
-                     const OptionalTensor& anchor, double momentum, double weight_decay,
-                     double clip, const OptionalTensor& adamw, const OptionalTensor& grad_sum) {
+                       int64_t c, int64_t h, int64_t width, const Tensor& x, const Tensor& y,
+                       const OptionalTensor& relabel, const Tensor& order_in, const Tensor& size_in,
+                       const Tensor& steps_in, int64_t batch, bool drop_last,
+                       const OptionalTensor& seeds_in, double lr, const OptionalTensor& shift,
+                       const OptionalTensor& mask, double mu, const OptionalTensor& mu_rows,
+                       const OptionalTensor& anchor, double momentum, double weight_decay,
+                       double clip, const OptionalTensor& adamw, const OptionalTensor& grad_sum) {
   constexpr const char* op = "chain_train_";
   const auto run = [&](const auto& args) {
     using T = typename std::decay_t<decltype(args)>::T;
@@ -146,8 +146,9 @@ Tensor chain_train_cpu(const Tensor& w, const Tensor& program, const std::string
     Tensor loss = make(w, {s}, ScalarType::Double);
     a.loss = mutable_data<double>(loss);
     torch::stable::zero_(loss);
-    PFL_CHECK(cpu::chain_train(a, TorchParallel{3 * args.work * static_cast<double>(order.numel())}),
-              op, kRange);
+    PFL_CHECK(
+        cpu::chain_train(a, TorchParallel{3 * args.work * static_cast<double>(order.numel())}), op,
+        kRange);
     return loss;
   };
   return typed(op, w, run, program, loss_name, c, h, width, x, y, relabel);

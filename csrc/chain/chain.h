@@ -88,8 +88,8 @@ struct ChainTrain : ChainProblem<T> {
   const int64_t* seeds;  // [s, passes], for dropout; nullptr: no dropout
   double clip;           // the largest norm of a gradient; infinite: any
   AdamW adamw;
-  T* grad_sum;           // [s, q], added to; nullptr: not asked for
-  double* loss;          // [s] sum of the batches' mean losses
+  T* grad_sum;   // [s, q], added to; nullptr: not asked for
+  double* loss;  // [s] sum of the batches' mean losses
 };
 
 template <class T>

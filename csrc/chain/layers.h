@@ -209,17 +209,19 @@ PFL_TARGET void norm_forward(const Norm& q, const T* x, const T* weight, const T
       constexpr int N = N_;
       V mean[N] = {}, square[N] = {};
       const T* const from = x + g * n * q.batch + first * lanes;
-      for (int64_t f = 0; f < n; f++) PFL_EACH(j, N, {
-        V v;
-        load(v, from + f * q.batch + j * lanes);
-        mean[j] += v;
-      });
+      for (int64_t f = 0; f < n; f++)
+        PFL_EACH(j, N, {
+          V v;
+          load(v, from + f * q.batch + j * lanes);
+          mean[j] += v;
+        });
       PFL_EACH(j, N, mean[j] /= static_cast<T>(n));
-      for (int64_t f = 0; f < n; f++) PFL_EACH(j, N, {
-        V v;
-        load(v, from + f * q.batch + j * lanes);
-        square[j] += (v - mean[j]) * (v - mean[j]);
-      });
+      for (int64_t f = 0; f < n; f++)
+        PFL_EACH(j, N, {
+          V v;
+          load(v, from + f * q.batch + j * lanes);
+          square[j] += (v - mean[j]) * (v - mean[j]);
+        });
       T* const to = stats + g * 2 * wide + first * lanes;
       PFL_EACH(j, N, {
         square[j] = square[j] / static_cast<T>(n) + static_cast<T>(q.eps);

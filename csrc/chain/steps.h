@@ -1,5 +1,5 @@
-// What a step does with a minibatch's gradient, beside SGD (../cpu/sgd.h): clipping, and AdamW. Rows
-// are in the private layout, whose length is a multiple of a vector's.
+// What a step does with a minibatch's gradient, beside SGD (../cpu/sgd.h): clipping, and AdamW.
+// Rows are in the private layout, whose length is a multiple of a vector's.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -50,8 +50,8 @@ struct Moments {
   T mean_beta, square_beta, eps;
   T mean_share, square_share;  // 1 - beta^k at step k: what the zeros at the start leave of a mean
 
-  // The moments at step k, from 1 on. An eps that T cannot hold becomes its smallest number, so that
-  // the zeros between the weights stay zeros.
+  // The moments at step k, from 1 on. An eps that T cannot hold becomes its smallest number, so
+  // that the zeros between the weights stay zeros.
   Moments(T* means, T* squares, const AdamW& a, int64_t k)
       : mean(means),
         square(squares),

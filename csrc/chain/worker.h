@@ -267,8 +267,7 @@ class Worker {
       for (int64_t c = 0; c < layout_.weights; c += kStrip) {
         const int64_t end = std::min(layout_.weights, c + kStrip);
         if (factor != 1) shrink<T, bytes>(g_.data() + c, end - c, factor);
-        for (int64_t i = c; a.grad_sum && i < end; i++)
-          sum_[i] += g_[i] + gradient_decay * w_[i];
+        for (int64_t i = c; a.grad_sum && i < end; i++) sum_[i] += g_[i] + gradient_decay * w_[i];
         if (a.adamw.on)
           chain::adamw<T, bytes>(row, moments, c, end);
         else
@@ -671,7 +670,8 @@ class Worker {
   std::vector<Space<T>> space_;
   T *x_ = nullptr, *samples_ = nullptr;
   std::vector<const T*> at_;
-  Numbers<T> target_, loss_, w_, g_, shift_, mask_, anchor_, velocity_, mean_, square_, sum_, spare_;
+  Numbers<T> target_, loss_, w_, g_, shift_, mask_, anchor_, velocity_, mean_, square_, sum_,
+      spare_;
   std::optional<uint64_t> seed_;  // of dropout's masks; none: nothing is dropped
 };
 
