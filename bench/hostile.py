@@ -1,6 +1,6 @@
 """Measurements of the harm that bad clients do: the figures of docs/trust.md.
 
-`python -m bench.hostile [inputs] [attacks] [waffle] [--seeds N]` prints them:
+`python -m bench.hostile [inputs] [attacks] [waffle] [nearby]` prints them:
 
 - inputs (the default): bad uploads, messages and drop-outs are tried on every
   algorithm. It shows, by kind, how many of them harmed a run, and takes a minute.
@@ -8,15 +8,18 @@
   subset, 2 of which are bad. It takes some minutes.
 - waffle: a target's accuracy with 1 to 4 bad agents of 10, under WAFFLE, FedAvg and
   SCAFFOLD. It takes some minutes.
+- nearby: the weight that two bad clients of 10 win in a victim's model, and what it
+  costs, where they know that FedDWA and WAFFLE weigh by distance. It takes some
+  minutes.
 
-The figures of `attacks` and `waffle` are means over N seeds of the split and the run
-(by default one). Those of `attacks` have their deviations.
+The figures of the last three are means over `--seeds N` seeds of the split and the run
+(by default one). Those of `attacks` and `nearby` have their deviations.
 """
 
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,9 +50,13 @@ from pflcore.nn.models import model_for
 from pflcore.results.record import group_runs
 from pflcore.simulation._attacks import Attack
 
-ATTACKS = get_args(Attack)
+# All but "control", which needs control variates.
+ATTACKS = tuple(name for name in get_args(Attack) if name != "control")
 # All but "dp", which hides clients and keeps none out.
 DEFENCES = tuple(name for name in get_args(Defence) if name != "dp")
+# The rows of `attacks`: no defence, each of them, and two after neighbour mixing.
+MIXING = "mixing_"
+DEFENCE_ROWS = ("none", *DEFENCES, "mixing_krum", "mixing_trimmed_mean")
 N = 10  # clients
 ROUNDS = 20
 TRAINING = Training(lr=0.1, batch_size=20)
@@ -94,17 +101,9 @@ def played(
         eligible = [client for client in range(N) if client not in bad]
     results = []
     for seed, federation in enumerate(data):
-        simulation = Simulation(
-            algorithm,
-            partial(model_for, "mlp", (1, 28, 28), 10, hidden=(64,)),
-            federation,
-            TRAINING,
-            ROUNDS,
-            clients=eligible,
-            seed=seed,
-            evaluation=Evaluation(every=ROUNDS, clients=look),
-            robustness=robustness,
-            hardware=Hardware(workers=1),
+        evaluation = Evaluation(every=ROUNDS, clients=look)
+        simulation = _simulation(
+            algorithm, federation, seed, evaluation, robustness, eligible
         )
         (recorded,) = group_runs(simulation.run().lines())
         # An algorithm that reports no weights gives all clients the same.
@@ -116,40 +115,79 @@ def played(
     return 100 * torch.tensor(results, dtype=torch.float64)
 
 
-def attacks(seeds: int = 1) -> int:
-    """Prints the accuracy by attack and defence.
+def _simulation(
+    algorithm: Algorithm,
+    federation: Federation,
+    seed: int,
+    evaluation: Evaluation,
+    robustness: Robustness,
+    eligible: list[int] | None = None,
+) -> Simulation:
+    """A run of these measurements."""
+    return Simulation(
+        algorithm,
+        partial(model_for, "mlp", (1, 28, 28), 10, hidden=(64,)),
+        federation,
+        TRAINING,
+        ROUNDS,
+        clients=eligible,
+        seed=seed,
+        evaluation=evaluation,
+        robustness=robustness,
+        hardware=Hardware(workers=1),
+    )
 
-    Returns how often the defence that must hold did not.
+
+def attacks(seeds: int = 1, defences: Sequence[str] = DEFENCE_ROWS) -> int:
+    """Prints the accuracy by defence and attack.
+
+    Returns how often the defence that must hold did not: how often it lost too much of
+    the first row's accuracy where nobody attacks.
     """
     data = [federation_of("mnist5k", "A", N, seed) for seed in range(seeds)]
     honest = [client for client in range(N) if client not in BAD]
-    columns = [FedAvg(), *map(_defended, DEFENCES)]
-    held_column = 1 + DEFENCES.index(HOLDS)
-    table = Table("attack", "none", *DEFENCES)
+    table = Table("defence", "nobody attacks", *ATTACKS)
     lost = 0
     clean = 0.0
-    for attack in (None, *ATTACKS):
-        row = []
-        for algorithm in columns:
-            row.append(played(algorithm, data, attack, BAD, honest)[:, 0])
-        clean = clean or float(row[0].mean())  # without attack and without defence
-        lost += float(row[held_column].mean()) < clean - POINTS
-        cells = [f"{accuracies.mean():.1f}" for accuracies in row]
-        if seeds > 1:
-            deviations = [accuracies.std(correction=0) for accuracies in row]
-            pairs = zip(cells, deviations, strict=True)
-            cells = [f"{cell} ± {deviation:.1f}" for cell, deviation in pairs]
-        table.add(attack or "nobody attacks", *cells)
-    summary = f"{len(ATTACKS)} x {len(DEFENCES)}, lost with {HOLDS}: {lost}"
+    for name in defences:
+        algorithm = _defended(name)
+        cells = []
+        for attack in (None, *ATTACKS):
+            accuracies = played(algorithm, data, attack, BAD, honest)[:, 0]
+            mean = float(accuracies.mean())
+            clean = clean or mean
+            lost += name == HOLDS and mean < clean - POINTS
+            cells.append(_mean_text(accuracies))
+        f = algorithm.num_byzantine
+        few = name in BYZANTINE_NEEDS and f < len(BAD)
+        table.add(f"{name}, f={f}" if few else name, *cells)
+    summary = f"{len(ATTACKS)} x {len(defences)}, lost with {HOLDS}: {lost}"
     print(f"\nattacks x defences: {summary}", flush=True)
     return lost
 
 
-def _defended(defence: str) -> FedAvg:
-    """FedAvg with a defence, and the facts that this defence needs."""
+def _mean_text(values: torch.Tensor) -> str:
+    """The mean of some seeds, and their deviation where there are several."""
+    mean = f"{values.mean():.1f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {values.std(correction=0):.1f}"
+
+
+def _defended(row: str) -> FedAvg:
+    """FedAvg with the defence of a row, and the facts that this defence needs.
+
+    A defence that N clients do not suffice for expects fewer bad ones than there are.
+    """
+    if row == "none":
+        return FedAvg()
+    defence = row.removeprefix(MIXING)
     options: dict[str, Any] = {"defence": defence}
+    if row != defence:
+        options |= {"neighbor_mixing": True, "num_byzantine": len(BAD)}
     if defence in BYZANTINE_NEEDS:
-        options["num_byzantine"] = len(BAD)
+        factor, more = BYZANTINE_NEEDS[defence]
+        options["num_byzantine"] = min(len(BAD), (N - more) // factor)
     elif defence == "fltrust":
         options["trusted_client"] = 0
     elif defence == "centered_clipping":
@@ -197,6 +235,91 @@ def waffle(seeds: int = 1) -> int:
     return 0
 
 
+# The rows of `nearby`: a method, and attacks on it, some of them clipped.
+ABSENT = "they are absent"
+DISTANCE_ATTACKS = (None, ABSENT, "sign_flip", "noise", "nearby_blind", "nearby")
+DISTANCE_CASES: dict[str, tuple[tuple[str | None, float | None], ...]] = {
+    "local": ((None, None),),
+    "fedavg": tuple((attack, None) for attack in DISTANCE_ATTACKS),
+    "feddwa": tuple((attack, None) for attack in DISTANCE_ATTACKS),
+    "waffle": (
+        *((attack, None) for attack in DISTANCE_ATTACKS),
+        ("control", None),
+        ("control", CLIP),
+    ),
+}
+
+
+def nearby(seeds: int = 1) -> int:
+    """Prints the bad clients' weight in a victim's model, and accuracies.
+
+    The victim is the target, and the bad clients are those that share most classes with
+    it.
+    """
+    data = [federation_of("mnist5k", "C", N, seed) for seed in range(seeds)]
+    table = Table(
+        "method",
+        "attack",
+        "weight, mean",
+        "weight, most",
+        "victim, mean of rounds",
+        "victim, last",
+        "others, last",
+    )
+    for name, cases in DISTANCE_CASES.items():
+        for attack, clip in cases:
+            values = torch.stack(
+                [_aimed_at(name, attack, clip, d, s) for s, d in enumerate(data)]
+            )
+            cells = [_mean_text(column) for column in values.T]
+            if name == "local" or attack == ABSENT:
+                cells[:2] = ["", ""]
+            if name == "waffle":
+                cells[-1] = ""  # its only model is the target's
+            label = f"{attack}, clip={clip:g}" if clip else attack
+            table.add(name, label or "nobody attacks", *cells)
+    return 0
+
+
+def _aimed_at(
+    name: str,
+    attack: str | None,
+    clip: float | None,
+    federation: Federation,
+    seed: int,
+) -> torch.Tensor:  # [5], in percent
+    """The row of `nearby` of one seed."""
+    bad = NEAREST[:2]
+    honest = [client for client in range(N) if client not in bad]
+    adversary = None
+    if attack and attack != ABSENT:
+        victims = (TARGET,) if attack == "nearby" else None
+        adversary = Adversary(attack, bad, victims=victims)  # type: ignore[arg-type]
+    simulation = _simulation(
+        ALGORITHMS[name](),
+        federation,
+        seed,
+        Evaluation(clients=honest),
+        Robustness(clip, adversary),
+        honest if attack == ABSENT else None,
+    )
+    (recorded,) = group_runs(simulation.run().lines())
+    weights = recorded.weights()[1] or [torch.full((N,), 1 / N)]
+    rows = [w[TARGET] if w.dim() == 2 else w for w in weights]
+    won = torch.stack(rows)[:, list(bad)].sum(1)
+    accuracy = recorded.series("accuracy")[1].nan_to_num()  # [rounds, N]
+    victim = accuracy[:, TARGET]
+    others = [i for i in range(N) if i not in (TARGET, *bad)]
+    figures = [
+        won.mean(),
+        won.max(),
+        victim.mean(),
+        victim[-1],
+        accuracy[-1, others].mean(),
+    ]
+    return 100 * torch.stack([figure.double() for figure in figures])
+
+
 def inputs(seeds: int = 1) -> int:
     """Prints how many bad inputs the tests tried, by kind.
 
@@ -231,17 +354,28 @@ class Options:
     Args:
         what: the figures that are measured
         seeds: seeds of the split and the run
+        defences: the rows of `attacks`, names of defences and "none"; "mixing_" before
+            a name puts neighbour mixing before it
     """
 
-    what: Positional[tuple[Literal["inputs", "attacks", "waffle"], ...]] = ("inputs",)
+    what: Positional[tuple[Literal["inputs", "attacks", "waffle", "nearby"], ...]] = (
+        "inputs",
+    )
     seeds: PositiveInt = 1
+    defences: tuple[str, ...] = DEFENCE_ROWS
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns 1 where something was lost, else 0."""
     given = parsed(Options, "python -m bench.hostile", __doc__, argv)
     warnings.simplefilter("ignore")
-    parts = {"inputs": inputs, "attacks": attacks, "waffle": waffle}
+    given_attacks = partial(attacks, defences=given.defences)
+    parts: dict[str, Callable[[int], int]] = {
+        "inputs": inputs,
+        "attacks": given_attacks,
+        "waffle": waffle,
+        "nearby": nearby,
+    }
     lost = sum(parts[what](given.seeds) for what in given.what)
     return int(lost > 0)
 

@@ -1,17 +1,27 @@
 """Writes what the pages docs/methods/*.md say of each method, below an introduction.
 
-It is the docstring of the method's class, with its formulas, a link to its paper and a
-table of its options. `python docs/make_methods.py` writes all pages, and a test
-compares them with the code.
+It is a table of what a round costs, counted while one is played, and for each method
+the docstring of its class, with its formulas, a link to its paper and a table of its
+options. `PYTHONPATH=. python docs/make_methods.py [PAGE ...]` writes the pages, by
+default all, and tests compare them with the code.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
-from pflcore.algorithms import ALGORITHMS
+import torch
+from torch import nn
+
+from bench.papers.costs import Call, Cost, cost
+from pflcore import Net
+from pflcore.algorithms import ALGORITHMS, Algorithm
 from pflcore.cli._options import field_comments
 
 FOLDER = Path(__file__).with_name("methods")
@@ -20,6 +30,20 @@ DOI = "https://doi.org/"
 
 
 MARK = "<!-- The rest of this page is made by docs/make_methods.py. -->\n"
+COSTS_HEADING = "## What a round costs\n"
+# Costs are counted in a cohort of each of these numbers of clients, to see which grow
+# with it. No other length of a tensor is the first of them.
+COHORTS = (7, 11)
+INPUTS = 128
+CLASSES = 10
+# A part of a model below this counts as nothing: a few numbers beside the models.
+LEAST_MODELS = 0.02
+ABOUT_COSTS = f"""\
+Counted in the second round of each method with its default options. S clients take part, of N, and each
+trains one epoch. The unit of what travels and of what is kept is the P numbers of the trained model, here a
+network of two layers, {INPUTS} - 128 - {CLASSES}, whose head is 7 % of it. Training is the number of floating point operations of a
+client's training over FedAvg's. "Server calls" are the ops of pflcore that a round's mix calls, with
+the shapes of their tensors; Q is the length of a part of a model. Evaluation is not counted."""  # noqa: E501
 # For each page the addresses of its methods' papers.
 FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
     "one_model": {
@@ -77,13 +101,112 @@ FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def family_page(page: str, methods: dict[str, tuple[str, ...]]) -> str:
-    """The text of a family's page, whose part about the methods is made anew."""
+def family_page(
+    page: str, methods: dict[str, tuple[str, ...]], costs: str | None = None
+) -> str:
+    """The text of a family's page, whose part about the methods is made anew.
+
+    Args:
+        costs: The table of costs; None for the one of `page`.
+    """
     introduction = page.partition(MARK)[0] + MARK
-    parts = []
+    if costs is None:
+        costs = page.partition(COSTS_HEADING)[2].partition("\n## ")[0].strip()
+    parts = [f"{COSTS_HEADING}\n{costs}"]
     for name, addresses in methods.items():
         parts += method_parts(name, addresses)
     return introduction + "\n" + "\n\n".join(parts) + "\n"
+
+
+def costs_table(methods: Iterable[str]) -> str:
+    """What a round of each method costs, counted while one is played."""
+    head = (
+        "method | models down | models up | server keeps | client keeps | training | "
+        "needs | server calls"
+    )
+    lines = ["| " + head + " |", "|:--|" + "--:|" * 5 + ":--|:--|"]
+    base = _counted(ALGORITHMS["fedavg"]())
+    for name in methods:
+        algorithm = ALGORITHMS[name]()
+        costs = _counted(algorithm)
+        ratios = [c.client / b.client for c, b in zip(costs, base, strict=True)]
+        cells = [
+            f"`{name}`",
+            _linear_text([c.models_down for c in costs], "S"),
+            _linear_text([c.models_up for c in costs], "S"),
+            _linear_text([c.server_models for c in costs], "N"),
+            _linear_text([c.client_models for c in costs], "N"),
+            _linear_text(ratios, "S"),
+            _needs_text(algorithm),
+            _calls_text(costs[0]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([ABOUT_COSTS, "", *lines])
+
+
+def _counted(algorithm: Algorithm) -> list[Cost]:
+    """The costs of a round in a cohort of each number of clients."""
+    torch.manual_seed(0)
+    layers = nn.Linear(INPUTS, 128), nn.ReLU(), nn.Linear(128, CLASSES)
+    net = algorithm.prepare(Net(nn.Sequential(*layers)))
+    sizes = {"samples": 8, "batch_size": 8}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about results, which nobody reads here
+        return [cost(algorithm, net, (INPUTS,), CLASSES, n=n, **sizes) for n in COHORTS]
+
+
+def _linear_text(values: list[float], letter: str) -> str:
+    """Values in cohorts of two sizes as a + b S, with two decimals."""
+    few, many = COHORTS
+    slope = (values[1] - values[0]) / (many - few)
+    if abs(slope) < LEAST_MODELS:
+        return f"{sum(values) / 2:.2f}".rstrip("0").rstrip(".")
+    constant = values[0] - slope * few
+    factor = f"{slope:.2f}".rstrip("0").rstrip(".")
+    text = letter if factor == "1" else f"{factor} {letter}"
+    if abs(constant) < LEAST_MODELS:
+        return text
+    return f"{constant:.2f}".rstrip("0").rstrip(".") + f" + {text}"
+
+
+def _needs_text(algorithm: Algorithm) -> str:
+    """What the traits of an algorithm ask of a run."""
+    traits = algorithm.traits
+    needs = []
+    if traits.required_clients:
+        needs.append("its target in every round")
+    if traits.needs_val:
+        needs.append("validation samples")
+    if traits.sgd_only_reason:
+        needs.append("SGD")
+    return ", ".join(needs)
+
+
+def _calls_text(costs: Cost) -> str:
+    """The server's calls of ops, in the order of the first ones."""
+    calls = Counter[str]()
+    for (name, shapes), count in costs.calls.items():
+        if all(0 not in shape for shape in shapes):  # Nothing is mixed there.
+            calls[_call_text((name, shapes), costs)] += count
+    texts = [f"{n} times {text}" if n > 1 else text for text, n in calls.items()]
+    return ", ".join(texts)
+
+
+def _call_text(call: Call, costs: Cost) -> str:
+    """A call such as `aggregate([S, P], [1, S])`."""
+    name, shapes = call
+    letters = {COHORTS[0]: "S", COHORTS[0] + 1: "S + 1", costs.parameters: "P"}
+    words = []
+    for shape in shapes:
+        lengths = []
+        for length in shape:
+            letter = letters.get(length, str(length))
+            if length > 1000 and letter != "P":
+                multiple = length / costs.parameters
+                letter = f"{multiple:.0f} P" if multiple % 1 == 0 else "Q"
+            lengths.append(letter)
+        words.append(f"[{', '.join(lengths)}]")
+    return f"`{name}({', '.join(words)})`"
 
 
 def method_parts(name: str, addresses: tuple[str, ...]) -> list[str]:
@@ -133,15 +256,17 @@ def _as_markdown(text: str) -> str:
     return "\n\n".join(paragraphs)
 
 
-def pages() -> dict[Path, str]:
-    """The text of each page, by its path."""
+def pages(slugs: Iterable[str]) -> dict[Path, str]:
+    """The text of some pages, by their paths."""
     texts = {}
-    for slug, methods in FAMILIES.items():
+    for slug in slugs:
         path = FOLDER / f"{slug}.md"
-        texts[path] = family_page(path.read_text(encoding="utf-8"), methods)
+        page = path.read_text(encoding="utf-8")
+        methods = FAMILIES[slug]
+        texts[path] = family_page(page, methods, costs_table(methods))
     return texts
 
 
 if __name__ == "__main__":
-    for path, text in pages().items():
+    for path, text in pages(sys.argv[1:] or FAMILIES).items():
         path.write_text(text, encoding="utf-8")

@@ -2,7 +2,8 @@
 
 It compares all algorithms.
 
-It writes the page docs/bad_clients.md in some minutes:
+It writes the page docs/bad_clients.md in some minutes, but for the section about
+clients that know the rule:
     python examples/bad_clients.py [FILE] [ALGORITHM ...]
 """
 
@@ -36,6 +37,8 @@ OUTLIER = 20  # a relative update norm above this is an outlier
 # The values that the bad client uploads, by the name in the table.
 UPLOADS = {"NaN": torch.nan, "Inf": torch.inf, "1e30": 1e30, "zeros": 0.0}
 KINDS = (*UPLOADS, "inputs of 1e10")
+# The page's part from this heading on is not made here, and stays.
+KNOWN_RULE = "## Clients that know the rule"
 TRAINING = Training(lr=0.1, batch_size=10)
 # Algorithms that treat the layers of a model differently. They need several layers.
 DEEP = (
@@ -179,7 +182,12 @@ def main(path: str, names: Sequence[str]) -> None:
             cells = [play(name, kind, clip) for kind in (None, *KINDS)]
             lines.append(f"| `{name}` | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    page = Path(path)
+    text = "\n".join(lines) + "\n"
+    if page.exists():
+        _, heading, rest = page.read_text(encoding="utf-8").partition(KNOWN_RULE)
+        text += f"\n{heading}{rest}" if heading else ""
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

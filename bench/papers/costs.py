@@ -5,11 +5,16 @@ Tables 4 and 5 (Liu et al. 2023), for any algorithm and model.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.table import markdown
@@ -37,11 +42,39 @@ def _aggregate_operations(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
     return 2 * weight[0] * weight[1] * x[1]
 
 
+def _rank1_operations(
+    x: Shape, a: Shape, lam: Shape, b: Shape, *_: Any, **__: Any
+) -> int:
+    """Operations of a layer of rank-1 factors, by the shapes of input and factors."""
+    return 2 * math.prod(x[:-1]) * lam[-1] * (a[-2] + b[-1])
+
+
+def _rank1_backward_operations(
+    _: Shape,
+    x: Shape,
+    a: Shape,
+    lam: Shape,
+    b: Shape,
+    need_x: bool,
+    *more: Any,
+    **__: Any,
+) -> int:
+    """Operations of its gradients: two forward passes, and the gradient of x."""
+    of_x = 2 * math.prod(x[:-1]) * lam[-1] * b[-1] if need_x else 0
+    return 2 * _rank1_operations(x, a, lam, b) + of_x
+
+
 # How torch's counter counts pflcore's ops, by the shapes of their arguments.
 OWN_OPS = {
     torch.ops.pflcore.pairwise_sqdist: _sqdist_operations,
     torch.ops.pflcore.aggregate: _aggregate_operations,
+    torch.ops.pflcore.rank1_linear: _rank1_operations,
+    torch.ops.pflcore.rank1_linear_backward: _rank1_backward_operations,
 }
+
+
+# The name of an op, and the shapes of its tensors.
+Call = tuple[str, tuple[tuple[int, ...], ...]]
 
 
 class Inline(Workers):
@@ -66,6 +99,11 @@ class Cost(NamedTuple):
         bytes: bytes of both ways
         client: floating point operations of its training on `samples` samples
         server: floating point operations of the server, for all clients together
+        server_models: numbers that the server keeps, in models
+        client_models: numbers that a client keeps, in models
+        parameters: numbers of a model
+        calls: how often the server calls each of pflcore's ops, by the op's name and
+            the shapes of its tensors
     """
 
     models_down: float
@@ -73,6 +111,28 @@ class Cost(NamedTuple):
     bytes: float
     client: float
     server: float
+    server_models: float = 0.0
+    client_models: float = 0.0
+    parameters: int = 0
+    calls: Mapping[Call, int] = {}
+
+
+class CallCounter(TorchDispatchMode):
+    """Counts the calls of pflcore's ops, by name and shapes."""
+
+    def __init__(self, calls: Counter[Call]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        space, _, name = func.name().partition("::")
+        if space == "pflcore":
+            values = [*args, *(kwargs or {}).values()]
+            shapes = [tuple(v.shape) for v in values if isinstance(v, Tensor)]
+            self.calls[name.partition(".")[0], tuple(shapes)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 @checked
@@ -113,16 +173,19 @@ def cost(
     # check that uploads are finite belongs to no method.
     heard = copy.copy(algorithm)
     spent = dict.fromkeys(("train", "send", "update"), 0.0)
+    calls = Counter[Call]()
 
     def counted(name: str, *args: Any) -> Any:
-        with FlopCounterMode(display=False, custom_mapping=OWN_OPS) as counter:
+        flops = FlopCounterMode(display=False, custom_mapping=OWN_OPS)
+        by_server = nullcontext() if name == "train" else CallCounter(calls)
+        with flops as counter, by_server:
             out = getattr(algorithm, name)(*args)
         spent[name] += counter.get_total_flops()
         return out
 
     for name in spent:
         object.__setattr__(heard, name, partial(counted, name))  # It is frozen.
-    _, done = step(RunConfig(heard, context), state, everybody)
+    state, done = step(RunConfig(heard, context), state, everybody)
     model_bytes = net.size * net.w0.element_size()
     down = done.bytes_down / n
     up = done.bytes_up / n
@@ -132,7 +195,16 @@ def cost(
         bytes=down + up,
         client=spent["train"] / n * samples / each,
         server=spent["send"] + spent["update"],
+        server_models=_count_numbers(state.server) / net.size,
+        client_models=_count_numbers(state.clients) / n / net.size,
+        parameters=net.size,
+        calls=calls,
     )
+
+
+def _count_numbers(tensors: Mapping[str, Tensor]) -> int:
+    """The number of floating point numbers in tensors."""
+    return sum(t.numel() for t in tensors.values() if t.is_floating_point())
 
 
 def table(costs: dict[str, Cost], samples: int) -> str:

@@ -249,11 +249,13 @@ class FedDWA(Algorithm):
                 "with guidance='full_grad' takes steps of SGD along whole gradients"
             )
         cache = ("last",) if self.guidance == "previous" else ()
+        sends_guidance = self._trains_ahead or self.guidance == "kept"
         return Traits(
             batch_norm=("local", "average"),  # local in the authors' code
             sgd_only_reason=reason,
             no_clip_grad_reason=reason,
             model_uploads={"w": "down.x", "g": "down.x"},
+            compared_with={"w": "g"} if sends_guidance else {},
             per_client_state=("x", "seen", *cache),
             evaluation_only=("serve",),
             reported_state=("mix",),

@@ -356,6 +356,11 @@ class Traits(NamedTuple):
         model_uploads: Names of uploads that are models, not differences. Each maps to
             the model from which its update is measured: "down.x" for x of the client's
             download, or "server.w" for the client's row of the server's tensor w.
+        compared_with: Names of uploads whose weights the server finds by distance from
+            another upload of the client that receives the mix: {"w": "g"} means that
+            client i's weights fall with the distance of the uploads w from its own g.
+            Only attacks read it; they take an upload that is not named here for
+            compared with the receiver's own.
         per_client_state: Names of server tensors [N, ...] that start as zeros. Rows of
             clients that never took part are not read, so they need no memory.
         clipped_with_update: Names of uploads and of client state that belong to an
@@ -376,6 +381,7 @@ class Traits(NamedTuple):
     epochs_reason: str = ""
     rounds_reason: str = ""
     model_uploads: Mapping[str, str] = {}
+    compared_with: Mapping[str, str] = {}
     per_client_state: tuple[str, ...] = ()
     clipped_with_update: tuple[str, ...] = ()
     evaluation_only: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from pflcore.metrics import human_bytes
 from pflcore.ops import __version__, backend
 from pflcore.results._updates import OUTLIER_RATIO, longest_update
 from pflcore.results.record import to_json
+from pflcore.simulation._attacks import Adversary
 from pflcore.simulation._sampling import describe_sampling
 from pflcore.simulation._setup import RunOptions, peak_bytes, row_bytes
 from pflcore.simulation._state import RunConfig, State
@@ -145,7 +146,7 @@ class RunDescription:
         if isinstance(alg, SplitModel):
             record["private"] = _private_parameters(alg, net)
         if options.robustness.adversary is not None:
-            record["adversary"] = options.robustness.adversary
+            record["adversary"] = _adversary_facts(options.robustness.adversary)
         return {**to_json(record), "size": context.data.size("train").tolist()}
 
     def _evaluated_clients(self) -> Tensor | int | None:
@@ -239,6 +240,14 @@ class RunDescription:
     def compare_made_with(self, other: Record) -> str | None:
         """The first difference from "made_with" of the identity `other`, in words."""
         return first_difference(other.get("made_with", {}), self._made_with())
+
+
+def _adversary_facts(adversary: Adversary) -> Record:
+    """The adversary for the header; victims stand there where an attack names some."""
+    facts = asdict(adversary)
+    if adversary.victims is None:
+        del facts["victims"]
+    return facts
 
 
 def _is_uniform(sampling: Any) -> bool:

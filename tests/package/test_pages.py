@@ -9,6 +9,7 @@ from places import ROOT
 from pflcore.algorithms import ALGORITHMS
 
 MAKER = runpy.run_path(str(ROOT / "docs" / "make_methods.py"))
+MAKE = "run: PYTHONPATH=. python docs/make_methods.py"
 TUTORIALS = ROOT / "docs" / "tutorials"
 NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
 
@@ -17,7 +18,24 @@ NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
 def test_a_familys_page_is_made_from_the_code(slug):
     page = ROOT / "docs" / "methods" / f"{slug}.md"
     made = MAKER["family_page"](page.read_text(), MAKER["FAMILIES"][slug])
-    assert page.read_text() == made, "run: python docs/make_methods.py"
+    assert page.read_text() == made, MAKE
+
+
+@pytest.mark.parametrize("slug", MAKER["FAMILIES"])
+def test_every_method_of_a_family_has_its_costs(slug):
+    page = (ROOT / "docs" / "methods" / f"{slug}.md").read_text()
+    table = page.partition(MAKER["COSTS_HEADING"])[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert rows == list(MAKER["FAMILIES"][slug]), MAKE
+    assert table.strip().startswith(MAKER["ABOUT_COSTS"]), MAKE
+
+
+@pytest.mark.deep("each method plays two rounds, twice")
+@pytest.mark.parametrize("slug", MAKER["FAMILIES"])
+def test_a_familys_costs_are_counted(slug):
+    page = (ROOT / "docs" / "methods" / f"{slug}.md").read_text()
+    counted = MAKER["costs_table"](MAKER["FAMILIES"][slug])
+    assert counted in page, MAKE
 
 
 def test_every_method_stands_on_one_page():

@@ -49,6 +49,10 @@ NOT = """\
 {"clients": []} | {} | adversary: expected ids of clients from 0 to 9, each once
 {"clients": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]} | {} | adversary: expected at least one honest client
 {"attack": "label_flip", "strength": 2.0} | {} | strength: expected None, as labels are
+{"victims": [1]} | {} | victims: expected None, as 'sign_flip' aims at nobody
+{"attack": "nearby", "victims": [1, 8]} | {} | victims: expected honest clients
+{"attack": "nearby", "victims": [10]} | {} | victims: expected ids of clients from 0 to 9
+{"attack": "control"} | {} | adversary: expected an attack on what the algorithm uploads
 {} | {"defence": "fltrust"} | trusted_client: expected a client's number
 {} | {"defence": "median", "trusted_client": 1} | trusted_client: expected a client's number
 {} | {"defence": "fltrust", "trusted_client": 10} | trusted_client: expected a client from 0 to 9
@@ -59,7 +63,7 @@ NOT = """\
 def test_what_cannot_be_is_one_sentence(adversary, method, words):
     with sentence(words):
         bad = Adversary(**{"attack": "sign_flip", "clients": BAD, **adversary})
-        run(FedAvg(**method), adversary=bad)
+        run(FedAvg(**method), adversary=bad).run()
 
 
 def test_numbers_have_no_labels_to_flip():
@@ -160,3 +164,25 @@ def test_the_command_line_poisons_and_defends(tmp_path, capsys):
         and head["options"]["num_byzantine"] == 2
     )
     assert "inner_product by clients 1, 2" in capsys.readouterr().out
+
+
+def test_the_record_has_the_victims_and_the_weights_of_the_attackers():
+    bad = Adversary("nearby", BAD, victims=[3])
+    history = run("feddwa", rounds=2, adversary=bad).run()
+    assert history.header["adversary"]["victims"] == [3]
+    (_, weights) = history.weights()
+    for weight in weights:
+        assert weight[3, BAD].min() >= weight[3, :8].max() * (1 - 1e-3)
+
+
+def test_the_command_line_names_victims(tmp_path):
+    pytest.importorskip("tyro")
+    from pflcore.cli import main
+
+    words = (
+        "run feddwa --data synthetic_clusters --rounds 1 --quiet --attack nearby "
+        f"--attack-clients 1 2 --attack-victims 0 --out {tmp_path}"
+    )
+    assert main(words.split()) == 0
+    (run_read,) = read(tmp_path)
+    assert run_read.header["adversary"]["victims"] == [0]
