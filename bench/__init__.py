@@ -33,6 +33,7 @@ Op = Literal[
     "nearest",
     "aggregate",
     "weights",
+    "robust",
     "rank1",
     "sgd",
     "chain",

@@ -22,7 +22,7 @@ from bench.problem import Call, Problem, Size, fits, models
 from pflcore import ops
 
 CARD = "cuda"
-OPS = ("sqdist", "aggregate", "weights", "sgd", "rank1")
+OPS = ("sqdist", "aggregate", "weights", "robust", "sgd", "rank1")
 # Sizes in addition to those of `pflcore bench`.
 LARGE: list[tuple[str, Size]] = []
 for full in (0, 1):

@@ -26,7 +26,11 @@ BATCH = 20
 LR = 0.005
 FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-py"}
 SHAPES = {"cifar10": (3, 32, 32), "rows": (28,)}  # Other data have MNIST's shape.
-TUTORIAL = {"channels": (6, 16), "hidden": (120, 84)}
+# Models with options of their own, by their names in the tables.
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "tutorial": ("cnn", {"channels": (6, 16), "hidden": (120, 84)}),
+    "resnet18, 16 wide": ("resnet18", {"width": 16}),
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Workload:
 
     Args:
         name: its name in the table
-        model: a model of pflcore.nn.models, or "tutorial"
+        model: a model of pflcore.nn.models, or a name of `MODELS`
         data: "mnist", "cifar10", "made up" for numbers of MNIST's shape, or "rows" for
             28 numbers a sample
         n: clients
@@ -74,9 +78,8 @@ class Workload:
     def build(self) -> nn.Module:
         """A new model."""
         shape = SHAPES.get(self.data, (1, 28, 28))
-        if self.model == "tutorial":
-            return model_for("cnn", shape, 10, **TUTORIAL)
-        return model_for(self.model, shape, 10)
+        name, options = MODELS.get(self.model, (self.model, {}))
+        return model_for(name, shape, 10, **options)
 
     @property
     def training(self) -> Training:
@@ -195,12 +198,15 @@ def plain_loop(
 
     @single_threaded()
     def round(cohort: Sequence[int], share: Sequence[float]) -> None:
-        total = {k: torch.zeros_like(v) for k, v in state.items()}
+        # Batch norm's counts of batches, which are integers, have no mean.
+        names = [k for k, v in state.items() if v.is_floating_point()]
+        total = {k: torch.zeros_like(state[k]) for k in names}
         for i, s in zip(cohort, share, strict=True):
             model.load_state_dict(state)
             train(model, w, i)
-            for k, v in model.state_dict().items():
-                total[k].add_(v, alpha=s)
+            trained = model.state_dict()
+            for k in names:
+                total[k].add_(trained[k], alpha=s)
         state.update(total)
         model.load_state_dict(state)
 

@@ -100,6 +100,18 @@ struct Aggregate {
   int64_t out_row;
 };
 
+// out = the mean of each column's numbers without its `removed` least and largest
+struct TrimmedMean {
+  Dtype dtype;       // of rows and out
+  int64_t n, p;      // 2 * removed < n
+  int64_t removed;   // of either end
+  const void* rows;  // [n, p]
+  int64_t row;
+  void* out;  // [p]
+  // On a GPU: trimmed_mean_workspace(q) bytes, 16-byte aligned; may be nullptr where that is 0.
+  void* workspace = nullptr;
+};
+
 // y = ((x w_b^T) * lam) w_a^T. The batch stride of an input that all clients share is 0.
 template <class T>
 struct Rank1 {

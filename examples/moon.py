@@ -1,7 +1,9 @@
 """MOON, a method whose clients train with a loss of their own.
 
+It is also among pflcore's methods, as `moon`, and the two give the same models.
+
 Symbols: S clients of a cohort, P parameters of a model, B samples of a batch, H
-features.
+features, C classes.
 """
 
 from dataclasses import dataclass
@@ -50,14 +52,14 @@ class MOON(FedAvg):
     def loss(
         self, net: Net, row: Tensor, x: Tensor, y: Tensor, extra: Tensors
     ) -> Tensor:
-        z = net.features(row, x)  # [B, H]
-        with torch.no_grad():
+        z, scores = net.features_and_scores(row, x)  # [B, H], [B, C]
+        with net.as_reference():  # without gradients
             z_shared = net.features(extra["shared"], x)
             z_last = net.features(extra["last"], x)
         near = cosine_similarity(z, z_shared, dim=1) / self.temperature
         far = cosine_similarity(z, z_last, dim=1) / self.temperature
         contrast = torch.logaddexp(near, far) - near
-        return net.batch_loss(net.head(row, z), y) + self.mu * contrast.mean()
+        return net.batch_loss(scores, y) + self.mu * contrast.mean()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The server of pFedGraph, a method with a mix of models for each client.
 
+`pflcore.algorithms.PFedGraph` is the whole method, with what its clients do.
+
 Symbols: N clients, S of them in a cohort; P parameters of a model.
 """
 
@@ -20,23 +22,11 @@ from pflcore.algorithms import (
     TrainResult,
     Traits,
     UpdateResult,
+    project_to_simplex,
 )
 from pflcore.check import PositiveFloat
 from pflcore.testing import check
 from pflcore.train import Clients
-
-
-def project_to_simplex(rows: Tensor) -> Tensor:
-    """The nearest points [M, S] of the simplex to `rows` [M, S].
-
-    A point of the simplex has no negative number, and its numbers sum to 1. The nearest
-    one is `(row - t)` without its negative numbers, for the t that makes the sum 1.
-    """
-    descending = rows.sort(dim=1, descending=True).values
-    counts = torch.arange(1, rows.shape[1] + 1, dtype=rows.dtype, device=rows.device)
-    thresholds = (descending.cumsum(1) - 1) / counts  # t if so many numbers are left
-    kept = (descending > thresholds).sum(1, keepdim=True)
-    return (rows - thresholds.gather(1, kept - 1)).clamp(min=0)
 
 
 @dataclass(frozen=True)

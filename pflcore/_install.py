@@ -17,6 +17,11 @@ import torch
 PIP_NAMES = {
     "sklearn": "scikit-learn",
     "flwr": "'flwr[simulation]>=1.41,<2'",
+    "material": "mkdocs-material",
+    "mkdocstrings": "'mkdocstrings[python]'",
+    "xdist": "pytest-xdist",
+    "pytest": "'pytest<9.2'",
+    "twine": "'twine<7'",
     # Without torch's version it would bring another torch.
     "torchvision": f"torchvision torch=={torch.__version__.partition('+')[0]}",
 }

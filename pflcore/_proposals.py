@@ -46,6 +46,10 @@ class Range:
         fits = self.low > 0 or not self.log
         require(fits, "Range", "low above 0, for its logarithm", ends)
 
+    def __str__(self) -> str:
+        scale = ", evenly in its logarithm" if self.log else ""
+        return f"the range from {self.low:g} to {self.high:g}{scale}"
+
     @property
     def ends(self) -> tuple[float, float]:
         """The smallest and the largest value."""
@@ -87,7 +91,13 @@ def seeded_study(seed: int) -> Study:
     """
     optuna = import_optional("optuna", what="trials")
     sampler = optuna.samplers.TPESampler(seed=seed % 2**32)
-    study: Study = optuna.create_study(direction="maximize", sampler=sampler)
+    # The search says each result itself, so Optuna reports nothing but problems.
+    level = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        study: Study = optuna.create_study(direction="maximize", sampler=sampler)
+    finally:
+        optuna.logging.set_verbosity(level)
     return study
 
 

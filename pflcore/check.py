@@ -484,6 +484,28 @@ def import_object(place: str, what: str) -> Any:
         ) from error
 
 
+def require_arguments(
+    name: str, function: Callable[..., Any], expected: str, count: int
+) -> None:
+    """Raises ValueError where a function cannot be called with `count` arguments.
+
+    Args:
+        name: The name of the argument that holds the function.
+        function: The function; one that does not tell its arguments passes.
+        expected: The words for what the function must take and return.
+        count: The number of arguments that it is called with, by their places.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        called = getattr(function, "__name__", type(function).__name__)
+        reject(name, expected, Words(f"{called}{signature}"))
+
+
 SHOWN_NAMES = 5  # the most clients that an error names
 
 

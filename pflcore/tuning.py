@@ -34,6 +34,7 @@ from pflcore.check import (
     NonNegativeInt,
     PositiveInt,
     Seed,
+    Words,
     checked,
     reject,
     require,
@@ -282,14 +283,35 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
     for key, values in grid.items():
         if isinstance(values, Range):
             words = f"a list of values for {key!r}, each of which is played"
-            remedy = "give trials, the number of candidates that are drawn from ranges"
-            reject("grid", words, values, remedy=remedy)
+            remedy = (
+                "give the number of candidates that are drawn from ranges, trials=20 "
+                "or --trials 20"
+            )
+            reject("grid", words, Words(str(values)), remedy=remedy)
         lists.append(values)
     combinations = []
     for combination in itertools.product(*lists):
         options = dict(zip(grid, combination, strict=True))
         combinations.append(candidate_of(algorithm, training, options))
     return combinations
+
+
+def check_grid(
+    algorithm: Algorithm, training: Training, grid: Grid, trials: int | None
+) -> None:
+    """Raises ValueError where the algorithm or its training cannot have the grid.
+
+    Args:
+        algorithm: The algorithm.
+        training: The local training.
+        grid: The values of each option.
+        trials: The number of candidates that are proposed; None plays all combinations.
+    """
+    grid = ordered_grid(algorithm, training, grid)
+    if trials is None:
+        candidates(algorithm, training, grid)
+    else:
+        check_corners(algorithm, training, grid)
 
 
 def check_corners(algorithm: Algorithm, training: Training, grid: Grid) -> None:
@@ -386,14 +408,12 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     fits = len(seeds) == len(nets) == count
     require(fits, "seed and net", words, f"{len(seeds)} and {len(nets)}")
     played: list[Trial] = []
-    proposals = None
     if trials is None:
         words = "the number of candidates that `search` proposes"
         require(search is None, "trials", words, trials)
         played = [Trial(c) for c in candidates(algorithm, training, grid)]
     else:
         check_corners(algorithm, training, grid)
-        proposals = Proposals(search or seeded_study(seeds[0]), grid, trials)
     path = Path(folder) if folder else None
     run = {
         "rounds": max(1, rounds),
@@ -410,6 +430,9 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     player.ranks = config.ranks
     classes = scores_classes and not protocols[0].data.y.is_floating_point()
     player.selection = selection_metric(metric, classes, higher_is_better)
+    proposals = None
+    if trials is not None:
+        proposals = Proposals(search or seeded_study(seeds[0]), grid, trials)
     with contextlib.ExitStack() as stack:
         with player.ranks.together("the folder of the search"):
             if path and player.ranks.is_first:

@@ -235,6 +235,47 @@ def aggregate(on, dtype, draw):
     close_mix(plain, updates, weight, index, base, lr)
 
 
+# --- trimmed_mean -----------------------------------------------------------
+
+
+def trimmed_mean(rows, removed):
+    """The trimmed mean by its definition: the bits of every path.
+
+    Sums are float32 unless the rows are float64.
+    """
+    wide = rows if rows.dtype is F64 else rows.float()
+    ordered = wide.sort(0).values[removed : len(rows) - removed]
+    chunks = [sum(chunk, torch.zeros(rows.shape[1])) for chunk in ordered.split(16)]
+    mean = sum(chunks, torch.zeros(rows.shape[1])) / torch.tensor(float(len(ordered)))
+    return mean.masked_fill(rows.isnan().any(0), torch.nan).to(rows.dtype)
+
+
+def robust(on, dtype, draw):
+    """Trimmed means, the median among them, have the bits of their definition.
+
+    A column with a NaN is NaN. Ties, zeros of both signs and infinities count as
+    numbers.
+    """
+    n = draw(of(1, 2, 3, 7, 8, 9, 16, 20, 21, 33, 50, 113, 140))
+    p = draw(of(*(size for size in on.sizes if size * n < 20_000)))
+    rows = matrix(draw, n, p, dtype, draw(scales(dtype))).clone(
+        memory_format=torch.contiguous_format
+    )
+    if draw(st.booleans()):
+        seed = draw(st.integers(0, 99))
+        special = (0.0, -0.0, 1.0, torch.inf, -torch.inf, torch.nan)
+        for kind, value in enumerate(special):
+            rows[integers(seed, 0, 9 if kind < 5 else 99, n, p) == kind] = value
+    removed = draw(st.integers(0, (n - 1) // 2))
+    placed = on.put(rows, draw)
+    want = trimmed_mean(rows, removed)
+    identical(on.ops.trimmed_mean(placed, removed).cpu(), want)
+    middle = trimmed_mean(rows, (n - 1) // 2)
+    identical(on.ops.trimmed_mean(placed, (n - 1) // 2).cpu(), middle)
+    plain = reference.trimmed_mean(rows, removed)
+    identical(plain, want)
+
+
 # --- rank1_linear -----------------------------------------------------------
 
 
@@ -372,6 +413,7 @@ LAWS = {
     sqdist: FLOATS,
     weights: FLOATS,
     aggregate: FLOATS,
+    robust: FLOATS,
     rank1: FLOATS,
     sgd: (F32, F64),
 }

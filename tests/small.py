@@ -246,6 +246,21 @@ def normed(clients, w0, **training):
     return s._replace(net=Net(model, half_square))
 
 
+def two_layers(clients, start, lr=0.1, **training):
+    """Clients of a model of two layers without biases, by samples and labels.
+
+    `start` holds its first parameters.
+    """
+
+    def model():
+        module = layers("Linear 2 2 false, Tanh, Linear 2 3 false").double()
+        nn.utils.vector_to_parameters(t(start), module.parameters())
+        return module
+
+    pairs = [(t(x), torch.tensor(y)) for x, y in clients]
+    return by_hand(Net(model), pairs, lr, **training)
+
+
 def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0):
     """The context of a run, made without the checks before round 1.
 

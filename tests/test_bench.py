@@ -17,7 +17,7 @@ from bench import problem, published, scale, table, workload
 
 LIMITS = {"read": 10.0, "write": 5.0, "fma": 4.0, "sub_fma": 8.0}
 MACHINE = table.Machine("a processor", 2, "plain", LIMITS, {"torch": "2"}, "today")
-OPS = ("sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain")
+OPS = ("sqdist", "nearest", "aggregate", "weights", "robust", "rank1", "sgd", "chain")
 
 
 def made(**changes):

@@ -20,6 +20,7 @@ from pflcore.algorithms import ALGORITHMS, Cohort, FedAdam, FedAvg, Scaffold
 from pflcore.privacy import epsilon, noise_multiplier
 from pflcore.results import read
 from pflcore.results import record as records
+from pflcore.results.table import table
 from pflcore.simulation import round as by_hand
 
 # z, q, rounds, delta, and the epsilon that the accountant of Opacus 1.6.0 prints.
@@ -232,3 +233,21 @@ def test_noise_needs_cohorts_that_its_privacy_assumes():
     with pytest.warns(UserWarning, match=r"0\.6 clients take part"):
         play("fedavg", 0.1, sampling="poisson")
     play(private(0.5), 1.0)
+
+
+def test_a_run_says_what_its_noise_hides(tmp_path):
+    noisy = FedAvg(
+        defence="dp", clip_norm=0.5, noise_multiplier=1.2, expected_clients=3
+    )
+    run = play(noisy, 0.5, rounds=4, sampling="poisson")
+    history = run.run()
+    want = epsilon(1.2, 0.5, 4, 1 / 6)
+    assert history.privacy() == (want, 1 / 6)
+    assert history.privacy(1e-5) == (epsilon(1.2, 0.5, 4, 1e-5), 1e-5)
+    with records.RecordWriter(tmp_path / "record.jsonl") as record:
+        for line in history.lines():
+            record.write(line)
+    assert f"fedavg: epsilon = {want:.3g} at delta = 0.167." in table(read(tmp_path))
+    assert "at delta = 1e-05." in table([history], privacy_delta=1e-5)
+    plain = play("fedavg", 0.5, rounds=1).run()
+    assert plain.privacy() is None and "epsilon" not in table([plain])

@@ -14,7 +14,8 @@ A plan has the following keys.
     {"kind": "cross-silo", "val", "test"}, with a split for each seed, or
     {"kind": "cross-device", "train", "val", "test", "seed"}. Without a protocol every
     client trains, and is tested on its test samples. With the option "target" that
-    client alone is tested, and Local trains no other.
+    client alone is tested, and Local trains no other. With the target "all", a method
+    with a target is run once for each client.
 - `methods`: For each name of a method, "algorithm", "options", "training", and
   - "grid": For each option its values ("training.lr" and the like set how clients
     train). `pflcore.tuning` searches the grid on validation data: the protocol's, or
@@ -34,6 +35,12 @@ A plan has the following keys.
 - `expected`: The same for the numbers that must come out.
 - `checks`: What else must come out: {"tolerance", "hurt" and "largest": {method:
   [percent, within]}, "below" and "above": {method: [others, in every run]}}.
+- `grid`: The grid of each method that has none itself.
+- `by_seed`: True where the runs of each seed are a pass of their own. All settings and
+  methods are played with the first seed before the second one, each seed cuts the data
+  anew, and grids are searched with the first seed alone.
+- `search_targets`: The clients for which a method with a target is run in the search of
+  its grid, where the target is "all". Without them it is run for each client.
 - `against`: An option against which results are drawn.
 - `about`, `paper`: More words on the plan.
 - `takes`: How long it takes on two free cores, in words.
@@ -95,6 +102,7 @@ class Task:
         grid: the options that are not chosen yet, with their values
         base: the task whose trained states are evaluated; None: the run trains
         keeps: the trained states are needed again
+        is_part: it is one of the runs that a method has for each target
     """
 
     method: str
@@ -107,6 +115,7 @@ class Task:
     grid: Grid
     base: Task | None = None
     keeps: bool = False
+    is_part: bool = False
 
     @property
     def options(self) -> Options:
@@ -120,10 +129,21 @@ class Task:
 
     @property
     def path(self) -> Path:
-        """The path of its record in the output folder."""
+        """The path of its record in the output folder.
+
+        A method that is run for each target has a folder of records.
+        """
         words = [slug(word) for word in (self.method, self.variant) if word]
-        name = f"{'-'.join(words)}-seed{self.options.seed}.jsonl"
-        return Path("records") / slug(self.setting) / name
+        name = f"{'-'.join(words)}-seed{self.options.seed}"
+        path = Path("records") / slug(self.setting) / name
+        if self.is_part:
+            return path / f"target{self.options.target}.jsonl"
+        return path if self.job.for_each else path.with_name(f"{name}.jsonl")
+
+    def with_target(self, target: int) -> Task:
+        """Its run for one target, of a method that is run for each target."""
+        options = replace(self.options, target=target)
+        return replace(self, job=replace(self.job, options=options), is_part=True)
 
     @property
     def digest(self) -> str:
@@ -199,6 +219,9 @@ def complete(plan: Plan) -> Facts:
         options = {**base["options"], **plan.get("options", {})}
         plan = {**base, "takes": "", **plan, "options": options}
     plan = {**EMPTY, **plan}
+    words = "the numbers of clients"
+    fits = all(type(target) is int for target in plan["search_targets"])
+    require(fits, "search_targets", words, plan["search_targets"])
     has_runs = plan["methods"] and (plan["settings"] or plan["costs"])
     words = "methods and settings (or costs), see bench.papers.plan"
     require(has_runs, "plan", words, [*plan["methods"]])
@@ -321,7 +344,7 @@ def tasks(
     equal_compute: bool = False,
     **options: Any,
 ) -> list[Task]:
-    """The runs of a plan, setting by setting.
+    """The runs of a plan, setting by setting, or seed by seed as the plan says.
 
     Raises ValueError for a wrong name or option of any run.
 
@@ -351,7 +374,8 @@ def tasks(
                 variants["equal compute"] = {**variants[""], **plan["equal_compute"]}
             hyper = _method_options(m, theirs.get(method, {}))
             keeps = not base and (method in bases or "vary" in m or "sizes" in m)
-            part = (cut, shape, roles, m.get("grid", {}))
+            grid = {} if base else plan["grid"]
+            part = (cut, shape, roles, m.get("grid", grid))
             for variant, seed in product(variants, seeds_of(plan["seeds"], seeds)):
                 training = {
                     **plan["training"],
@@ -359,6 +383,8 @@ def tasks(
                     **variants[variant],
                 }
                 of_seed = replace(of_run, seed=seed)
+                if plan["by_seed"]:
+                    of_seed = replace(of_seed, data_seed=seed)
                 job = _make_job(method, m["algorithm"], of_seed, training, hyper)
                 # A base without this variant is trained as it is.
                 same_base = trained.get((base, "", seed))
@@ -368,6 +394,9 @@ def tasks(
                 )
                 trained[method, variant, seed] = task
                 out.append(task)
+    if plan["by_seed"]:
+        order = seeds_of(plan["seeds"], seeds)
+        out.sort(key=lambda task: order.index(task.options.seed))
     return out
 
 

@@ -18,7 +18,7 @@ from bench.papers.runs import Reproduction, write
 from bench.papers.table import rows_of, verdicts
 from bench.problem import parsed
 from pflcore import Net
-from pflcore.check import require
+from pflcore.check import NonNegativeFloat, require
 from pflcore.cli._experiment import make_algorithm
 from pflcore.nn.models import model_for
 from pflcore.results._progress import Progress
@@ -60,21 +60,34 @@ def count(plan: Plan, folder: Path) -> None:
 
 
 def reproduce(
-    plan: Plan, folder: Path, *, quiet: bool = False, draw: bool = True, **choice: Any
+    plan: Plan,
+    folder: Path,
+    *,
+    quiet: bool = False,
+    draw: bool = True,
+    minutes: float | None = None,
+    **choice: Any,
 ) -> Reproduction:
     """Plays a whole plan into a folder, and draws its pictures.
 
     Args:
         plan: see `bench.papers.plan.complete`
+        minutes: the time after which no further run begins; None for no limit
         choice: see `bench.papers.plan.tasks`
     """
     todo = tasks(plan, **choice)
     rounds = sum(task.options.rounds for task in todo if not task.base)
     with Progress(rounds, quiet) as progress:
         progress.say(f"Results: {folder}")
-        made = Reproduction(plan, folder, progress)
+        made = Reproduction(plan, folder, progress, minutes)
         rows = made.play(todo)
-    if draw:
+        if made.skipped:
+            count = f"{len(made.skipped)} of {len({task.key for task in todo})}"
+            progress.say(
+                f"The time is over: {count} pairs of setting and method lack runs. "
+                "The same command goes on."
+            )
+    if draw and not made.skipped:
         try:
             study.draw(made, rows)
         except ImportError as e:
@@ -97,6 +110,8 @@ class Asked:
         settings: these only, by the plan's names
         equal_compute: also plays methods that do not look ahead with as much local work
         out: folder of the results; default: runs/reproduce/NAME-DATA
+        minutes: time after which no further run begins; the same command goes on, and
+            with 0 it only writes the tables of what is there
         workers: threads; never changes a result
         device: cpu or cuda
         quiet: no progress bar
@@ -111,6 +126,7 @@ class Asked:
     settings: tuple[str, ...] | None = None
     equal_compute: bool = False
     out: Path | None = None
+    minutes: NonNegativeFloat | None = None
     workers: int | None = None
     device: str | None = None
     quiet: bool = False
@@ -152,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
         for option, value in vars(got).items():
             if option not in OF_THE_COMMAND and value is not None:
                 choice[option] = value
-        made = reproduce(plan, folder, quiet=got.quiet, **choice)
+        made = reproduce(plan, folder, quiet=got.quiet, minutes=got.minutes, **choice)
         checks = verdicts(plan, rows_of(plan, made.runs))
         failed = not all(holds for holds, _ in checks)
     print((folder / "table.md").read_text(encoding="utf-8"))
@@ -160,7 +176,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 # Options of the command; the others choose tasks.
-OF_THE_COMMAND = ("list", "rounds", "out", "quiet")
+OF_THE_COMMAND = ("list", "rounds", "out", "quiet", "minutes")
 
 
 def print_plan(name: str) -> None:

@@ -1,6 +1,7 @@
 """The runs of a plan: played, kept, and found again."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,9 @@ from pflcore.data._protocols import StudyProtocol, with_validation
 from pflcore.results._files import atomic_write, remove_part_files, write_text
 from pflcore.results._progress import Progress
 from pflcore.results.record import OnRound, RecordWriter, read, to_json
+from pflcore.simulation._per_target import merge_records
 from pflcore.simulation._state import RunConfig, State
+from pflcore.tuning import Tuned
 
 # A round, the bytes down and up since the last kept one, and the state after it.
 Kept = tuple[int, int, int, State]
@@ -37,14 +40,26 @@ class Reproduction:
     Attributes:
         runs: the runs that are there, by setting, method and variant, one for each seed
         tasks: their tasks, with the values that a grid chose
+        skipped: setting, method and variant of runs for which there was no time
+
+    Args:
+        minutes: the time after which no further run begins; None for no limit
     """
 
-    def __init__(self, plan: Plan, folder: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        progress: Progress,
+        minutes: float | None = None,
+    ) -> None:
         self.plan = plan
         self.folder = folder
         self.progress = progress
         self.runs: dict[Key, list[History]] = {}
         self.tasks: dict[Key, list[Task]] = {}
+        self.skipped: dict[Key, None] = {}  # in the order of the plan
+        self.ends = math.inf if minutes is None else time.monotonic() + 60 * minutes
         self.setting = ""
         # The protocols of this setting, by seed where each seed has its own.
         self.protocols: dict[int | None, StudyProtocol] = {}
@@ -53,27 +68,63 @@ class Reproduction:
         """Plays the runs that are missing; returns the rows of all.
 
         It writes result.json and table.md after every method, so that there is a result
-        at any time.
+        at any time. When the time is over, it only reads what is there.
         """
+        by_key: dict[Key, list[Task]] = {}
+        for task in todo:
+            by_key.setdefault(task.key, []).append(task)
         rows: list[Facts] = []
         for key, group in groupby(todo, lambda task: task.key):
+            try:
+                self.play_group(key, by_key[key], [task.options.seed for task in group])
+            except _NoTimeError:
+                self.skipped[key] = None
+            if not self.is_over:
+                rows = self.write_rows()
+        return self.write_rows() if self.is_over else rows
+
+    def play_group(self, key: Key, tasks: Sequence[Task], seeds: Sequence[int]) -> None:
+        """Adds the runs of a method in a setting, with some of its seeds.
+
+        Raises _NoTimeError where a run is missing and the time is over.
+
+        Args:
+            tasks: the method's tasks with all seeds, at which its grid is searched
+        """
+        if key in self.skipped:
+            raise _NoTimeError
+        if key not in self.tasks:
             of_key = []
-            for i, task in enumerate(group):
+            for i, task in enumerate(tasks):
                 if task.base:
                     # Its states are those of the point that the base's grid chose.
-                    task = replace(task, base=self.tasks[task.base.key][i])
+                    bases = self.tasks.get(task.base.key)
+                    if bases is None:
+                        raise _NoTimeError
+                    task = replace(task, base=bases[i])
                 of_key.append(task)
             self.tasks[key] = self.tuned(of_key)
-            self.runs[key] = [self.run(task) for task in self.tasks[key]]
-            if self.plan["groups"]:
-                rows = table.rows_of_groups(self.plan, self.runs)
-                text = table.table_of_groups(self.plan, rows)
-            else:
-                rows = table.rows_of(self.plan, self.runs)
-                text = table.table(self.plan, rows)
-            checks = [*table.verdicts(self.plan, rows)]
-            write(self.folder, self.plan, rows, text, checks)
+        for task in self.tasks[key]:
+            if task.options.seed in seeds:
+                run = self.run(task)
+                self.runs.setdefault(key, []).append(run)
+
+    def write_rows(self) -> list[Facts]:
+        """Writes result.json and table.md of the runs so far; returns their rows."""
+        if self.plan["groups"]:
+            rows = table.rows_of_groups(self.plan, self.runs)
+            text = table.table_of_groups(self.plan, rows)
+        else:
+            rows = table.rows_of(self.plan, self.runs)
+            text = table.table(self.plan, rows)
+        checks = [*table.verdicts(self.plan, rows)]
+        write(self.folder, self.plan, rows, text, checks)
         return rows
+
+    @property
+    def is_over(self) -> bool:
+        """True when no further run may begin."""
+        return time.monotonic() >= self.ends
 
     def protocol(self, task: Task) -> StudyProtocol:
         """The task's data and roles, which are made once.
@@ -84,7 +135,8 @@ class Reproduction:
         if task.setting != self.setting:  # The earlier setting is over.
             self.setting = task.setting
             self.protocols = {}
-        seed = options.seed if task.roles.get("kind") == "cross-silo" else None
+        has_own_cut = self.plan["by_seed"] or task.roles.get("kind") == "cross-silo"
+        seed = options.seed if has_own_cut else None
         if seed not in self.protocols:
             self.protocols[seed] = task.protocol()
         p = self.protocols[seed]
@@ -122,6 +174,27 @@ class Reproduction:
                 "grid: it is searched without clip, attack and batch_norm; leave these "
                 "options out, or the grid."
             )
+        if self.is_over and not any((self.folder / t.path).exists() for t in group):
+            raise _NoTimeError
+        searched = group[:1] if self.plan["by_seed"] else group
+        if not task.job.for_each:
+            tuned = self.search(searched)
+            return [t.at(tuned.best.candidate) for t in group]
+        scores = []
+        targets = self.plan["search_targets"] or range(self.protocol(task).data.n)
+        for target in targets:
+            tuned = self.search([t.with_target(target) for t in searched])
+            scores.append(torch.tensor([trial.score for trial in tuned.trials]))
+        best = int(torch.stack(scores).mean(0).argmax())
+        return [t.at(tuned.trials[best].candidate) for t in group]
+
+    def search(self, group: list[Task]) -> Tuned:
+        """The trials of a method's grid, with the group's seeds.
+
+        Raises _NoTimeError after a trial when the time is over.
+        """
+        task = group[0]
+        options = task.options
         protocols = []
         nets = []
         states = []  # of the method that this one evaluates, if it does
@@ -136,12 +209,20 @@ class Reproduction:
             # now, so another one is trained.
             if t.base and t.roles:
                 states.append(self.states(t.base)[-1][3])
+        folder = self.folder / "tuning" / Path(*map(slug, filter(None, task.key)))
+        name = f"{task.setting}, {task.method}"
+        if task.is_part:
+            folder /= f"target{options.target}"
+            name += f", target {options.target}"
+        has_record = (self.folder / task.path).exists()
 
         def log(text: str) -> None:
-            self.progress.say(f"{task.setting}, {task.method}, candidate {text}")
+            self.progress.say(f"{name}, candidate {text}")
+            if self.is_over and not has_record:
+                raise _NoTimeError
 
         job = task.job
-        tuned = tune(
+        return tune(
             protocols,
             nets,
             make_algorithm(job.algorithm, job.algorithm_options, options.target),
@@ -152,13 +233,17 @@ class Reproduction:
             participation=options.participation,
             seed=[t.options.seed for t in group],
             hardware=options.hardware,
-            folder=self.folder / "tuning" / Path(*map(slug, filter(None, task.key))),
+            folder=folder,
             log=log,
         )
-        return [t.at(tuned.best.candidate) for t in group]
 
     def run(self, task: Task) -> History:
-        """The record of a task; a missing one is played."""
+        """The record of a task; a missing one is played.
+
+        Raises _NoTimeError where it is missing and the time is over.
+        """
+        if task.job.for_each:
+            return self.run_each(task)
         rounds = task.options.rounds
         name = ", ".join(filter(None, task.key))
         self.progress.name(f"{name}, seed {task.options.seed}")
@@ -167,8 +252,10 @@ class Reproduction:
             if not task.base:
                 self.progress.skip(rounds)
             return run
+        if self.is_over:
+            raise _NoTimeError
         simulation, p = self.simulation(task)
-        keeper = _RoundKeeper(simulation, p, task.keeps)
+        keeper = _RoundKeeper(simulation, p, task)
 
         def on_round(round: int, line: Facts) -> None:
             keeper.add(round, line)
@@ -197,6 +284,20 @@ class Reproduction:
             with atomic_write(path.with_suffix(".pt")) as part:
                 torch.save({"digest": task.digest, "states": states}, part)
         return read(path)[0]
+
+    def run_each(self, task: Task) -> History:
+        """The runs of a method for each target, as one.
+
+        A client's values are those of the run for it. Bytes and seconds are sums.
+        """
+        n = self.protocol(task).data.n
+        runs = [self.run(task.with_target(target)) for target in range(n)]
+        header = dict(runs[0].header)
+        header["options"] = {**header["options"], "target": "each client"}
+        header |= {"target": None, "model_target": "each client"}
+        lines = zip(*(run.rounds for run in runs), strict=False)
+        stopped = next((run.stopped for run in runs if run.stopped), None)
+        return History(header, [merge_records(line) for line in lines], stopped)
 
     def _own_fields(self, task: Task, protocol: StudyProtocol) -> Facts:
         """The fields of a record's header that only a reproduction has."""
@@ -252,18 +353,25 @@ class Reproduction:
         return [(*at, State(**state)) for *at, state in saved["states"]]
 
 
-class _RoundKeeper:
-    """Adds clusters to the evaluations of a run, and keeps its states.
+class _NoTimeError(Exception):
+    """A run is missing, and the time is over."""
 
-    The cluster of a client is the model that it picks, where the algorithm has several.
+
+class _RoundKeeper:
+    """Adds to the evaluations of a run, and keeps its states.
+
+    What it adds are clusters: the model that a client picks, where the algorithm has
+    several. And "val", the clients' results on validation samples that no client trains
+    on, where the task holds such samples out.
     """
 
     def __init__(
-        self, simulation: Simulation, protocol: StudyProtocol, keeps: bool
+        self, simulation: Simulation, protocol: StudyProtocol, task: Task
     ) -> None:
         self.simulation = simulation
         self.protocol = protocol
-        self.keeps = keeps  # whether the states are needed again
+        self.keeps = task.keeps  # whether the states are needed again
+        self.has_val = task.options.val > 0
         self.states: list[Kept] = []
         self.down = 0  # bytes since the last state that was kept
         self.up = 0
@@ -281,6 +389,9 @@ class _RoundKeeper:
             clusters = torch.full((self.protocol.data.n,), -1)
             clusters = clusters.index_copy(0, clients, picked)
             line["eval"]["cluster"] = clusters.tolist()
+        if self.has_val:
+            values = simulation.evaluate("val")
+            line["eval"]["val"] = values.get("accuracy", values["loss"]).tolist()
         if self.keeps:
             self.states.append((round, self.down, self.up, simulation.state))
             self.down = 0

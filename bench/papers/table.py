@@ -23,6 +23,7 @@ Runs = Mapping[Key, Sequence[History]]
 Row = Mapping[str, Any]
 # Columns, the keys of a row that they show, and decimals if not those of the measure.
 NUMBERS = """\
+by validation | by_val |
 std | std |
 worst decile | worst_decile |
 paper | paper |
@@ -90,7 +91,7 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
             "played": [run.rounds_played for run in group],
             "evaluations": len(group[0].evaluations),
             "epochs": header["training"]["epochs"],
-            "tuned": [*plan["methods"][method].get("grid", ())],
+            "tuned": [*plan["methods"][method].get("grid", plan["grid"])],
             **_costs(group, played),
             "to_goal": _to_goal(runs, setting, group, metric),
             "held_out": group[0].held_out,
@@ -137,7 +138,9 @@ def _scores(
     final = []
     by_size = []
     for i, run in enumerate(group):
-        old = before[i].last_values(metric) if before else None
+        old = None
+        if before and i < len(before):
+            old = before[i].last_values(metric)
         summaries.append(summary(run.last_values(metric), old, higher_is_better))
         rows = run.series(metric)[1]
         size = run.last_evaluation.get("size", [])
@@ -148,19 +151,35 @@ def _scores(
         by_size.append(scale * metrics.best(weighted, higher_is_better).value)
     mean = {}
     for name in summaries[0]:
-        mean[name] = metrics.mean([of_seed[name] for of_seed in summaries])
+        mean[name] = metrics.mean([of_seed.get(name) for of_seed in summaries])
     has_seeds = len(group) > 1
+    by_val = [scale * value for run in group for value in _by_val(run, metric)]
     return {
         "best": metrics.mean(best),
         "best_std": metrics.std(best) if has_seeds else None,
         "final": mean["mean"] * scale,
         "final_std": metrics.std(final) if has_seeds else None,
         "by_seed": final,
+        "by_val": metrics.mean(by_val) if by_val else None,
+        "by_val_std": metrics.std(by_val) if by_val and has_seeds else None,
         "std": mean["std"] * scale,
         "worst_decile": mean["worst_decile"] * scale,
         "hurt": mean.get("hurt"),
         "by_size": metrics.mean(by_size),
     }
+
+
+def _by_val(run: History, metric: str) -> list[float]:
+    """The test mean of the evaluation that is the best on validation samples.
+
+    It is a list of one number, or empty where no evaluation has a result on them.
+    """
+    if "val" not in run.last_evaluation:
+        return []
+    higher_is_better = metric == "accuracy"
+    val = [metrics.mean(values) for values in run.series("val")[1]]
+    best = metrics.best(val, higher_is_better).at
+    return [metrics.mean(run.series(metric)[1][best])]
 
 
 def _largest_cluster(group: Sequence[History]) -> float | None:
@@ -192,12 +211,16 @@ def _costs(group: Sequence[History], played: Sequence[History]) -> dict[str, Any
         sent = sum(run.cumulative_bytes()[-1:])
         models.append(sent / (model_bytes * header["takes_part"]))
     seconds = []
+    trained = []  # seconds of rounds without an evaluation
     for run in played:
         seconds += [line["seconds"] for line in run.rounds]
+        trained += [line["seconds"] for line in run.rounds if not line["eval"]]
     return {
         "models_a_round": models_a_round,
         "models": metrics.mean(models),
+        "mib": metrics.mean(models) * model_bytes / 2**20,
         "seconds_a_round": metrics.mean(seconds),
+        "training_seconds": metrics.percentile(trained, 50) if trained else None,
     }
 
 
@@ -320,7 +343,8 @@ def table(plan: Plan, rows: Sequence[Row]) -> str:
         protocol = plan["settings"][setting].get("protocol")
         is_accuracy = some["measure"] == "accuracy"
         several = any(r["evaluations"] > 1 for r in of_setting)
-        select = several and not protocol
+        # With validation samples no round is selected on test data.
+        select = several and not protocol and some["by_val"] is None
         selects |= select
         variants = dict.fromkeys(r["variant"] for r in of_setting)
         body = []
@@ -415,9 +439,8 @@ def _cells(
     goal = "98" if is_accuracy else "102"
     for line in NUMBERS.splitlines():
         head, key, places = map(str.strip, line.split("|"))
-        std = r["paper_std"] if key == "paper" else None
         column = head.replace("GOAL", goal)
-        cells[column] = number(r[key], std, int(places or digits))
+        cells[column] = number(r[key], r.get(f"{key}_std"), int(places or digits))
     notes = [*_tuned_notes(r), r["held_out"], *r["incidents"]]
     if r["stopped"] is not None:
         notes.append(f"{min(r['played'])} of {r['rounds']} rounds: {r['stopped']}")

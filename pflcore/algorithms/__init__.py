@@ -19,10 +19,16 @@ from pflcore.algorithms._adaptation import FineTune, KnnPer, PerFedAvg
 from pflcore.algorithms._clusters import ClusteredFL, Ensemble, HypCluster
 from pflcore.algorithms._factorized_waffle import FactorizedWaffle
 from pflcore.algorithms._fedavg import FedAvg, QFedAvg, WithoutDefence
+from pflcore.algorithms._fedcac import FedCAC
 from pflcore.algorithms._feddwa import FedDWA, FedDWAQP
+from pflcore.algorithms._feddyn import FedDyn
+from pflcore.algorithms._fednova import FedNova
 from pflcore.algorithms._fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
+from pflcore.algorithms._gpfl import GPFL
+from pflcore.algorithms._local_losses import MOON, FedNTD
 from pflcore.algorithms._mixtures import APFL, FedALA
 from pflcore.algorithms._peers import L2C, FedFomo
+from pflcore.algorithms._pfedgraph import PFedGraph, project_to_simplex
 from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
@@ -69,8 +75,12 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedadagrad": FedAdagrad,
     "fedopt": FedOpt,
     "qfedavg": QFedAvg,
+    "fednova": FedNova,
     # proximal
     "fedprox": FedProx,
+    "feddyn": FedDyn,
+    "moon": MOON,
+    "fedntd": FedNTD,
     "pfedme": PFedMe,
     # multi-task
     "ditto": Ditto,
@@ -85,7 +95,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "feddwa_qp": FedDWAQP,
     "fedamp": FedAMP,
     "heurfedamp": HeurFedAMP,
+    "pfedgraph": PFedGraph,
     "sfl": SFL,
+    "fedcac": FedCAC,
     "fedfomo": FedFomo,
     "l2c": L2C,
     # clusters
@@ -102,6 +114,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedbabu": FedBABU,
     "fedbn": FedBN,
     "fedrod": FedRoD,
+    "gpfl": GPFL,
     "factorized_waffle": FactorizedWaffle,
     # adaptation
     "local": LocalOnly,
@@ -113,7 +126,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 __all__ = [
     "ALGORITHMS",
     "APFL",
+    "GPFL",
     "L2C",
+    "MOON",
     "MRMTL",
     "SFL",
     "Algorithm",
@@ -132,9 +147,13 @@ __all__ = [
     "FedAvgM",
     "FedBABU",
     "FedBN",
+    "FedCAC",
     "FedDWA",
     "FedDWAQP",
+    "FedDyn",
     "FedFomo",
+    "FedNTD",
+    "FedNova",
     "FedOpt",
     "FedPer",
     "FedProx",
@@ -150,6 +169,7 @@ __all__ = [
     "LocalOnly",
     "MixingWeights",
     "Mocha",
+    "PFedGraph",
     "PFedMe",
     "Payload",
     "PerFedAvg",
@@ -173,6 +193,7 @@ __all__ = [
     "lazy_zeros",
     "map_rows",
     "normalize_rows",
+    "project_to_simplex",
     "squared_norms",
     "to_device",
 ]

@@ -7,7 +7,7 @@ weighted sum of R rows replaces the mean; m clients are chosen by Krum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from pflcore._device import to_device
 from pflcore.algorithms._protocol import (
     squared_norms,
 )
+from pflcore.ops._robust import SORT_BLOCK_COLUMNS, sort_columns
 
 Defence = Literal[
     "clip",
@@ -32,8 +33,6 @@ Defence = Literal[
     "centered_clipping",
     "dp",
 ]
-# Columns that are sorted together, so that their block stays in a CPU's cache.
-SORT_BLOCK_COLUMNS = 1 << 14
 FLOAT32_BYTES = 4
 # The defences that are told the number f of bad clients. A round needs a multiple of f
 # clients and some more: (2, 3) means 2 f + 3.
@@ -45,6 +44,18 @@ BYZANTINE_NEEDS = {
     "bulyan": (4, 3),
 }
 NEIGHBOR_MIXING_NEEDS = (2, 1)
+# The defences that each option belongs to.
+DEFENCES_WITH: dict[str, tuple[str, ...]] = {
+    "neighbor_mixing": (
+        *("clip", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"),
+        *("mean_around_median", "bulyan", "centered_clipping"),
+    ),
+    "num_byzantine": tuple(BYZANTINE_NEEDS),
+    "clip_norm": ("dp", "centered_clipping"),
+    "clip_steps": ("centered_clipping",),
+    "noise_multiplier": ("dp",),
+    "expected_clients": ("dp",),
+}
 # Weiszfeld's iteration ends after so many steps, or where no weight changes by so much.
 WEISZFELD_STEPS = 100
 WEISZFELD_TOLERANCE = 1e-9
@@ -63,14 +74,15 @@ class Facts(NamedTuple):
     Attributes:
         num_byzantine: The number f of bad clients; see `BYZANTINE_NEEDS`.
         trusted_row: The row of the trusted client, for "fltrust".
-        clip_norm: The largest distance to the center, for "centered_clipping".
+        clip_norm: The largest distance to the center, for "centered_clipping"; None for
+            other defences.
         clip_steps: The number of steps of "centered_clipping".
         center: [P] where "centered_clipping" starts; None for zero.
     """
 
     num_byzantine: int = 0
     trusted_row: int = 0
-    clip_norm: float = 1.0
+    clip_norm: float | None = None
     clip_steps: int = 1
     center: Tensor | None = None
 
@@ -95,34 +107,9 @@ def krum(
     return nearest.sum(1).sort(stable=True).indices[:m]
 
 
-def sorting_network(s: int) -> Iterator[tuple[int, int]]:
-    """Pairs of positions that, put in order one by one, sort s numbers.
-
-    This is Batcher's odd-even merge sort (1968).
-    """
-    p = k = 1
-    while p < s:
-        for j in range(k % p, s - k, 2 * k):
-            for i in range(j, min(j + k, s - k)):
-                if i // (2 * p) == (i + k) // (2 * p):
-                    yield i, i + k
-        k //= 2
-        if not k:
-            p = k = 2 * p
-
-
-def sort_columns(rows: Tensor) -> list[Tensor]:
-    """The rows [S, P] with each column sorted.
-
-    For few rows, `torch.sort` takes four times as long.
-    """
-    ordered = list(rows)
-    for i, j in sorting_network(len(ordered)):
-        low = torch.minimum(ordered[i], ordered[j])
-        high = torch.maximum(ordered[i], ordered[j])
-        ordered[i] = low
-        ordered[j] = high
-    return ordered
+def coordinate_median(rows: Tensor) -> Tensor:
+    """The median [P] of each column of `rows` [S, P]."""
+    return ops.trimmed_mean(rows, (len(rows) - 1) // 2)
 
 
 def robust_mean(
@@ -164,11 +151,11 @@ def _clip(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
 
 
 def _median(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
-    return _as_aggregate(_trimmed_mean(delta, (len(delta) - 1) // 2))
+    return _as_aggregate(coordinate_median(delta))
 
 
 def _trim(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
-    return _as_aggregate(_trimmed_mean(delta, facts.num_byzantine))
+    return _as_aggregate(ops.trimmed_mean(delta, facts.num_byzantine))
 
 
 def _mean_around_median(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
@@ -234,7 +221,7 @@ def weiszfeld(delta: Tensor) -> Tensor:
     the way from the mean may be long. The distances are computed from z itself: one
     update that is very far away leaves the others' exact.
     """
-    median = _trimmed_mean(delta, (len(delta) - 1) // 2)[None]
+    median = coordinate_median(delta)[None]
     weight = torch.zeros(1, len(delta), dtype=torch.float64, device=delta.device)
     for _ in range(WEISZFELD_STEPS):
         distance = ops.pairwise_sqdist(delta, median)[:, 0].double().sqrt()
@@ -290,6 +277,7 @@ def _centered_clipping(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
 
     A step is `v <- v + sum_i (d_i - v) min(1, tau / |d_i - v|) / S`.
     """
+    assert facts.clip_norm is not None
     v = delta.new_zeros(1, delta.shape[1])
     if facts.center is not None:
         v = facts.center.to(delta)[None]
@@ -338,17 +326,6 @@ def private_mean(
     noise = torch.randn(1, delta.shape[1], generator=generator).to(delta)
     scale = noise_multiplier * clip_norm / expected_clients
     return ops.aggregate(delta, factor[None], None, noise * scale)
-
-
-def _trimmed_mean(delta: Tensor, removed: int) -> Tensor:
-    """Mean [P] of each column without its `removed` least and largest numbers."""
-    on_cpu = delta.device.type == "cpu"
-    width = SORT_BLOCK_COLUMNS if on_cpu else max(1, delta.shape[1])
-    means = []
-    for block in delta.split(width, 1):
-        inner = sort_columns(block)[removed : len(delta) - removed]
-        means.append(torch.stack(inner).mean(0))
-    return torch.cat(means)
 
 
 def _trust_weights(

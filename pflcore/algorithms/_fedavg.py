@@ -20,6 +20,7 @@ from torch import Tensor
 from pflcore._device import to_device
 from pflcore.algorithms._defences import (
     BYZANTINE_NEEDS,
+    DEFENCES_WITH,
     NEIGHBOR_MIXING_NEEDS,
     Defence,
     Facts,
@@ -47,6 +48,7 @@ from pflcore.check import (
     PositiveFloat,
     PositiveInt,
     Weighting,
+    Words,
     known_id,
     reject,
 )
@@ -131,19 +133,16 @@ class FedAvg(Algorithm):
                 "a client's number with defence='fltrust', None without it",
                 self.trusted_client,
             )
-        if self.defence in (None, "dp", "fltrust"):
-            self.require_default("defence", "neighbor_mixing")
-        if self.defence not in BYZANTINE_NEEDS and not self.neighbor_mixing:
-            self.require_default("defence", "num_byzantine")
-        if self.defence not in ("dp", "centered_clipping"):
-            self.require_default("defence", "clip_norm")
-        elif self.clip_norm is None:
+        for option, defences in DEFENCES_WITH.items():
+            is_used = self.defence in defences
+            if option == "num_byzantine":
+                is_used = is_used or self.neighbor_mixing
+            if not is_used:
+                remedy = f"it belongs to defence={' or '.join(map(repr, defences))}"
+                self.require_default("defence", option, remedy=remedy)
+        if self.defence in DEFENCES_WITH["clip_norm"] and self.clip_norm is None:
             reject("clip_norm", f"a number with defence={self.defence!r}", None)
-        if self.defence != "centered_clipping":
-            self.require_default("defence", "clip_steps")
-        if self.defence != "dp":
-            self.require_default("defence", "noise_multiplier", "expected_clients")
-        elif self.noise_multiplier is None:
+        if self.defence == "dp" and self.noise_multiplier is None:
             reject("noise_multiplier", "a number with defence='dp'", None)
 
     @property
@@ -173,6 +172,8 @@ class FedAvg(Algorithm):
     def check_sampling(
         self, sampling: str, participation: float, num_eligible: int, num_trainable: int
     ) -> None:
+        most = max(1, int(participation * num_eligible + 0.5))
+        self._check_cohort_size(num_eligible if sampling == "poisson" else most)
         if self.defence != "dp":
             return
         joins_always = participation == 1 and sampling == "uniform"
@@ -192,6 +193,21 @@ class FedAvg(Algorithm):
                 f"(give expected_clients={expected:g})",
                 given,
             )
+
+    def _check_cohort_size(self, most: int) -> None:
+        """Raises ValueError where every round would be void.
+
+        Args:
+            most: The most clients that a round of the run can have.
+        """
+        needed = self._clients_needed()
+        if needed is not None and needed > most:
+            expected = (
+                f"rounds of at least {needed} clients for defence={self.defence!r} "
+                f"against {self.num_byzantine} hostile ones"
+            )
+            remedy = "lower num_byzantine, or raise participation"
+            reject("num_byzantine", expected, Words(f"{most}"), remedy=remedy)
 
     def init_center(self, x0: Tensor) -> Tensors:
         """The "center" [P] of "centered_clipping" before round 1, for the state.
@@ -229,7 +245,7 @@ class FedAvg(Algorithm):
             rows = self._private_mean(delta, cohort)
             return rows, MixingWeights(torch.ones(1, 1, dtype=torch.float64))
         f = self._allowed_byzantine(cohort)
-        facts = Facts(f, 0, self.clip_norm or 1.0, self.clip_steps, center)
+        facts = Facts(f, 0, self.clip_norm, self.clip_steps, center)
         if self.trusted_client is not None:
             trusted_id = known_id("trusted_client", self.trusted_client)
             trusted_row = int((cohort.ids == trusted_id).nonzero())
@@ -253,22 +269,31 @@ class FedAvg(Algorithm):
 
     def _allowed_byzantine(self, cohort: Cohort) -> int:
         """The number of bad clients that a round of this size allows."""
-        needs = BYZANTINE_NEEDS.get(str(self.defence))
+        needs = self._needs()
         if needs is None:
-            if not self.neighbor_mixing:
-                return self.num_byzantine
-            needs = NEIGHBOR_MIXING_NEEDS
+            return self.num_byzantine
         factor, margin = needs
         clients = len(cohort.ids)
         allowed = min(self.num_byzantine, (clients - margin) // factor)
         if allowed < max(0, self.num_byzantine - cohort.num_dropped):
             raise VoidRound(
                 f"defence: {self.defence} against {self.num_byzantine} hostile clients "
-                f"needs {factor * self.num_byzantine + margin} in a round, and round "
-                f"{cohort.round} has {clients}; lower num_byzantine, or raise "
-                "participation."
+                f"needs {self._clients_needed()} in a round, and round {cohort.round} "
+                f"has {clients}; lower num_byzantine, or raise participation."
             )
         return allowed
+
+    def _needs(self) -> tuple[int, int] | None:
+        """The clients that a round needs, as in `BYZANTINE_NEEDS`; None for any."""
+        needs = BYZANTINE_NEEDS.get(str(self.defence))
+        if needs is None and self.neighbor_mixing:
+            return NEIGHBOR_MIXING_NEEDS
+        return needs
+
+    def _clients_needed(self) -> int | None:
+        """The clients that a round needs against `num_byzantine`; None for any."""
+        needs = self._needs()
+        return needs and needs[0] * self.num_byzantine + needs[1]
 
 
 @algorithm_options

@@ -31,7 +31,7 @@ from typing_extensions import dataclass_transform
 
 from pflcore import ops
 from pflcore._device import to_device
-from pflcore.check import check_fields, reject, warn_caller
+from pflcore.check import Words, check_fields, reject, warn_caller
 from pflcore.data._federation import Federation
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train._random import generator_of
@@ -323,6 +323,16 @@ def map_rows(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return f(padded)[:, :columns]
 
 
+def momentum_steps(steps: Tensor, momentum: float) -> Tensor:
+    """The sums [S] of the factors with which a client's gradients are in its update.
+
+    With momentum a gradient also acts in later steps. Without it every factor is 1, and
+    the sums are the numbers of steps [S].
+    """
+    m = momentum
+    return steps / (1 - m) - m * (1 - m**steps) / (1 - m) ** 2
+
+
 class Traits(NamedTuple):
     """Facts about an algorithm that a run cannot read off its hooks.
 
@@ -343,6 +353,9 @@ class Traits(NamedTuple):
         sgd_only_reason: Why the formula holds for steps of SGD only, as a clause after
             the algorithm's name: "takes steps of SGD along ...". A run with another
             local optimizer is refused with it; "" allows every optimizer.
+        new_optimizer_reason: Why the formula holds for optimizers that start anew in
+            every round, as a clause after the algorithm's name. A run with
+            `keep_optimizer` is refused with it; "" allows to keep them.
         no_clip_grad_reason: Why clipped gradients do not fit the formula, as a clause
             after the algorithm's name. A run with `clip_grad` is refused with it; ""
             allows clipping.
@@ -377,6 +390,7 @@ class Traits(NamedTuple):
     returns: Literal["logits", "probabilities", "values"] = "logits"
     needs_val: bool = False
     sgd_only_reason: str = ""
+    new_optimizer_reason: str = ""
     no_clip_grad_reason: str = ""
     epochs_reason: str = ""
     rounds_reason: str = ""
@@ -413,18 +427,19 @@ class Algorithm:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def require_default(self, beside: str, *names: str) -> None:
+    def require_default(self, beside: str, *names: str, remedy: str = "") -> None:
         """Raises ValueError where an option without effect is not its default.
 
         Args:
             beside: The option whose value leaves the others without effect.
             names: These other options.
+            remedy: What the user can do, without the full stop.
         """
         for name in names:
             value = getattr(self, name)
             if value != type(self).__dataclass_fields__[name].default:
                 expected = f"its default beside {beside}={getattr(self, beside)!r}"
-                reject(name, expected, value)
+                reject(name, expected, value, remedy=remedy)
 
     # the server ---------------------------------------------------------------
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -625,6 +640,19 @@ class Algorithm:
             num_trainable: The number of clients with training samples.
         """
 
+    def without_target(self) -> Algorithm:
+        """The algorithm whose model serves clients that cannot be the target.
+
+        `run_each_target` plays it for clients without training samples, and for those
+        that attack. By default it raises ValueError.
+        """
+        reject(
+            "data",
+            "training samples of each client, which is the target of a run",
+            Words("clients without, or that attack"),
+            remedy=f"let {type(self).__name__}.without_target() serve them",
+        )
+
     def add_client(self, state: Tensors, n: int) -> Tensors:
         """The state [...] after a client has joined the n clients that train.
 
@@ -643,6 +671,11 @@ def check_training(alg: Algorithm, training: Training) -> None:
         raise ValueError(
             f"local_optimizer: {name} {traits.sgd_only_reason}, and AdamW's steps are "
             "others; take local_optimizer='sgd'."
+        )
+    if traits.new_optimizer_reason and training.keep_optimizer:
+        raise ValueError(
+            f"keep_optimizer: {name} {traits.new_optimizer_reason}, and a momentum "
+            "that is kept holds those of earlier rounds, too; leave it out."
         )
     if traits.no_clip_grad_reason and training.clip_grad is not None:
         raise ValueError(

@@ -32,6 +32,7 @@ from pflcore.algorithms._protocol import (
     Traits,
     UpdateResult,
     algorithm_options,
+    momentum_steps,
     normalize_rows,
     squared_norms,
 )
@@ -108,6 +109,7 @@ class Scaffold(FedAvg):
         return super().traits._replace(
             clipped_with_update=("control", "c"),
             sgd_only_reason=sgd_only_reason,
+            new_optimizer_reason=sgd_only_reason,
             no_clip_grad_reason=no_clip_grad_reason,
         )
 
@@ -136,11 +138,7 @@ class Scaffold(FedAvg):
         elif mean:
             new = fit.grad
         else:
-            steps = fit.steps[:, None]
-            m = training.momentum
-            # With momentum a gradient also acts in later steps. These are the effective
-            # numbers of steps; without momentum they stay as they are.
-            steps = steps / (1 - m) - m * (1 - m**steps) / (1 - m) ** 2
+            steps = momentum_steps(fit.steps[:, None], training.momentum)
             new = old - c + (x - fit.w) / (steps * lr).to(x)
         upload = {"delta": fit.w.sub_(x), "control": new - old}
         return {"c": new}, upload, fit
@@ -239,6 +237,9 @@ class Waffle(WithoutDefence, Scaffold):
             clipped_with_update=clipped,
             reported_state=("mix",),
         )
+
+    def without_target(self) -> Algorithm:
+        return Scaffold(self.server_lr, "uniform", self.option)
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         history = torch.full((n, 2), 1 / n, dtype=torch.float64)
@@ -358,6 +359,9 @@ class WeightErosion(Algorithm):
             epochs_reason=epochs_reason,
             rounds_reason=rounds_reason,
         )
+
+    def without_target(self) -> Algorithm:
+        return FedAvg(self.server_lr, "uniform")
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {"x": x0, "alpha": torch.ones(n, dtype=torch.float64)}

@@ -39,11 +39,24 @@ from pflcore.simulation._signals import ENDING_SIGNALS
 
 __all__ = ["main"]
 # The modules of each extra of the package.
+TOML_READER = "tomllib" if sys.version_info >= (3, 11) else "tomli"
 EXTRAS = {
-    "cli": ("tyro", "tqdm", "tomli_w"),
+    "cli": ("tyro", "tqdm", "tomli_w", TOML_READER),
     "data": ("mlxtend", "sklearn", "scipy"),
+    "hf": ("datasets",),
     "vision": ("torchvision",),
     "plot": ("matplotlib",),
+    "track": ("tensorboard", "wandb", "mlflow"),
+    "tune": ("optuna",),
+    "lora": ("peft", "transformers", "safetensors"),
+    "flower": ("flwr",),
+    "docs": ("material", "mkdocstrings", "nbclient", "ipykernel", "pandas"),
+    "bench": ("flwr", "pfl", "scipy", "sklearn", "pytest", "pytest_benchmark"),
+    "test": (
+        *("flwr", "pytest", "pytest_cov", "pytest_randomly", "xdist", "cosmic_ray"),
+        *("hypothesis", "safetensors", "pytest_benchmark", "ruff", "mypy", "twine"),
+        *("nbclient", "ipykernel"),
+    ),
 }
 
 

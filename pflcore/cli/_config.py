@@ -7,6 +7,7 @@ parser checks options, wherever they come from.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -200,17 +201,26 @@ def write_config(folder: Path, text: str) -> None:
 
     The file is run.toml, or run-2.toml, ... where a file of that name has other
     options: those of an earlier call that played a part of the record, or a user's.
-    Raises ValueError where it cannot be written.
+    Options that differ in the number of rounds alone are those of runs that have gone
+    on, and are replaced. Raises ValueError where the file cannot be written.
     """
     for number in count(1):
         path = folder / (CONFIG_FILE if number == 1 else f"run-{number}.toml")
         if not path.exists():
             break
-        if path.read_text(encoding="utf-8", errors="replace") == text:
+        earlier = path.read_text(encoding="utf-8", errors="replace")
+        if earlier == text:
             return
+        if _without_rounds(earlier) == _without_rounds(text):
+            break
     try:
         with atomic_write(path) as part:
             part.write_bytes(text.encode())
     except OSError as e:
         words = Words(f"{folder} ({e.strerror or e})")
         reject("out", f"a folder with room for {path.name}", words)
+
+
+def _without_rounds(text: str) -> str:
+    """The options of a command as TOML, without the number of rounds."""
+    return re.sub(r"^rounds = .*\n", "", text, flags=re.MULTILINE)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
-from typing import Any, Literal, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import nn
@@ -55,6 +55,7 @@ from pflcore.simulation import (
     run_each_target,
 )
 from pflcore.simulation._attacks import Adversary, Attack
+from pflcore.simulation._per_target import possible_targets
 from pflcore.simulation._ranks import ONE_RANK, Ranks, find_ranks
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.executor import OneByOne
@@ -189,9 +190,16 @@ class Options:
         options = (self.attack, self.attack_clients, self.attack_strength)
         if all(option is None for option in (*options, self.attack_victims)):
             return Robustness(self.clip)
-        if self.attack is None or not self.attack_clients:
-            words = "an attack and, with --attack-clients, the clients that do it"
-            reject("attack", words, (self.attack, self.attack_clients))
+        if self.attack is None:
+            words = f"an attack ({', '.join(get_args(Attack))}) beside its options"
+            reject("attack", words, None)
+        if not self.attack_clients:
+            reject(
+                "attack_clients",
+                f"the clients that do the attack {self.attack!r}",
+                self.attack_clients,
+                remedy="give their numbers or names, such as --attack-clients 0 3",
+            )
         adversary = Adversary(
             self.attack, self.attack_clients, self.attack_strength, self.attack_victims
         )
@@ -461,7 +469,7 @@ class Job:
         reported: torch.Tensor | None = None,
         **more: Any,
     ) -> Simulation:
-        """The job's simulation; with `for_each`, that of the first client.
+        """The job's simulation; with `for_each`, that of the first possible target.
 
         Args:
             data: The federation.
@@ -471,9 +479,11 @@ class Job:
         """
         net = make_net(self.options, data, model)
         common = self._common(reported)
-        return Simulation(
-            self.make_algorithm(), net, data, self.training, **common, **more
-        )
+        algorithm = self.make_algorithm()
+        if self.for_each:
+            targets = possible_targets(data, self.options.robustness.adversary)
+            algorithm = replace(algorithm, target=targets[0])  # type: ignore[call-arg]
+        return Simulation(algorithm, net, data, self.training, **common, **more)
 
     def play(
         self,

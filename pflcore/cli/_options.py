@@ -14,10 +14,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pflcore.algorithms import Algorithm, fixed_options
-from pflcore.check import OnCommandLine, import_optional
+from pflcore.check import (
+    OnCommandLine,
+    expectation_of,
+    import_optional,
+    validated,
+)
 
 Facts = Mapping[str, Any]
 POSITIONAL = {"positional": True}  # the metadata of a field
@@ -95,7 +108,8 @@ def parse(  # noqa: PLR0913 (what all commands need)
 ) -> dict[str, dict[str, Any]]:
     """The values of all options, by group, which are not checked yet.
 
-    `--help` and a malformed option end the program, by SystemExit 0 and 2.
+    `--help` and a malformed option end the program, by SystemExit 0 and 2. Raises
+    ValueError for a name that is none of an option's choices.
 
     Args:
         prog: The command, as the help shows it.
@@ -134,7 +148,12 @@ def parse(  # noqa: PLR0913 (what all commands need)
     )
     # Incomplete groups give a pair: the options, and the words that are unknown.
     options = parsed if complete else parsed[0]
-    return {title: vars(getattr(options, _identifier(title))) for title in groups}
+    values = {title: vars(getattr(options, _identifier(title))) for title in groups}
+    for title, cls in groups.items():
+        for name, choice in _choices(cls).items():
+            key = keys[title, name]
+            validated(key, expectation_of(choice), values[title][name])
+    return values
 
 
 def _identifier(title: str) -> str:
@@ -160,6 +179,7 @@ def _group_type(
     arg = import_optional("tyro").conf.arg
     hints = command_line_hints(cls)
     comments = field_comments(cls)
+    choices = _choices(cls)
     options: list[tuple[str, Any, Any]] = []
     for f in option_fields(cls):
         name = renamed.get(f.name)
@@ -167,13 +187,42 @@ def _group_type(
         option = copy(f)
         if f.name in defaults:
             option = field(default=defaults[f.name])
-        hint: Any = Annotated[_without_functions(hints[f.name]), details]
+        hint: Any = _without_functions(hints[f.name])
+        if f.name in choices:
+            # `parse` checks the name itself, and suggests the nearest one.
+            names = expectation_of(choices[f.name]).names
+            hint = str
+            if NoneType in get_args(choices[f.name]):
+                names = ("None", *names)
+                hint = None | str
+            metavar = "{" + ",".join(names) + "}"
+            details = arg(name=name, help=comments.get(f.name), metavar=metavar)
+        hint = Annotated[hint, details]
         if f.metadata == POSITIONAL:
             hint = import_optional("tyro").conf.Positional[hint]
         options.append((f.name, hint, option))
     about = (inspect.getdoc(cls) or "").partition("\n\nArgs:")[0]
     group = make_dataclass(_identifier(title), options)
     return Annotated[group, arg(name=title, help=about)]
+
+
+def _choices(cls: type) -> dict[str, Any]:
+    """The annotation of each option of a group that is one of several names, or None.
+
+    Args:
+        cls: The dataclass of the group's options.
+    """
+    hints = command_line_hints(cls)
+    choices = {}
+    for f in option_fields(cls):
+        hint = _without_functions(hints[f.name])
+        is_union = get_origin(hint) in (Union, UnionType)
+        kinds = {*get_args(hint)} - {NoneType} if is_union else {hint}
+        names = [name for kind in kinds for name in get_args(kind)]
+        are_literals = all(get_origin(kind) is Literal for kind in kinds)
+        if are_literals and all(isinstance(name, str) for name in names):
+            choices[f.name] = hint
+    return choices
 
 
 def _without_functions(hint: Any) -> Any:

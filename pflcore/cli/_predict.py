@@ -6,20 +6,28 @@ import csv
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
 
-from pflcore.check import import_object, require
+from pflcore.check import Words, import_object, reject, require
 from pflcore.cli._options import POSITIONAL, parse
 from pflcore.data._natural import read_csv_columns, read_csv_rows
 from pflcore.data._sources import explain_read_errors
 from pflcore.results._files import atomic_write
-from pflcore.simulation._exported import client_names, load_model, read_manifest
+from pflcore.simulation._exported import (
+    MANIFEST_FILE,
+    client_names,
+    load_model,
+    read_manifest,
+)
 from pflcore.simulation._models import Personalized
+
+MODELS_FOLDER = "models"  # the folder of exported models, in the folder of a run
+SHOWN_FOLDERS = 5  # the most folders that an error names
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,8 @@ class PredictOptions:
     """The model, the samples, and the place of the predictions.
 
     Args:
-        folder: folder that History.export or --export has written
+        folder: folder that History.export has written; or the folder of a run with
+            --export, where it holds the models of one run alone
         data: CSV file with a line of names, of which those of the model's columns are
             taken; for models without names of columns CSV of numbers, .npy or .npz
             (array x)
@@ -53,6 +62,7 @@ def predict(argv: Sequence[str]) -> int:
     about = inspect.getdoc(predict) or ""
     values = parse("pflcore predict", about, {"predict": PredictOptions}, argv)
     options = PredictOptions(**values["predict"])
+    options = replace(options, folder=models_folder(options.folder))
     client = _client(options)
     make_model = None
     if options.model is not None:
@@ -68,6 +78,26 @@ def predict(argv: Sequence[str]) -> int:
     ):
         _write_lines(file, lines)
     return 0
+
+
+def models_folder(folder: Path) -> Path:
+    """The folder with the manifest: this one, or the only one that a run left in it.
+
+    A folder without any manifest is returned as it is. Raises ValueError, with the
+    names of the folders, where it holds the models of several runs.
+    """
+    if (folder / MANIFEST_FILE).exists():
+        return folder
+    found = []
+    for pattern in ("*", f"{MODELS_FOLDER}/*"):
+        manifests = sorted(folder.glob(f"{pattern}/{MANIFEST_FILE}"))
+        found += [path.parent for path in manifests]
+    if len(found) > 1:
+        shown = ", ".join(map(str, found[:SHOWN_FOLDERS]))
+        more = ", ..." if len(found) > SHOWN_FOLDERS else ""
+        words = f"the models of one run ({shown}{more})"
+        reject("folder", words, Words(f"{folder}, which holds {len(found)}"))
+    return found[0] if found else folder
 
 
 def _client(options: PredictOptions) -> int | str:

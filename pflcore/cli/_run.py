@@ -26,6 +26,7 @@ from pflcore.algorithms import ALGORITHMS, class_of, name_of
 from pflcore.check import (
     NonNegativeFloat,
     NonNegativeInt,
+    OpenUnitFloat,
     PositiveInt,
     checked,
     require,
@@ -51,6 +52,7 @@ from pflcore.cli._options import (
     option_fields,
     parse,
 )
+from pflcore.cli._predict import MODELS_FOLDER
 from pflcore.cli._track import TrackerName, require_tracker, tracker_of
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation
 from pflcore.metrics import human_bytes
@@ -91,7 +93,6 @@ HELP_NAMES = {
     "Models": MODELS,
 }
 Model = Callable[[], Any]
-MODELS_FOLDER = "models"  # the folder of exported models
 CHECKPOINTS = "checkpoints"  # the folder of the runs' checkpoints
 RECORD_FILE = "record.jsonl"
 FEDERATION_PICTURE = "federation.png"  # which client holds which samples
@@ -142,6 +143,9 @@ class ReportOptions:
         columns: columns of the table in this order; all if not said: best, final,
             last_mean, std, worst_decile, the run's metrics, hurt (with --baseline),
             bytes, note
+        privacy_delta: delta of the line below the table that has the epsilon of
+            runs with --defence dp; one over the number of clients with training samples
+            if not said
         overwrite: begin anew in a folder that is not empty; its record, its checkpoints
             and a table that belongs to no record are moved to names that end in .1,
             .2, ...
@@ -152,6 +156,7 @@ class ReportOptions:
     last: PositiveInt = 10
     format: Format = "md"
     columns: tuple[str, ...] = ()
+    privacy_delta: OpenUnitFloat | None = None
     overwrite: bool = False
 
     @property
@@ -565,15 +570,16 @@ def _check_goes_on(folder: Path, job: Job, runner: _JobRunner) -> None:
             "folder."
         )
     path = _checkpoint_folder(folder, job)
+    simulation = job.simulation(runner.data, runner.model)
     if job.for_each:
-        path = target_folder(path, 0)
+        path = target_folder(path, getattr(simulation.algorithm, "target"))  # noqa: B009
     if not Checkpoint(path).exists:
         raise ValueError(
             f"rounds: {job.name} is over in {folder} after {length} rounds, and has no "
             "checkpoint there to go on from (--no-keep-checkpoint removes it); give "
             f"--rounds {length}, or another folder."
         )
-    job.simulation(runner.data, runner.model).check_checkpoint(path)
+    simulation.check_checkpoint(path)
 
 
 def _prepare_folder(
@@ -892,7 +898,12 @@ def _write_report(
         data: The federation of the runs, which gets a picture; None for none.
     """
     text = table.table(
-        runs, output.last, output.baseline, output.columns, output.format
+        runs,
+        output.last,
+        output.baseline,
+        output.columns,
+        output.format,
+        output.privacy_delta,
     )
     paths = [folder / output.table_file]
     try:

@@ -43,6 +43,6 @@ def tracker_of(
         return NoTracker()
     if name == "tensorboard":
         file_name = re.sub(r"[^\w.-]+", "-", job)
-        return TensorBoard(folder / TENSORBOARD_FOLDER / file_name)
+        return TensorBoard(folder / TENSORBOARD_FOLDER / file_name, config=header)
     options: dict[str, Any] = {"name": job, "config": header}
     return Wandb(**options) if name == "wandb" else MLflow(**options)

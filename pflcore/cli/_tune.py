@@ -33,7 +33,7 @@ from pflcore.data import SOURCES, TABULAR
 from pflcore.data._protocols import StudyProtocol, cross_silo
 from pflcore.results._files import write_text
 from pflcore.train import Training
-from pflcore.tuning import Range, Tuned, tune
+from pflcore.tuning import Range, Tuned, check_grid, tune
 
 TABLE_FILE = "tuned.md"
 # Options of a run that a grid search has, too.
@@ -133,8 +133,6 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
     tuning = TuneOptions(**values["tune"])
     options = Options(**values["run"])
     grid = parse_grid(tuning.grid)
-    if tuning.trials is not None:
-        import_optional("optuna", what="--trials")
     is_client = options.target != "all"
     require(is_client, "target", "a client; a search has one run", options.target)
     protocols = _protocols(options, values, tuning.seeds)
@@ -144,6 +142,9 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
     algorithm = experiment.make_algorithm(
         name, job.algorithm_options, job.options.target
     )
+    check_grid(algorithm, training, grid, tuning.trials)
+    if tuning.trials is not None:
+        import_optional("optuna", what="--trials")
     make = experiment.make_model(options, data, values.get("model", {}))
     seeds = [options.seed + j for j in range(tuning.seeds)]
     nets = [experiment.make_net(replace(options, seed=s), data, make) for s in seeds]
@@ -219,9 +220,11 @@ def _range(word: str) -> Range | None:
     if not rest or not isinstance(low, int | float):
         return None
     high, *scale = rest
-    fits = isinstance(high, int | float) and scale in ([], ["log"])
+    fits = isinstance(high, int | float) and scale in ([], ["log"]) and low < high
     words = "a range from its smallest to its largest value, as in lam=.01:1:log"
     require(fits, "grid", words, word)
+    fits = low > 0 or not scale
+    require(fits, "grid", "a range above 0, for its logarithm", word)
     return Range(low, high, log=bool(scale))
 
 

@@ -192,7 +192,8 @@ class Federation(ClientSamples):
             name: name of the data, for summaries and records
             ignored_label: label of samples, steps or pixels that count in nothing, such
                 as 255; it becomes -100, which losses and accuracies leave out. None for
-                no label but -100
+                no label but -100. `size` counts samples without any other label, too;
+                `size(labelled=True)` counts those that a run takes
         """
         names = None
         if isinstance(clients, Mapping):
@@ -712,14 +713,15 @@ class Federation(ClientSamples):
         Each client's features are shifted by the mean of its own *training* samples,
         and divided by their deviation (ddof 0). A feature that is constant in them is
         shifted only. Statistics of other clients, or of held-out samples, never enter.
-        `scaling` keeps the statistics.
+        A client without training samples has no statistics of its own, and takes those
+        of all training samples together. `scaling` keeps the statistics.
 
         The models that a run on these data leaves take raw features. Each model scales
         its inputs by its client's statistics; for a newcomer, `History.adapt` takes
         those of the newcomer's training samples.
 
         Raises ValueError where x is no tensor of floats, where clients share samples,
-        or where a client has no training samples.
+        or where no client has training samples.
         """
         is_plain = self.x.is_floating_point() and self.fields is None
         expected = "floats in one tensor, to be standardized"
@@ -728,14 +730,19 @@ class Federation(ClientSamples):
         is_shared = int(torch.bincount(lists.flat).max()) > 1
         expected = "samples of one client each, to be standardized"
         require(not is_shared, "index", expected, "shared ones")
-        untrained = self.names_of((self.size() == 0).nonzero()[:, 0].tolist())
-        expected = "training samples of each, to standardize its features by"
-        require(not untrained, "clients", expected, untrained[:5])
+        all_training = self._all_lists(("train",)).flat
+        expected = "training samples, to standardize features by"
+        require(len(all_training), "clients", expected, "none of any client")
         x = self.x.clone()
+        common = None
+        if self.trainable_clients is not None:
+            common = _scaling_of(self.x[all_training].double())
         mean = torch.empty(self.n, *self.shape, dtype=torch.float64)
         deviation = torch.empty_like(mean)
         for i, (train, rows) in enumerate(zip(self.index["train"], lists, strict=True)):
-            scaling = _scaling_of(self.x[train].double())
+            scaling = common
+            if len(train) or scaling is None:
+                scaling = _scaling_of(self.x[train].double())
             x[rows] = scaling.apply(self.x[rows])
             mean[i] = scaling.mean
             deviation[i] = scaling.deviation

@@ -201,12 +201,12 @@ def leave_out_unlabelled(data: Federation, label: int | None) -> Federation:
     if label is None or y.is_floating_point():
         return data
     data = _mask_label(data, label)
-    is_void = (data.y == IGNORED_LABEL).reshape(len(y), -1).all(1)
-    if not bool(is_void.any()):
+    is_labelled = data.is_labelled
+    if bool(is_labelled.all()):
         return data
     index = {}
     for split, lists in data.index.items():
-        stays = ~is_void[lists.flat]
+        stays = is_labelled[lists.flat]
         rows = lists.flat[stays]
         owners = lists.owners()[stays]
         sizes = owners.cpu().bincount(minlength=data.n)

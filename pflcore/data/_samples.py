@@ -154,9 +154,25 @@ class ClientSamples:
         lists: Ragged = self.index[split]
         return lists
 
-    def size(self, split: str = "train") -> Tensor:
-        """The number of samples of each client: int64 [N], on the CPU."""
-        return self.lists(split).size
+    def size(self, split: str = "train", *, labelled: bool = False) -> Tensor:
+        """The number of samples of each client: int64 [N], on the CPU.
+
+        Args:
+            split: split of the samples
+            labelled: count only samples with a label that counts in something: those of
+                a run whose loss leaves the others out, such as cross entropy
+        """
+        lists = self.lists(split)
+        if not labelled:
+            return lists.size
+        owners = lists.owners()[self.is_labelled[lists.flat]]
+        return owners.cpu().bincount(minlength=self.n)
+
+    @property
+    def is_labelled(self) -> Tensor:
+        """True for the samples of the pool with a label that counts: bool [n]."""
+        counts = self.y != IGNORED_LABEL
+        return counts if counts.dim() == 1 else counts.flatten(1).any(1)
 
     @cached_property  # a round must not look at all clients
     def trainable_clients(self) -> Tensor | None:
@@ -297,9 +313,20 @@ class ClientSamples:
             facts[f"clients without {split} samples"] = num_empty
         if not self.y.is_floating_point():
             facts["labels that count in nothing"] = int((self.y == IGNORED_LABEL).sum())
+            facts["samples without a label that counts"] = self._num_unlabelled()
         facts |= self.facts
         lines = [f"{key}: {value}" for key, value in facts.items() if value]
         return "\n".join([self.name, *lines])
+
+    def _num_unlabelled(self) -> dict[str, int]:
+        """The numbers of samples that a run leaves out for their labels, by split."""
+        if bool(self.is_labelled.all()):
+            return {}
+        numbers = {}
+        for split in self.splits:
+            left_out = self.size(split) - self.size(split, labelled=True)
+            numbers[split] = int(left_out.sum())
+        return {split: number for split, number in numbers.items() if number}
 
     def __repr__(self) -> str:
         size = f"n={self.n}, splits={list(self.splits)}, shape={list(self.shape)}"

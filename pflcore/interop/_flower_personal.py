@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms._feddwa import FedDWA
+from pflcore.algorithms._pfedgraph import PFedGraph
 from pflcore.interop._flower_messages import (
     matching_positions,
     model_layout,
@@ -124,9 +125,10 @@ class PersonalStrategy(FilteredFedAvg):
     that FedAvg works with. Raises ValueError for models that differ in their tensors.
 
     Args:
-        method: A method of `pflcore.personalize`: "fedamp", "heurfedamp", "sfl",
-            "clusters", "feddwa", or an instance. FedDWA takes the models of the round
-            before as its guidance.
+        method: A method of `pflcore.personalize`: "fedamp", "heurfedamp", "pfedgraph",
+            "sfl", "clusters", "feddwa", or an instance. FedDWA takes the models of the
+            round before as its guidance, pFedGraph the first model that was sent as the
+            one that all started from.
         include: Patterns of the tensors to mix, as in `pflcore.pack`; by default all.
         exclude: Patterns of the tensors that stay each client's own.
         flower: The arguments of Flower's FedAvg.
@@ -141,12 +143,15 @@ class PersonalStrategy(FilteredFedAvg):
         **flower: Any,
     ) -> None:
         self._looks_back = isinstance(method_of(method, {}), FedDWA)
+        self._compares_updates = isinstance(method_of(method, {}), PFedGraph)
         super().__init__(**flower)
         self.method = method
         self.chosen: dict[str, Any] = {"include": include, "exclude": exclude}
         self.models = PersonalModels()
         # The last upload of each node, by node id, where the method looks back
         self._last: dict[int, ArrayRecord] = {}
+        # The first model that was sent, where the method compares updates from it
+        self._base: ArrayRecord | None = None
         # The layout of the models: that of the model that was sent, or of most uploads.
         self._expected_layout: Any = None
 
@@ -187,7 +192,9 @@ class PersonalStrategy(FilteredFedAvg):
         previous = None
         if self._looks_back:
             previous = {node: self._last.get(node, uploads[node]) for node in uploads}
-        mixed = mix_models(uploads, self.method, previous=previous, **self.chosen)
+        mixed = mix_models(
+            uploads, self.method, previous=previous, base=self._base, **self.chosen
+        )
         self.models.update(mixed)
         if self._looks_back:
             self._last.update(uploads)
@@ -201,6 +208,8 @@ class PersonalStrategy(FilteredFedAvg):
         """
         key = self.arrayrecord_key
         self._expected_layout = self._expected_layout or model_layout(record)[0]
+        if self._compares_updates and self._base is None:
+            self._base = record[key]
 
         def message_of(node: int) -> Message:
             model = self.models[node] if node in self.models else record[key]

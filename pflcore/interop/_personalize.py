@@ -22,6 +22,7 @@ from pflcore.algorithms import ALGORITHMS, algorithm_of, check_options, name_of
 from pflcore.algorithms._clusters import agglomerate, cosine_matrix
 from pflcore.algorithms._defences import krum
 from pflcore.algorithms._feddwa import FedDWA
+from pflcore.algorithms._pfedgraph import PFedGraph
 from pflcore.algorithms._protocol import (
     Algorithm,
     MixingWeights,
@@ -100,8 +101,9 @@ class Clusters:
 
 
 Method = Algorithm | Krum | Clusters
+METHOD_NAMES = ("fedamp", "pfedgraph", "sfl", "feddwa", "feddwa_qp")
 METHODS_BY_NAME: dict[str, Callable[..., Method]] = {
-    **{name: ALGORITHMS[name] for name in ("fedamp", "sfl", "feddwa", "feddwa_qp")},
+    **{name: ALGORITHMS[name] for name in METHOD_NAMES},
     "heurfedamp": partial(HeurFedAMP, xi_self=0.5),
     "krum": Krum,
     "multikrum": partial(Krum, num_selected=2),
@@ -142,7 +144,8 @@ def personalize(  # noqa: PLR0913 (what a mix has)
     The models are those that the method's server makes in one round. The methods are:
 
     - "fedamp", "heurfedamp": the models u that the clients are drawn to;
-    - "sfl", "feddwa", "feddwa_qp": weighted means of similar clients' models;
+    - "pfedgraph", "sfl", "feddwa", "feddwa_qp": weighted means of similar clients'
+      models ("pfedgraph" with equal shares for all clients);
     - "krum", "multikrum": one robust model for all clients;
     - "clusters": the mean of each of k groups.
 
@@ -160,7 +163,8 @@ def personalize(  # noqa: PLR0913 (what a mix has)
             have, so it needs `guidance` or `previous`.
         previous: The models of the clients' last round, for FedDWA. Where these and the
             uploads are dicts, a client may be absent; its upload then takes the place.
-        base: One model, from which "clusters" computes the updates that it compares.
+        base: One model, from which "clusters" and "pfedgraph" compute the updates that
+            they compare; "pfedgraph" needs it.
         include: Patterns of the tensors to mix, as in `pack`.
         exclude: Patterns of the tensors that stay each client's own, as in `pack`.
         batch_norm: The policy for running statistics, "local" or "average"; "auto" is
@@ -217,12 +221,15 @@ def mix_models(  # noqa: PLR0913 (what a mix has)
             guides.append(_matching_rows("guidance, previous", packed, rows, form))
     _check_guidance(alg, len(guides))
     compared = rows
-    if base is not None:
-        wanted = "None where the method is not 'clusters'"
-        require(isinstance(alg, Clusters), "base", wanted, base)
+    if base is None:
+        wanted = "the model that the clients started from, with 'pfedgraph'"
+        require(not isinstance(alg, PFedGraph), "base", wanted, None)
+    else:
+        wanted = "None where the method is not 'clusters' or 'pfedgraph'"
+        require(isinstance(alg, Clusters | PFedGraph), "base", wanted, base)
         one = ModelForm([0], "list")
         compared = rows - _matching_rows("base", pack_rows([base]), rows[:1], one)
-    elif directions:
+    if base is None and directions:
         compared = F.normalize(rows.double())
         guides = [F.normalize(guide.double()) for guide in guides]
     mixing = _mixing_weights(alg, compared, guides, base is not None)
@@ -248,7 +255,8 @@ def method_of(method: Any, options: dict[str, Any]) -> Method:
     if is_known or isinstance(method, Algorithm | type) or is_class_path:
         alg = algorithm_of(method, **options)
     names = ", ".join(METHODS_BY_NAME)
-    if isinstance(alg, Algorithm) and not isinstance(alg, LatestModels | FedDWA):
+    needs_models_alone = isinstance(alg, LatestModels | FedDWA | PFedGraph)
+    if isinstance(alg, Algorithm) and not needs_models_alone:
         raise ValueError(
             f"method: {name_of(alg)} needs more of its clients than a model; use "
             f"pflcore.Server and pflcore.Client, or one of {names}."
@@ -352,6 +360,10 @@ def _mixing_weights(
     if isinstance(alg, FedDWA):
         return MixingWeights(*alg.mixing_weights(guides[0], rows))
     n = len(rows)
+    if isinstance(alg, PFedGraph):
+        return MixingWeights(
+            alg.mixing_matrix(rows, torch.full((n,), 1.0 / n).double())
+        )
     sqdist = ops.pairwise_sqdist(rows).cpu()
     norm2 = squared_norms(rows).cpu()
     if isinstance(alg, Clusters):

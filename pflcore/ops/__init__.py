@@ -5,6 +5,7 @@
 - `waffle_weights`, `feddwa_weights`: mixing weights from distances.
 - `aggregate`: weighted sums of updates.
 - `rank1_linear`: a linear layer of rank-1 factors.
+- `trimmed_mean`: the mean of each column without its least and largest numbers.
 - `sgd_step_`: an SGD step on the models of many clients.
 - `stream`: `aggregate` and `pairwise_sqdist` for rows that do not fit memory.
 - `reference`: the specification of each op.
@@ -26,6 +27,7 @@ from ._aggregate import aggregate
 from ._library import backend
 from ._nearest import nearest
 from ._rank1 import rank1_linear
+from ._robust import trimmed_mean
 from ._sgd import sgd_step_
 from ._sqdist import pairwise_sqdist
 from ._weights import TopK as TopK
@@ -41,5 +43,6 @@ __all__ = [
     "pairwise_sqdist",
     "rank1_linear",
     "sgd_step_",
+    "trimmed_mean",
     "waffle_weights",
 ]

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from . import _aggregate, _nearest, _rank1, _sgd, _sqdist, _weights
+from . import _aggregate, _nearest, _rank1, _robust, _sgd, _sqdist, _weights
 from ._library import RunReferences
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "pairwise_sqdist",
     "rank1_linear",
     "sgd_step_",
+    "trimmed_mean",
     "waffle_weights",
 ]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,4 +45,5 @@ nearest = by_reference(_nearest.nearest)
 pairwise_sqdist = by_reference(_sqdist.pairwise_sqdist)
 rank1_linear = by_reference(_rank1.rank1_linear)
 sgd_step_ = by_reference(_sgd.sgd_step_)
+trimmed_mean = by_reference(_robust.trimmed_mean)
 waffle_weights = by_reference(_weights.waffle_weights)

@@ -121,13 +121,16 @@ def to_csv(
         ) from None
 
 
-def scalars(record: Line, clients: bool = False) -> dict[str, float]:
+def scalars(
+    record: Line, clients: bool = False, names: Sequence[Any] | None = None
+) -> dict[str, float]:
     """A round's numbers by name: "train/...", "traffic/..." and "eval/...".
 
     The numbers of the evaluation are means over clients. Missing numbers are left out.
 
     Args:
-        clients: True adds each client's number as "eval/METRIC/client ID".
+        clients: True adds each client's number as "eval/METRIC/client NAME".
+        names: The names of all clients; None where ids stand for them.
     """
     numbers = {
         "train/seconds": record["seconds"],
@@ -140,7 +143,8 @@ def scalars(record: Line, clients: bool = False) -> dict[str, float]:
         numbers[f"eval/{metric}"] = mean(values)
         if clients:
             for client, value in zip(evaluated_clients(record), values, strict=True):
-                numbers[f"eval/{metric}/client {client}"] = value
+                name = client if names is None else names[client]
+                numbers[f"eval/{metric}/client {name}"] = value
     present = {}
     for name, number in numbers.items():
         if number is not None and not math.isnan(number):
@@ -158,14 +162,17 @@ def summary_writer(folder: str | Path) -> Any:
 
 
 def to_tensorboard(
-    rounds: Sequence[Line], folder: str | Path, clients: bool = False
+    header: Line, rounds: Sequence[Line], folder: str | Path, clients: bool = False
 ) -> None:
     """Writes the rounds as TensorBoard's events into `folder`.
 
     Args:
+        header: The description of the run, which has the clients' names.
+        rounds: The records of the rounds.
+        folder: The folder of the events.
         clients: True adds a curve for each client.
     """
     with contextlib.closing(summary_writer(folder)) as writer:
         for record in rounds:
-            for name, value in scalars(record, clients).items():
+            for name, value in scalars(record, clients, header.get("names")).items():
                 writer.add_scalar(name, value, record["round"])

@@ -17,9 +17,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pflcore import metrics
+from pflcore import metrics, privacy
 from pflcore._html import html_table
-from pflcore.check import Words, client_id, reject, require
+from pflcore.check import (
+    OpenUnitFloat,
+    Words,
+    checked,
+    client_id,
+    reject,
+    require,
+)
 from pflcore.results import _export as export
 from pflcore.results._compare import Comparison, compare_runs
 from pflcore.results._export import Per
@@ -191,6 +198,32 @@ class History:
     def rounds_played(self) -> int:
         """The number of the last round in the record."""
         return int(self.rounds[-1]["round"]) if self.rounds else 0
+
+    @checked
+    def privacy(self, delta: OpenUnitFloat | None = None) -> tuple[float, float] | None:
+        """The (epsilon, delta) with which the noise of defence "dp" hides a client.
+
+        It counts the rounds so far, void ones too, by `pflcore.privacy.epsilon`. A run
+        draws its clients as that assumes: each joins by itself with the probability
+        `participation`, or all join in every round. It is None where the run adds no
+        noise, or has a single client with training samples.
+
+        Args:
+            delta: See `pflcore.privacy.epsilon`. None is one over the number of clients
+                with training samples.
+        """
+        options = self.header.get("options") or {}
+        noise = options.get("noise_multiplier")
+        rate = self.header.get("participation")
+        if options.get("defence") != "dp" or not (noise and rate and self.rounds):
+            return None
+        if delta is None:
+            size = self.header.get("size") or []
+            num_trainable = sum(count > 0 for count in size)
+            if num_trainable < 2:
+                return None  # there is nobody among whom a client could hide
+            delta = 1 / num_trainable
+        return privacy.epsilon(noise, rate, self.rounds_played, delta), delta
 
     def compare(self, other: History) -> Comparison:
         """The differences from another run: in the description and in the numbers.
@@ -521,7 +554,7 @@ class History:
         With `clients` there is a curve for each client. It needs the package
         tensorboard.
         """
-        export.to_tensorboard(self.rounds, folder, clients)
+        export.to_tensorboard(self.header, self.rounds, folder, clients)
 
 
 def client_values(evaluation: Mapping[str, Any], key: str) -> Tensor:

@@ -86,12 +86,31 @@ def describe_outliers(run: History) -> str:
     return text
 
 
-def footnotes_on(groups: Groups, distinct_groups: Groups) -> Iterator[str]:
-    """Yields the lines below the table."""
+def footnotes_on(
+    groups: Groups, distinct_groups: Groups, delta: float | None = None
+) -> Iterator[str]:
+    """Yields the lines below the table.
+
+    Args:
+        groups: All runs of each group, by its label.
+        distinct_groups: One run of each seed, by the label of its group.
+        delta: See `History.privacy`.
+    """
     yield from _target_footnotes(groups)
+    yield from _privacy_footnotes(distinct_groups, delta)
     for algorithm, runs in distinct_groups.items():
         for run in runs:
             yield from _run_footnotes(algorithm, run, groups[algorithm])
+
+
+def _privacy_footnotes(groups: Groups, delta: float | None) -> Iterator[str]:
+    """Yields what noise on the sum of updates hides; once for runs of equal rounds."""
+    for algorithm, runs in groups.items():
+        values = dict.fromkeys(run.privacy(delta) for run in runs)
+        for value in values:
+            if value is not None:
+                epsilon, of_delta = value
+                yield f"{algorithm}: epsilon = {epsilon:.3g} at delta = {of_delta:.3g}."
 
 
 def _target_footnotes(groups: Groups) -> Iterator[str]:

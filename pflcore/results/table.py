@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from pflcore.check import PositiveInt, checked, require
+from pflcore.check import OpenUnitFloat, PositiveInt, checked, require
 from pflcore.results._columns import Column, column_names, columns_of, require_columns
 from pflcore.results._labels import (
     label_runs,
@@ -39,6 +39,7 @@ def table(
     baseline: str | None = None,
     columns: Sequence[str] = (),
     format: Format = "md",  # noqa: A002 (the name of the option)
+    privacy_delta: OpenUnitFloat | None = None,
 ) -> str:
     """The runs as text: a table per setting, a row per algorithm.
 
@@ -55,6 +56,9 @@ def table(
             "note". None of them stands for all.
         format: "md" for Markdown, "latex" for tables of the package booktabs, or "csv",
             in which means and deviations have columns of their own.
+        privacy_delta: The delta for which a line below the table has the epsilon of
+            runs with the defence "dp"; None for one over the number of clients with
+            training samples, see `History.privacy`.
 
     Raises ValueError where no run has the baseline's name, and where no table has a
     column of that name.
@@ -66,7 +70,7 @@ def table(
     )
     tables = []
     for members in settings_of(runs).values():
-        tables.append(_table(members, last, baseline))
+        tables.append(_table(members, last, baseline, privacy_delta))
     if columns:
         extra_metrics = set().union(*(run.extra_metrics for run in runs))
         require_columns(columns, column_names(extra_metrics, baseline is not None))
@@ -94,7 +98,9 @@ def _with_star_note(one: Table) -> Table:
     return one._replace(star=f"{'; '.join(parts)}." if parts else "")
 
 
-def _table(runs: Runs, last: int, baseline: str | None) -> Table:
+def _table(
+    runs: Runs, last: int, baseline: str | None, privacy_delta: float | None
+) -> Table:
     """The table of one setting, with all columns."""
     metric = next((run.main_metric for run in runs if run.evaluations), "accuracy")
     groups = label_runs(runs)
@@ -109,7 +115,7 @@ def _table(runs: Runs, last: int, baseline: str | None) -> Table:
         counts=list(map(len, distinct.values())),
         columns=columns_of(runs, distinct, metric, last, baseline),
         star="",
-        footnotes=list(footnotes_on(groups, distinct)),
+        footnotes=list(footnotes_on(groups, distinct, privacy_delta)),
     )
 
 

@@ -133,6 +133,15 @@ class Adversary:
                 fields[name] = ids.tolist()
         return replace(self, **fields) if fields else self
 
+    def check_target(self, target: Any) -> None:
+        """Raises ValueError where the client that a model is made for attacks.
+
+        Args:
+            target: The id of the client; None for an algorithm without a target.
+        """
+        words = "clients other than the target, which the model is made for"
+        require(target not in self.clients, "adversary", words, self.clients)
+
     def honest_clients(self, n: int) -> Tensor:
         """The ids [H] of the honest clients of n, ascending.
 

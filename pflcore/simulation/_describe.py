@@ -307,6 +307,12 @@ def round_record(run: RunDescription, state: State, outcome: RoundOutcome) -> Re
     norms = outcome.relative_update_norm
     if norms is not None:
         norms = [_three_digits(norm) for norm in norms]
+    training = run.context.training
+    steps = {}
+    if callable(training.steps):
+        ids = torch.tensor(outcome.ids, dtype=torch.int64)
+        counts = training.steps_of(state.round, ids, run.context.seed)
+        steps = {"steps": [] if counts is None else counts.tolist()}
     return {
         "round": state.round,
         "algorithm": run.name,
@@ -314,6 +320,7 @@ def round_record(run: RunDescription, state: State, outcome: RoundOutcome) -> Re
         "seed": run.context.seed,
         "seconds": 0.0,
         "cohort": outcome.ids,
+        **steps,
         **{name: getattr(outcome, name) for name in OUTCOME_FIELDS},
         "relative_update_norm": norms,
         "report": {},

@@ -149,6 +149,7 @@ class Simulation:
         if adversary is not None:
             adversary = adversary.with_ids(self.data)
             self.robustness = replace(self.robustness, adversary=adversary)
+            adversary.check_target(getattr(self.algorithm, "target", None))
         check_training(self.algorithm, self.training)
         options = RunOptions(
             algorithm=self.algorithm,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from pflcore.check import Model, checked, require
 from pflcore.data._federation import Federation
 from pflcore.results import History
 from pflcore.results._weights import dense_weights
+from pflcore.simulation._attacks import Adversary
 from pflcore.simulation._describe import Record
 from pflcore.simulation._loop import Simulation
 from pflcore.simulation._models import Personalized
@@ -42,23 +43,26 @@ def run_each_target(
     """Runs an algorithm with a `target` once for each of N clients.
 
     Every run begins from the same start. Together they take N times the work and the
-    traffic of one run. In the history that is returned
+    traffic of one run. Clients without training samples, or that attack, cannot be the
+    target. They are served by one more run, of `algorithm.without_target()`: SCAFFOLD
+    for WAFFLE, FedAvg with equal weights for Weight Erosion. In the history that is
+    returned
 
-    - a client's numbers are those of the run whose target it is;
-    - "weights" has a row for each target, [N, N];
+    - a client's numbers are those of the run whose target it is, or of that one more;
+    - "weights" has a row for each target, [N, N]; it is NaN for the other clients;
     - bytes and seconds are sums over the runs;
     - a client counts as dropped, and a round as void, where that happened in any run;
     - the rounds end with the shortest run.
 
-    Raises ValueError for an algorithm without a target, and for a client without
-    training samples.
+    Raises ValueError for an algorithm without a target.
 
     Args:
         algorithm: An algorithm with a target: an instance, a class, or a name.
         model: A module, a `Net`, or a function that makes a module.
         data: The federation.
         training: The options of local training.
-        on_round: Is called as `on_round(target, round, record)` in each run.
+        on_round: Is called as `on_round(target, round, record)` in each run. Of the
+            clients that cannot be the target it is the first one.
         checkpoint: The folder and the times of the checkpoints. Every run has a
             checkpoint in a folder of its own inside of this one, and continues from it
             where there is one.
@@ -72,13 +76,20 @@ def run_each_target(
     is_listed = not isinstance(eval_clients, int)
     wanted = "every client, each in its own run"
     require(is_listed, "evaluation.clients", wanted, eval_clients)
-    untrained = data.names_of((data.size("train") == 0).nonzero()[:, 0].tolist())
-    wanted = "training samples of each client, which is the target of a run"
-    require(not untrained, "data", wanted, f"none of {untrained[:5]}")
+    adversary = getattr(options.get("robustness"), "adversary", None)
+    targets = possible_targets(data, adversary)
+    groups = [[target] for target in targets]  # the clients that each run serves
+    others = [client for client in range(data.n) if client not in targets]
+    if others:
+        groups.append(others)
     runs: list[History] = []
-    models: list[Personalized] = []
-    for target in range(data.n):
-        target_algorithm: Algorithm = replace(algorithm, target=target)  # type: ignore[call-arg]
+    models: dict[int, Personalized] = {}
+    for clients in groups:
+        target = clients[0]
+        if clients is others:
+            target_algorithm = algorithm.without_target()
+        else:
+            target_algorithm = replace(algorithm, target=target)  # type: ignore[call-arg]
         simulation = Simulation(
             target_algorithm, model, data, training or Training(), **options
         )
@@ -89,13 +100,26 @@ def run_each_target(
         runs.append(run)
         if run.failed or (run.interrupted and run.stopped):
             break
-        models.append(run.model(target))
+        for client in clients:
+            models[client] = run.model(client)
         # Memory has no room for the states of N runs.
         run.state = None
         run.models = None
         if run.interrupted:
             break
-    return _merge_runs(runs, models, data.n)
+    return _merge_runs(runs, groups, models, data.n)
+
+
+def possible_targets(data: Federation, adversary: Adversary | None) -> list[int]:
+    """The ids of the clients that can be the target of a run, ascending.
+
+    They have training samples, and do not attack.
+    """
+    can_train = data.size("train") > 0
+    if adversary is not None:
+        can_train[list(adversary.with_ids(data).clients)] = False
+    ids: list[int] = can_train.nonzero()[:, 0].tolist()
+    return ids
 
 
 def _target_checkpoint(checkpoint: Checkpoint | None, target: int) -> Checkpoint | None:
@@ -111,15 +135,19 @@ def target_folder(folder: str | Path, target: int) -> Path:
 
 
 def _merge_runs(
-    runs: Sequence[History], models: Sequence[Personalized], n: int
+    runs: Sequence[History],
+    groups: Sequence[Sequence[int]],
+    models: Mapping[int, Personalized],
+    n: int,
 ) -> History:
-    """One history of the runs of targets 0, 1, ...
+    """One history of the runs that serve all clients.
 
     It has no rounds where a run is missing or did not come to its end.
 
     Args:
         runs: The histories of the runs so far.
-        models: The models of the targets whose runs came to their end.
+        groups: The clients that each run serves.
+        models: The models of the clients whose runs came to their end.
         n: The number of clients.
     """
     header = dict(runs[0].header)
@@ -128,51 +156,67 @@ def _merge_runs(
     header["model_target"] = "each client"
     is_complete = len(models) == n
     stopped = " ".join(
-        f"target {i}: {run.stopped}" for i, run in enumerate(runs) if run.stopped
+        f"target {clients[0]}: {run.stopped}"
+        for run, clients in zip(runs, groups, strict=False)
+        if run.stopped
     )
     if not stopped and not is_complete:
-        last = len(models) - 1
+        last = max(models)
         stopped = f"Interrupted after the run of target {last}, of {n} targets."
     rounds = []
     if is_complete:
         by_round = zip(*(run.rounds for run in runs), strict=False)
-        rounds = [merge_records(records) for records in by_round]
+        rounds = [merge_records(records, groups) for records in by_round]
     return History(
         header,
         rounds,
         stopped=stopped or None,
         interrupted=runs[-1].interrupted,
         failed=runs[-1].failed,
-        models=TargetModels(models),
+        models=TargetModels([models[client] for client in sorted(models)]),
         rank=runs[0].rank,
     )
 
 
-def merge_records(records: Sequence[Record]) -> Record:
+def merge_records(records: Sequence[Record], groups: Sequence[Sequence[int]]) -> Record:
     """One record of the records of a round in all runs.
 
     Args:
-        records: The records of the runs with the targets 0, 1, ...
+        records: The records of the runs.
+        groups: The clients that each run serves.
     """
+    own = dict[int, Record]()  # the record of each client's run
+    for record, clients in zip(records, groups, strict=True):
+        own |= dict.fromkeys(clients, record)
+    by_client = [own[client] for client in sorted(own)]
     merged = dict(records[0])
     for key in ("seconds", "bytes_down", "bytes_up"):
         merged[key] = sum(record[key] for record in records)
     for key in ("cohort", "clipped", "dropped"):
         merged[key] = sorted(set().union(*(record[key] for record in records)))
+    if "steps" in merged:
+        steps = dict[int, int]()  # a client takes the same in every run
+        for record in records:
+            steps |= dict(zip(record["cohort"], record["steps"], strict=True))
+        merged["steps"] = [steps[client] for client in merged["cohort"]]
     merged["void"] = any(record["void"] for record in records)
     merged["train_loss"] = _mean_train_loss(records)
-    merged["report"] = _merge_reports(records)
+    merged["report"] = _merge_reports(by_client)
     largest = _largest_norms(records)
     merged["relative_update_norm"] = None
     if largest:
         merged["relative_update_norm"] = [largest.get(i) for i in merged["cohort"]]
     if merged["eval"]:
-        merged["eval"] = _merge_evaluations(records)
+        merged["eval"] = _merge_evaluations(by_client)
     return merged
 
 
 def _merge_evaluations(records: Sequence[Record]) -> Record:
-    """The evaluation in which each client's numbers are those of its own run."""
+    """The evaluation in which each client's numbers are those of its own run.
+
+    Args:
+        records: The record of each client's run.
+    """
     merged: Record = {}
     for key in records[0]["eval"]:
         merged[key] = [record["eval"][key][i] for i, record in enumerate(records)]
@@ -187,7 +231,7 @@ def _mean_train_loss(records: Sequence[Record]) -> float | None:
 
 
 def _merge_reports(records: Sequence[Record]) -> Record:
-    """The reports of all runs, as lists with an entry per run."""
+    """The reports of all runs, as lists with an entry for each client's run."""
     reports = [dense_report(record["report"], len(records)) for record in records]
     merged: Record = {}
     for key in reports[0]:

@@ -26,7 +26,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pflcore.check import Expectation, Words, ids_of, import_object, reject, require
+from pflcore.check import (
+    Expectation,
+    Words,
+    ids_of,
+    import_object,
+    reject,
+    require,
+    require_arguments,
+)
 from pflcore.train._context import TrainContext
 from pflcore.train._random import (
     draw_without_replacement,
@@ -38,9 +46,10 @@ from pflcore.train._random import (
 # (round, generator, sizes [N]) -> ids
 CohortRule = Callable[[int, torch.Generator, Tensor], Any]
 RULES = ("uniform", "poisson", "size")
+COHORT_RULE_TEXT = "a function of (round, generator, sizes) that returns ids"
 SAMPLING_TEXT = (
-    "'uniform', 'poisson', 'size', a weight for each client, a function of (round, "
-    "generator, sizes) that returns ids, or where one is: 'package.module:function'"
+    f"'uniform', 'poisson', 'size', a weight for each client, {COHORT_RULE_TEXT}, or "
+    "where one is: 'package.module:function'"
 )
 
 
@@ -62,8 +71,9 @@ CERTAIN_CHANCE = 1 - 1e-9
 def checked_sampling(sampling: Any, n: int, clients: Tensor | None) -> Any:
     """The rule as a run needs it: a name, a function, or weights [N] in float64.
 
-    Raises ValueError for weights that are not one finite number >= 0 for each of the n
-    clients, and where no client that may take part has a weight above 0.
+    Raises ValueError for a function of other arguments, for weights that are not one
+    finite number >= 0 for each of the n clients, and where no client that may take part
+    has a weight above 0.
 
     Args:
         sampling: The rule as it was given.
@@ -74,6 +84,8 @@ def checked_sampling(sampling: Any, n: int, clients: Tensor | None) -> Any:
         sampling = import_object(sampling, "sampling")
         fits = not isinstance(sampling, str) and _is_sampling(sampling)
         require(fits, "sampling", SAMPLING_TEXT, sampling)
+    if callable(sampling):
+        require_arguments("sampling", sampling, COHORT_RULE_TEXT, 3)
     if isinstance(sampling, str) or callable(sampling):
         return sampling
     words = f"a finite weight >= 0 for each of the {n} clients"

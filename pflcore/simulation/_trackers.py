@@ -35,15 +35,20 @@ class Tracker:
 
     Args:
         clients: True adds each client's numbers to the means over clients.
+        config: The facts on the run, such as `simulation.header()`, which have the
+            clients' names; None: clients are called by their ids.
     """
 
-    def __init__(self, clients: bool = False) -> None:
+    def __init__(
+        self, clients: bool = False, config: Mapping[str, Any] | None = None
+    ) -> None:
         self.clients = clients
+        self.names = (config or {}).get("names")
 
     def __call__(self, round: int, record: Record) -> None:
         """Sends one round's record."""
         try:
-            self.log(round, scalars(record, self.clients))
+            self.log(round, scalars(record, self.clients, self.names))
         except Exception as e:
             reason = next(iter(str(e).strip().splitlines()), "")
             warn_caller(
@@ -79,10 +84,17 @@ class TensorBoard(Tracker):
     Args:
         folder: The folder for the events.
         clients: Add a curve for each client to the means over clients.
+        config: The facts on the run, such as `simulation.header()`, which have the
+            clients' names.
     """
 
-    def __init__(self, folder: str | Path, clients: bool = False) -> None:
-        super().__init__(clients)
+    def __init__(
+        self,
+        folder: str | Path,
+        clients: bool = False,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(clients, config)
         self._writer = summary_writer(folder)
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
@@ -119,7 +131,7 @@ class Wandb(Tracker):
         clients: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(clients)
+        super().__init__(clients, config)
         wandb = import_optional("wandb")
         config = to_json(config or {})
         self._run = wandb.init(project=project, name=name, config=config, **options)
@@ -158,7 +170,7 @@ class MLflow(Tracker):
         clients: bool = False,
         tracking_uri: str | None = None,
     ) -> None:
-        super().__init__(clients)
+        super().__init__(clients, config)
         mlflow = import_optional("mlflow")
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient(tracking_uri)

@@ -131,8 +131,29 @@ def check_augment(
                 f"samples are {data.fields or list(data.shape)}; give a function of "
                 "(batch, generator) in its place."
             )
+        if isinstance(entry, str) and name.startswith("crop"):
+            _check_padding(name, data.shape)
         with reraise_as(partial(_explain_error, name, data)):
             x = _augment_twice(entry, x, seeds, data.fields)
+
+
+def _check_padding(word: str, shape: Sequence[int]) -> None:
+    """Raises MismatchError where a crop's border is as wide as the image.
+
+    Then some windows would hold nothing but the border.
+
+    Args:
+        word: The transform, such as "crop:4".
+        shape: The shape of a sample, (channels, height, width).
+    """
+    _, padding = named_transform(word)
+    side = min(shape[1:])
+    if padding >= side:
+        raise MismatchError(
+            f"augment: {word} has a border of {padding:g} pixels, and the images have "
+            f"{side} on a side; give a border of fewer pixels, such as "
+            f"crop:{max(1, side // 8)}."
+        )
 
 
 def _explain_error(name: str, data: Federation, error: Exception) -> str:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate, pairwise
@@ -29,7 +30,7 @@ from torch import Tensor
 from pflcore.check import Seed, checked
 from pflcore.data._inputs import IGNORED_LABEL, Fields
 from pflcore.metrics import ArgumentForm
-from pflcore.nn._context import forward_state
+from pflcore.nn._context import forward_context, forward_state
 from pflcore.nn._dropout import use_own_dropout
 from pflcore.train._bound_module import (
     BoundModule,
@@ -390,8 +391,31 @@ class Net:
         pieces = zip(row.split(self.buffer_sizes), self.buffer_shapes, strict=True)
         return [piece.clone().view(shape) for piece, shape in pieces]
 
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Context for models that a client compares with, but does not train.
+
+        Forward passes in it are those of evaluation mode. They have no gradient, and
+        leave batch norm's statistics as they are.
+        """
+        state = forward_state
+        with (
+            torch.no_grad(),
+            forward_context(
+                train=False,
+                buffers=state.buffers,
+                seed=state.seed,
+                single_client=state.single_client,
+            ),
+        ):
+            yield
+
     def features(self, row: Tensor, x: Tensor) -> Tensor:
         """The input [B, H] of the head, of model `row` [P] on `x` [B, ...]."""
+        return self.features_and_scores(row, x)[0]
+
+    def features_and_scores(self, row: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The input [B, H] of the head, and the scores [B, C], of one forward pass."""
         self._require_head()
         head = self._bound().module.get_submodule(self.head_name or "")
         head_inputs: list[Tensor] = []
@@ -400,8 +424,8 @@ class Net:
             head_inputs.extend(inputs)
 
         with head.register_forward_pre_hook(record):
-            self(row, x)
-        return head_inputs[0]
+            scores = self(row, x)
+        return head_inputs[0], scores
 
     def head(self, row: Tensor, z: Tensor) -> Tensor:
         """The head's scores on features `z` [B, H].

@@ -31,6 +31,7 @@ from pflcore.check import (
     check_fields,
     import_object,
     require,
+    require_arguments,
 )
 from pflcore.train._random import generator_of
 from pflcore.train._transforms import (
@@ -52,6 +53,9 @@ Schedule = Annotated[
 ]
 # (round, client, generator) -> steps
 StepsRule = Callable[[int, int, torch.Generator], int]
+STEPS_RULE_TEXT = (
+    "a function of (round, client, generator) that returns a whole number, at least 1"
+)
 STEPS_TEXT = (
     "a whole number, at least 1, a function of (round, client, generator) that returns "
     "one, or where one is: 'package.module:function'"
@@ -273,6 +277,8 @@ class Training:
             fits = not isinstance(steps, str) and _are_steps(steps)
             require(fits, "steps", STEPS_TEXT, steps)
             object.__setattr__(self, "steps", steps)
+        if callable(self.steps):
+            require_arguments("steps", self.steps, STEPS_RULE_TEXT, 3)
         if self.steps is not None and self.epochs != 1:
             raise ValueError(
                 f"epochs: steps takes their place, got epochs={self.epochs}; leave one "

@@ -37,6 +37,9 @@ MODELS_SENT = {  # down, up
     "apfl": (1, 1),
     "fedala": (1, 1),
     "fedrod": (1, 1),
+    "moon": (1, 1),
+    "feddyn": (1, 1),
+    "fedntd": (1, 1),
     "local": (0, 0),
 }
 

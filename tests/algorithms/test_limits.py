@@ -16,6 +16,10 @@ from pflcore.algorithms import ALGORITHMS
 LIMITS = """\
 fedprox {"mu": 0} | x | fedavg {}
 qfedavg {"q": 0} | x | fedavg {}
+moon {"mu": 0} | x | fedavg {} | same
+fedntd {"beta": 0} | x | fedavg {} | same
+fednova {} | x | fedavg {} | whole | same
+feddyn {"alpha": 1e-13} | x | fedopt {"optimizer": "nesterov", "beta1": 0.9999999999999, "weighting": "uniform"}
 fedala {"eta": 0} | x | fedavg {}
 fedrod {"gamma": 0} | x | fedavg {}
 finetune {"mu": 1} | x | fedprox {"mu": 1} | same
@@ -30,6 +34,8 @@ mrmtl {"lam": 0} | v | local {}
 mocha {"lam": 0, "relation": "omega"} | w | local {}
 mocha {"lam": 0, "relation": "sigma"} | w | local {}
 fedamp {"lam": 0} | w | local {} | same
+pfedgraph {"alpha": 1e-12, "lam": 0} | x | local {}
+fedcac {"tau": 0} | x | fedavg {}
 feddwa {"guidance": "current"} | x | local {} | same
 fedopt {"optimizer": "heavy_ball", "beta1": 0, "server_lr": 0.7} | x | fedavg {"server_lr": 0.7}
 fedopt {"optimizer": "nesterov", "beta1": 0, "server_lr": 0.7} | x | fedavg {"server_lr": 0.7}

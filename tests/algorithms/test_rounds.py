@@ -22,13 +22,15 @@ from small import (
     regression,
     some,
     t,
+    two_layers,
 )
 
 from pflcore import evaluate
 from pflcore.algorithms import ALGORITHMS, apply
 from pflcore.simulation.round import RunConfig
 
-CLIENTS = {f.__name__: f for f in (normed, points, quadratics, regression)}
+KINDS = (normed, points, quadratics, regression, two_layers)
+CLIENTS = {f.__name__: f for f in KINDS}
 ROUNDS = golden("rounds")
 UPLOADS = golden("uploads")
 

@@ -603,7 +603,10 @@ attack --data digits --quiet --ratios -3 | ratios
 attack --data digits --quiet --shadows 0 --ratios 0 | shadows
 attack --data digits --quiet --out /dev/null/x | out
 run fedavg DIGITS --attack-clients 1 | attack: expected an attack
-run fedavg DIGITS --attack noise | attack: expected an attack
+run fedavg DIGITS --attack noise | attack_clients: expected the clients that do the attack 'noise', got None; give their
+run fedavg DIGITS --attack nose --attack-clients 1 | attack: got 'nose', did you mean 'noise'?
+run fedavg DIGITS --local-optimizer sdg | local_optimizer: got 'sdg', did you mean 'sgd'?
+run fedavg DIGITS --defence kurm | defence: got 'kurm', did you mean 'krum'?
 run fedavg DIGITS --attack noise --attack-clients 99 | adversary: expected ids of clients
 """  # noqa: E501
 
@@ -638,6 +641,7 @@ def test_a_malformed_option_ends_with_code_2(words, tmp_path, capsys):
 
 NO_PART = """\
 fedavg | {"num_byzantine": 3} | num_byzantine: expected its default beside defence=None
+fedavg | {"clip_norm": 3.0} | clip_norm: expected its default beside defence=None, got 3.0; it belongs to defence='dp' or 'centered_clipping'
 fedavg | {"defence": "median", "num_byzantine": 3} | num_byzantine: expected its default beside
 fedavgm | {"beta2": 0.5} | beta2: expected its default beside optimizer='heavy_ball'
 fedavgm | {"tau": 0.1} | tau: expected its default beside optimizer='heavy_ball'
@@ -656,7 +660,7 @@ feddwa_qp | {"search": "groups"} | search: expected 'exact'
 @pytest.mark.parametrize("line", NO_PART.splitlines())
 def test_an_option_that_plays_no_part_is_refused(line):
     name, options, error = line.split(" | ")
-    with sentence(f"{error}.*, got "):
+    with sentence(f"{error}.*, got |{error}"):
         ALGORITHMS[name](**json.loads(options))
 
 

@@ -151,6 +151,10 @@ def test_runs_that_are_over_go_on_to_more_rounds(capsys):
         assert command(go) == 0
     assert_same_runs("o", "p")
     assert [len(run.rounds) for run in read("o")] == [5, 5]
+    # One file of options repeats the whole record.
+    assert [path.name for path in Path("o").glob("run*.toml")] == ["run.toml"]
+    assert "\nrounds = 5\n" in Path("o/run.toml").read_text()
+    assert Path("o/run.toml").read_text() == Path("p/run.toml").read_text()
 
 
 def test_runs_that_cannot_go_on_say_why(capsys):

@@ -92,14 +92,20 @@ def test_optuna_draws_candidates_from_ranges(monkeypatch, capsys):
     table = rows(Path("t/tuned.md").read_text())
     assert len(table) == 2 and "trials = 2" in Path("t/run.toml").read_text()
     assert command(f"{words} --trials 3 --out t") == 0
-    scores = {row[:2] for row in rows(capsys.readouterr().out)}
+    out, err = capsys.readouterr()
+    scores = {row[:2] for row in rows(out)}
+    assert "study" not in err and sys.modules["optuna"].logging.level == 20
     assert {row[:2] for row in table} < scores
 
 
 def test_without_optuna_nothing_is_begun(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    assert command(f"tune ditto {SHORT} --grid lam=.01:1 --trials 2") == 2
-    assert "--trials needs optuna, which is not installed" in capsys.readouterr().err
+    for grid, error in {
+        "lam=.01:1": "--trials needs optuna, which is not installed",
+        "lam=-1:1": "lam: expected",  # a grid is looked at before Optuna
+    }.items():
+        assert command(f"tune ditto {SHORT} --grid {grid} --trials 2") == 2
+        assert error in capsys.readouterr().err
     assert [*tmp_path.rglob("*")] == []
 
 
@@ -137,7 +143,9 @@ tune ditto SHORT --grid lan=1 | grid: got 'lan', did you mean 'lam'?
 tune ditto SHORT --grid training.lt=1 | grid: got 'training.lt', did you mean 'training.lr'?
 tune ditto SHORT --grid lam=-1 | lam: expected
 tune ditto SHORT --grid training.lr=fast | lr: expected
-tune ditto SHORT --grid lam=.1:1 | grid: expected a list of values for 'lam'
+tune ditto SHORT --grid lam=.1:1 | played, got the range from 0.1 to 1; give the number of candidates that are drawn from ranges, trials=20 or --trials 20.
+tune ditto SHORT --grid lam=1:.1 --trials 3 | grid: expected a range from its smallest to its
+tune ditto SHORT --grid lam=0:1:log --trials 3 | grid: expected a range above 0, for its
 tune ditto SHORT --grid lam=.1:1:lgo | grid: expected a range from its smallest to its
 tune ditto SHORT --grid lam=1 --metric acuracy | metric
 tune waffle SHORT --grid do=1 --target all | target: expected a client

@@ -151,7 +151,9 @@ def pulled(state, i):
     }
 
 
-@pytest.mark.parametrize("method", ["fedamp", "clusters", SFL(k=1), "feddwa"])
+@pytest.mark.parametrize(
+    "method", ["fedamp", "clusters", SFL(k=1), "feddwa", "pfedgraph"]
+)
 def test_any_app_gets_its_own_models(method):
     seen = {}
     grid = Nodes(trainer(seen=seen), range(4))
@@ -159,8 +161,8 @@ def test_any_app_gets_its_own_models(method):
     result = PersonalStrategy(method, **LEAST).start(grid, start, num_rounds=2)
     first = grid.trained()[:4]
     second = grid.trained()[4:]
-    previous = {"previous": first} if method == "feddwa" else {}
-    expected = personalize(second, method, **previous)
+    given = {"feddwa": {"previous": first}, "pfedgraph": {"base": start}}
+    expected = personalize(second, method, **given.get(method, {}))
     for i in range(4):
         for k, v in expected[i].to_torch_state_dict().items():
             near(seen[i][k], v)

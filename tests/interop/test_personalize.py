@@ -41,6 +41,7 @@ ROWS = {  # models by the names that the tables below use
     "by other names": {str(i): row for i, row in enumerate(rows())},
     "first": rows()[0],
     "short": rows()[0, :3],
+    "zeros": torch.zeros(P, dtype=torch.float64),
     "infinite": rows() * torch.tensor([1, 1, 1, torch.inf, 1, 1, 1])[:, None],
 }
 
@@ -55,6 +56,7 @@ STEPS = """\
 fedamp | {"sigma": 3.0, "alpha": 0.5} | {}
 fedamp | {"alpha": 5.0} | {}
 heurfedamp | {"sigma": 2.0, "xi_self": 0.3} | {}
+pfedgraph | {"alpha": 0.3} | {"base": "zeros"}
 sfl | {"k": 2, "layers": 2, "s": 0.7} | {}
 sfl | {"adjacency": "products"} | {}
 feddwa | {"k": 3} | {"guidance": "guide"}
@@ -205,11 +207,12 @@ BAD = """\
 {"method": "feddwa", "previous": "nan"} | LIKE
 {"method": "feddwa", "uploads": "named", "previous": "by other names"} | LIKE
 {"method": "fedamp", "base": "first"} | base: expected None where .* not 'clusters'
+{"method": "pfedgraph"} | base: expected the model that the clients started from, with 'pf
 {"method": "clusters", "base": "short"} | base: expected 1 finite models
 {"method": "scaffold"} | method: scaffold needs more of its clients than a model; use pflcore.S
 {"method": "ditto", "lam": 1.0} | method: ditto needs more of its clients than a model; use pfl
-{"method": "Krumm"} | method: got 'Krumm', did you mean 'krum'.* Expected one of fedamp, sfl, f
-{"method": "nobody"} | method: expected one of fedamp, sfl, f.* got 'nobody'
+{"method": "Krumm"} | method: got 'Krumm', did you mean 'krum'.* Expected one of fedamp, pfedgraph, s
+{"method": "nobody"} | method: expected one of fedamp, pfedgraph, s.* got 'nobody'
 {"method": "krum", "num_byzantine": 3} | num_byzantine, num_selected: expected 0 <= f with 2
 {"method": "multikrum", "num_selected": 7} | num_byzantine, num_selected: expected
 {"method": "clusters", "k": 8} | k: expected at most 7

@@ -33,6 +33,7 @@ CASES = {
     "sqdist of one": (ops.pairwise_sqdist, [(3, 5)]),
     "sqdist, listed": (listed, [(3, 5), (4, 5)]),
     "sqdist of one, listed": (lambda a: listed(a, index=INDEX % 3), [(3, 5)]),
+    "trimmed_mean": (lambda rows: ops.trimmed_mean(rows, 2), [(7, 3)]),
     "aggregate": (mix(), [(4, 7), (3, 4), (7,)]),
     "aggregate onto rows": (mix(), [(4, 7), (3, 4), (3, 7)]),
     "aggregate by index": (mix(INDEX), [(4, 7), (3, 2), (3, 7)]),

@@ -67,6 +67,7 @@ GOOD = {  # valid arguments of each op
     ops.rank1_linear: {"x": z(5, 7), "w_a": z(3, 6), "lam": z(6), "w_b": z(6, 7)},
     ops.sgd_step_: {"w": W, "grad": W, "lr": 0.1},
     ops.nearest: {"guide": z(2, 3), "rows": z(2, 3), "k": 1},
+    ops.trimmed_mean: {"rows": z(5, 3), "removed": 2},
     distributed.pairwise_sqdist: {"a": W},
     distributed.aggregate: MIX,
     distributed.to_columns: {"rows": W},
@@ -110,6 +111,7 @@ TYPES = {
         "mu": ["x"],
     },
     ops.nearest: {"rows": [z(2, 3, dtype=F64)]},
+    ops.trimmed_mean: {"removed": [1.0, True, "text", None]},
 }
 VALUES = {
     ops.pairwise_sqdist: {
@@ -146,6 +148,7 @@ VALUES = {
         "mask": [torch.ones(2)],
         "buffer": [z(3, 2).T, z(2, 2)],
     },
+    ops.trimmed_mean: {"rows": [z(0, 3)], "removed": [-1, 3]},
     ops.nearest: {"guide": [z(3)], "rows": [z(0, 3), z(2, 4)]},
     distributed.pairwise_sqdist: {"b": [z(4, 2)]},
     distributed.aggregate: {"index": [torch.full((2, 3), -1)]},

@@ -80,6 +80,7 @@ CALLS = {
         lambda: gradient(ops.aggregate, models(), weights()),
         6 * ROWS,
     ),
+    "trimmed mean": (lambda: partial(ops.trimmed_mean, models(), 4), 4 * P),
     "layer": (lambda: partial(ops.rank1_linear, *layer()), 4 * 40 * 512 * 800),
     "gradient of a layer": (
         lambda: gradient(ops.rank1_linear, *layer()),

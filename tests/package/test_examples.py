@@ -8,8 +8,6 @@ import runpy
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from places import ROOT
 
 import pflcore
@@ -111,24 +109,11 @@ def test_a_method_without_its_term_is_a_known_one(file, option, plain, name):
     assert not torch.allclose(whole[name], known[name], rtol=0, atol=1e-4)
 
 
-@given(st.integers(1, 9), st.integers(0, 2**32), st.floats(-3, 3))
-def test_pfedgraphs_weights_are_the_nearest_of_the_simplex(count, seed, log_scale):
-    """A nearest point p of a convex set has (row - p) . (q - p) <= 0 for all its q.
+def test_the_example_of_moon_is_the_librarys():
+    ours = testing.Case(pflcore.algorithm_of("moon")).recorded.states[-1]
+    example = testing.Case(example_method("moon")()).recorded.states[-1]
 
-    For the simplex it is enough to try its corners.
-    """
-    project = runpy.run_path(str(EXAMPLES / "pfedgraph.py"))["project_to_simplex"]
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(4, count, generator=generator, dtype=torch.float64)
-    rows *= 10**log_scale
-
-    points = project(rows)
-
-    assert (points >= 0).all() and torch.allclose(points.sum(1), torch.ones(4).double())
-    corners = torch.eye(count, dtype=torch.float64)
-    ahead = corners - points[:, None]  # [4, count, count]
-    products = (ahead * (rows - points)[:, None]).sum(2)
-    assert (products <= 1e-12 * (1 + rows.abs().max())).all()
+    assert torch.equal(example["server.x"], ours["server.x"])
 
 
 def test_server_rules_in_ones_own_training_loop(capsys):

@@ -1,6 +1,7 @@
 """Shared data of the tests of tuning."""
 
 import math
+import sys
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -71,11 +72,31 @@ class PretendedStudy:
         self.told.append(value)
 
 
+class PretendedLog:
+    """Stands for `optuna.logging`."""
+
+    INFO = 20
+    WARNING = 30
+    level = INFO
+
+    def get_verbosity(self):
+        return self.level
+
+    def set_verbosity(self, level):
+        self.level = level
+
+
 def pretended_optuna():
-    """The part of Optuna that makes a study, where Optuna is not installed."""
-    return SimpleNamespace(
-        samplers=SimpleNamespace(TPESampler=lambda seed: seed),
-        create_study=lambda direction, sampler: PretendedStudy(
-            sampler, direction.upper()
-        ),
-    )
+    """The part of Optuna that makes a study, where Optuna is not installed.
+
+    As Optuna's own does, it says on stderr that it makes a study.
+    """
+    log = PretendedLog()
+
+    def create_study(direction, sampler):
+        if log.level <= log.INFO:
+            print("A new study created", file=sys.stderr)
+        return PretendedStudy(sampler, direction.upper())
+
+    samplers = SimpleNamespace(TPESampler=lambda seed: seed)
+    return SimpleNamespace(samplers=samplers, create_study=create_study, logging=log)

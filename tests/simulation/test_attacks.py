@@ -118,16 +118,33 @@ def test_who_does():
             kind(defence="median")
 
 
-def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence():
+@pytest.mark.parametrize(
+    "options, needed",
+    [
+        (defence("krum", 2), 7),
+        (defence("multi_krum", 2), 7),
+        (defence("bulyan", 2), 11),
+        ({"defence": "clip", "neighbor_mixing": True, "num_byzantine": 3}, 7),
+    ],
+)
+def test_a_defence_for_which_no_round_is_large_enough_is_refused(options, needed):
     """Clients that are absent do not lower the number of hostile clients."""
-    for name, f in (("krum", 2), ("multi_krum", 2), ("trimmed_mean", 3)):
-        with pytest.warns(RuntimeWarning, match="stopped early"):
-            history = run(FedAvg(**defence(name, f)), participation=0.5).run()
-        words = (
-            f"Rounds 1 to 3 were void: defence: {name} against {f} hostile clients "
-            "needs 7 in"
-        )
-        assert history.stopped.startswith(words) and history.stopped.count(". ") == 0
+    f = options["num_byzantine"]
+    with sentence(
+        f"num_byzantine: expected rounds of at least {needed} clients for defence="
+        f"'{options['defence']}' against {f} hostile ones, got 5; lower num_byzantine"
+    ):
+        run(FedAvg(**options), participation=0.5)
+    if needed <= 10:  # a round of all 10 clients, of which Poisson's may consist
+        run(FedAvg(**options))
+        run(FedAvg(**options), participation=0.5, sampling="poisson")
+
+
+def test_the_target_is_no_attacker():
+    words = "adversary: expected clients other than the target"
+    with sentence(words):
+        run(Waffle(target=BAD[0]), adversary=Adversary("scale", BAD))
+    run(Waffle(target=0), adversary=Adversary("scale", BAD))
 
 
 def test_running_statistics_are_no_way_around_a_defence():

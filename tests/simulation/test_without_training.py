@@ -13,15 +13,25 @@ from small import equals, images, normed_model, swept, tiny_model
 from torch import nn
 
 from pflcore import (
+    Adversary,
     Evaluation,
     Federation,
     Hardware,
+    Robustness,
     Simulation,
     Training,
     run_each_target,
 )
-from pflcore.algorithms import FineTune, KnnPer, Waffle
+from pflcore.algorithms import (
+    FedAvg,
+    FineTune,
+    KnnPer,
+    Scaffold,
+    Waffle,
+    WeightErosion,
+)
 
+UNIFORM = FedAvg(weighting="uniform")
 KEPT = [0, 1, 2]
 WITHOUT = 3  # the client that has test samples alone
 # The uploads of these have a number for each client of the federation.
@@ -195,8 +205,8 @@ def test_every_door_takes_clients_with_test_samples_alone():
     assert Federation.from_clients([pair]).trainable_clients is None
     with sentence(r"clients: expected a sample of each, .* the 1 without, got \['b'\]"):
         Federation.from_clients({"a": pair, "b": empty})
-    with sentence("clients: expected training samples of each, to standardize"):
-        data.standardize()
+    with sentence("clients: expected training samples, to standardize features by"):
+        data.subset(["b"]).standardize()
 
 
 def test_what_needs_training_samples_says_so():
@@ -205,7 +215,45 @@ def test_what_needs_training_samples_says_so():
         simulation(Waffle(target=WITHOUT), data)
     with sentence("clients: expected a client with training samples"):
         simulation("fedavg", data, clients=[WITHOUT])
-    with sentence("data: expected training samples of each client"):
-        run_each_target("waffle", tiny_model(), data)
     with sentence("data: no client has training samples"):
         simulation("fedavg", data.subset([WITHOUT]), evaluation=Evaluation(every=0))
+
+
+@pytest.mark.parametrize(
+    "algorithm, common", [(Waffle(), Scaffold()), (WeightErosion(p_d=0.1), UNIFORM)]
+)
+def test_who_cannot_be_the_target_is_served_by_a_run_without_one(algorithm, common):
+    """A client without training samples, and one that attacks."""
+    data = without_training(images((7, 20, 31, 12, 9)), 2)
+    adversary = Adversary("scale", [0], 2.0)
+    training = Training(lr=0.1, batch_size=8)
+    options = {"rounds": 2, "robustness": Robustness(adversary=adversary)}
+    history = run_each_target(algorithm, tiny_model(), data, training, **options)
+    runs = {2: common} | {i: replace(algorithm, target=i) for i in (1, 3, 4)}
+    alone = {
+        i: Simulation(alg, tiny_model(), data, training, **options).run()
+        for i, alg in runs.items()
+    }
+    for number, record in enumerate(history.rounds):
+        singles = {i: run.rounds[number] for i, run in alone.items()}
+        for i, single in singles.items():
+            assert record["eval"]["loss"][i] == single["eval"]["loss"][i]
+        assert record["bytes_up"] == sum(s["bytes_up"] for s in singles.values())
+        weights = torch.tensor(record["report"]["weights"])
+        assert weights.shape == (5, 5) and weights[[0, 2]].isnan().all()
+        assert weights[[1, 3, 4], 2].eq(0).all()
+    for i, run in alone.items():
+        equals(history.model(i).tensors(), run.model(i).tensors())
+
+
+def test_features_without_statistics_take_those_of_all_training_samples():
+    data = without_training(images((7, 20, 12), shape=(4,)), 1)
+    scaled = data.standardize()
+    kept = data.subset([0, 2]).standardize()
+    for i, j in ((0, 0), (2, 1)):
+        for split in ("train", "test"):
+            equals(scaled.client(i, split)[0], kept.client(j, split)[0])
+    x = torch.cat([data.client(i)[0] for i in (0, 2)]).double()
+    want = (data.client(1, "test")[0] - x.mean(0)) / x.std(0, correction=0)
+    equals(scaled.client(1, "test")[0], want.float())
+    equals(scaled.scaling.for_client(1).mean, x.mean(0))

@@ -73,7 +73,7 @@ def test_a_kept_state_survives_a_break(name, tmp_path):
             whole = make(name, training, **options)
             history = whole.run(lambda r, _, w=whole, f=folder: r == 2 and w.save(f))
         except ValueError as e:
-            assert "keep_optimizer: this algorithm" in str(e) or "AdamW" in str(e)
+            assert str(e).startswith("keep_optimizer: ") or "AdamW" in str(e)
             continue
         rest = make(name, training, **options).restore(folder)
         again = rest.run()

@@ -448,6 +448,10 @@ def pixels(void_label, classes=21):
 def test_void_pixels_are_as_if_they_were_not_there(engine, void_label):
     clients = pixels(void_label)
     data = Federation.from_clients(clients, classes=21, ignored_label=void_label)
+    assert data.size().tolist() == [20, 20, 20]  # with those of void pixels alone
+    size = data.size(labelled=True).tolist()
+    left_out = "samples without a label that counts: {'train': 22, 'test': 3}"
+    assert left_out in data.summary()
     labelled = []
     for client in clients:
         pairs = {}
@@ -463,6 +467,7 @@ def test_void_pixels_are_as_if_they_were_not_there(engine, void_label):
     options["training"] = Training(lr=0.5, batch_size=8)
 
     run = simulation(data=data, model=model, **options).run()
+    assert run.header["size"] == size == [19, 19, 0]
     want = simulation(data=without, model=model, **options).run()
 
     evaluation = run.rounds[-1]["eval"]

@@ -138,6 +138,9 @@ def test_steps_do_not_depend_on_the_other_clients_nor_on_a_break(tmp_path):
     rest.restore(tmp_path).run()
     assert same(whole.state, rest.state)
     assert whole.header()["training"]["steps"] == "drawn"
+    for record in whole.history.rounds:
+        taken = training.steps_of(record["round"], torch.tensor(record["cohort"]), 0)
+        assert record["steps"] == taken.tolist()
 
 
 def test_what_is_no_number_of_steps_is_refused():
@@ -157,3 +160,9 @@ def test_what_is_no_number_of_steps_is_refused():
     assert sentence(e)
     place = f"{__name__}:own"
     assert replace(TRAINING, steps=place).steps.__name__ == "own"
+
+
+def test_a_function_of_other_arguments_is_refused():
+    words = r"steps: expected a function of \(round, client, generator\) that returns a"
+    with sentence(rf"{words} whole number, at least 1, got <lambda>\(round, client\)"):
+        Training(steps=lambda round, client: 2)

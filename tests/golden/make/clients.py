@@ -44,6 +44,44 @@ class LinearModel:
         return x.T @ (x @ w - y) / len(y)
 
 
+class TwoLayers:
+    """Scores `V tanh(U x)` of 2 features, by 2 hidden numbers, for 3 classes.
+
+    A model w is U [2, 2] and V [3, 2], row by row. The loss is cross entropy.
+    """
+
+    @staticmethod
+    def features(w: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """What V sees, [n, 2]."""
+        return np.tanh(x @ w[:4].reshape(2, 2).T)
+
+    @staticmethod
+    def scores(w: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """Scores [n, 3] of samples x [n, 2]."""
+        return TwoLayers.features(w, x) @ w[4:].reshape(3, 2).T
+
+    @staticmethod
+    def loss(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> complex:
+        """The mean loss of samples x [n, 2] and labels y [n]."""
+        scores = TwoLayers.scores(w, x)
+        own = scores[np.arange(len(y)), y]
+        return (np.log(np.exp(scores).sum(1)) - own).mean()
+
+    @staticmethod
+    def gradient(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """The gradient [10] of the mean loss."""
+        return slope_of(lambda v: TwoLayers.loss(v, x, y), w)
+
+
+def slope_of(f: Callable[[np.ndarray], complex], w: np.ndarray) -> np.ndarray:
+    """The gradient of an analytic function, by complex steps of 1e-30.
+
+    Nothing is subtracted, so that the error is that of rounding alone.
+    """
+    steps = 1e-30j * np.eye(len(w))
+    return np.array([f(w + step).imag for step in steps]) / 1e-30
+
+
 class Clients:
     """N clients with their samples, a model, and the options of local SGD."""
 
@@ -154,7 +192,18 @@ def regression(clients, w0=(0.0,), lr=0.1, **training) -> Clients:
     return Clients(LinearModel, samples, w0, lr, **training)
 
 
-KINDS = {"quadratics": quadratics, "points": points, "regression": regression}
+def two_layers(clients, start, lr=0.1, **training) -> Clients:
+    """Clients of a model of two layers, by their samples and labels."""
+    samples = [(np.array(x, float), np.array(y)) for x, y in clients]
+    return Clients(TwoLayers, samples, start, lr, **training)
+
+
+KINDS = {
+    "quadratics": quadratics,
+    "points": points,
+    "regression": regression,
+    "two_layers": two_layers,
+}
 
 
 def pull(strength: float, anchor: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:

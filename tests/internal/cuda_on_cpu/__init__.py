@@ -247,6 +247,15 @@ def aggregate(updates, weight, index=None, base=None, lr=1.0, out=None, precise=
     return done(to) if out is None else out
 
 
+def trimmed_mean(given, removed):
+    out = fresh(1, given.shape[1], dtype=given.dtype)
+    call(
+        "trimmed_mean",
+        [DTYPES[given.dtype], *given.shape, removed, *rows(given), out, None],
+    )
+    return done(out)[0]
+
+
 class Card(NamedTuple):
     """The facts about a GPU that a plan needs.
 

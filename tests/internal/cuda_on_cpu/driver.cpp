@@ -9,6 +9,7 @@
 
 #include "aggregate.cuh"
 #include "rank1.cuh"
+#include "robust.cuh"
 #include "sgd.cuh"
 #include "sqdist.cuh"
 #include "weights.cuh"
@@ -193,6 +194,14 @@ int aggregate_plan(const void* fields, const int64_t* card, int64_t* plan) {
                            got.tiles,
                            got.grid};
     std::copy(all, all + 10, plan);
+  });
+}
+int trimmed_mean(const void* fields) {
+  return guarded([&] {
+    auto q = from<pflcore::TrimmedMean>(fields);
+    Workspace workspace(pc::trimmed_mean_workspace(q));
+    q.workspace = workspace.data();
+    pc::trimmed_mean(q, nullptr);
   });
 }
 int feddwa(const void* fields, int64_t wide) {

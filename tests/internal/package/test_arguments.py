@@ -190,7 +190,9 @@ RoundOutcome PackedModels Partition Personalized SharedRows RowUpdate RowSource 
 State TopK Traits
 apply"""  # noqa: E501
 # Hooks call these at each step or round with values of pflcore. Checks would take time.
-IN_HOOKS = "lazy_zeros map_rows normalize_rows squared_norms to_device"
+IN_HOOKS = (
+    "lazy_zeros map_rows normalize_rows project_to_simplex squared_norms to_device"
+)
 # A class is derived from the first, and decorated by the second.
 OF_CLASSES = "WithoutDefence algorithm_options"
 UNCHECKED = f"{GIVEN} {IN_HOOKS} {OF_CLASSES}".split()

@@ -34,7 +34,7 @@ metrics: check
 privacy: check
 data: _device _html check
 nn: check ops
-results: _html check metrics
+results: _html check metrics privacy
 train: _device check ops metrics data nn
 algorithms: _device check ops data nn train
 robust: check ops algorithms

@@ -1,5 +1,6 @@
 """Commands that pflcore advises work in the way in which it was installed."""
 
+import importlib.util
 import json
 import shlex
 
@@ -8,7 +9,7 @@ import torch
 
 import pflcore
 from pflcore import _install as install
-from pflcore.cli import main
+from pflcore.cli import EXTRAS, main
 from pflcore.ops import _library as library
 
 
@@ -136,3 +137,32 @@ def test_info_does_not_warn_without_kernels(monkeypatch, capsys):
     monkeypatch.setattr(library, "kernels", None)
     assert warning(capsys) is None
     assert pflcore.backend().kernels is False
+
+
+def test_info_knows_every_extra(capsys, monkeypatch):
+    tomllib = pytest.importorskip("tomllib")
+    requirements = pytest.importorskip("packaging.requirements")
+    with open(install.PACKAGE.parent / "pyproject.toml", "rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    asked = {}
+    for extra, lines in extras.items():
+        wanted = [requirements.Requirement(line) for line in lines]
+        asked[extra] = {w.name for w in wanted if applies(w)}
+    advised = {}
+    for extra, modules in EXTRAS.items():
+        names = [install.PIP_NAMES.get(module, module) for module in modules]
+        found = [requirements.Requirement(name.strip("'").split()[0]) for name in names]
+        names = {w.name.replace("_", "-") for w in found}
+        advised[extra] = names - {"tomllib"}  # a part of Python
+    assert advised == asked
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert f"[hf]        without datasets: {install.installer()} datasets\n" in out
+    assert all(f"[{extra}]" in out for extra in extras)
+
+
+def applies(requirement):
+    """True where a requirement is one of this Python."""
+    return requirement.marker is None or requirement.marker.evaluate()

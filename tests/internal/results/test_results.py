@@ -250,6 +250,10 @@ def test_a_history_as_events(tmp_path):
         got["traffic/bytes_up"] == first["bytes_up"]
         and got["train/loss"] == first["train_loss"]
     )
+    names = ["a", "b", "north"][: len(first["eval"]["accuracy"])]
+    assert scalars(first, True, names).keys() >= {
+        f"eval/loss/client {n}" for n in names
+    }
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

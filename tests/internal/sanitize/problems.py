@@ -24,7 +24,7 @@ from ugly import randn
 import pflcore
 
 # The names have the order that kernels.cpp gives them.
-NAMES = ("sqdist", "waffle", "feddwa", "aggregate", "rank1", "sgd")
+NAMES = ("sqdist", "waffle", "feddwa", "aggregate", "rank1", "sgd", "trimmed_mean")
 NAMES += ("chain", "chain grad", "chain eval")
 LOSSES = ("cross_entropy", "squared", "half_squared", "hinge", "binary_cross_entropy")
 

@@ -10,8 +10,9 @@ from small import equals, served, t
 
 from pflcore import ALGORITHMS, FedAvg
 from pflcore.algorithms import Cohort, FedDWA, Scaffold, Traits, Waffle
-from pflcore.algorithms._defences import SORT_BLOCK_COLUMNS, Defence, Facts, robust_mean
+from pflcore.algorithms._defences import Defence, Facts, robust_mean
 from pflcore.ops import waffle_weights
+from pflcore.ops._robust import SORT_BLOCK_COLUMNS
 from pflcore.results.record import group_runs
 from pflcore.results.table import table
 from pflcore.simulation._attacks import DEFAULT_STRENGTH, Adversary

@@ -179,3 +179,13 @@ def test_the_default_draws_as_before():
 
 
 UNIFORM = [[3, 4], [2, 3], [2, 4], [0, 2], [0, 2], [2, 4]]
+
+
+@pytest.mark.parametrize(
+    "rule, got",
+    [(lambda round: [0], r"<lambda>\(round\)"), (Rule, r"Rule\(\)")],
+)
+def test_a_function_of_other_arguments_is_refused(rule, got):
+    words = r"sampling: expected a function of \(round, generator, sizes\) that returns"
+    with sentence(f"{words} ids, got {got}"):
+        simulation("fedavg", DATA, sampling=rule)

@@ -67,3 +67,24 @@ def test_hinge():
     y = torch.tensor([1, 0, 0])
     for labels in (y, 2 * y - 1):
         assert LOSSES["hinge"](scores, labels).item() == pytest.approx((0.5 + 1.25) / 3)
+
+
+def test_reference_models_have_neither_gradient_nor_dropout():
+    net = Net(
+        lambda: nn.Sequential(
+            nn.Linear(6, 5), nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Linear(5, 4)
+        )
+    )
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    row = net.w0.clone().requires_grad_()
+    with forward_context(train=False, buffers=net.b0):
+        want = net(row, x)
+
+    with forward_context(train=True, buffers=net.b0, seed=torch.tensor(3)):
+        with net.as_reference():
+            got = net(row, x)
+        assert forward_state.buffers is net.b0 and forward_state.train
+        trained = net(row, x)
+
+    assert torch.equal(got, want) and not got.requires_grad
+    assert trained.requires_grad and not torch.equal(trained, want)

@@ -1,0 +1,289 @@
+// The mean of each column's numbers without its `removed` least and largest: the trimmed mean, and
+// with all but one or two removed the median.
+//
+// The columns are walked in panels, whose rows lie in the first-level cache. Batcher's odd-even
+// merge sort orders all columns of a panel at once: a comparator puts the lesser numbers of two
+// rows into one of them and the larger ones into the other. Groups of kGroup rows are sorted in
+// registers while they are read; a list of steps merges the groups. It has no comparator that the
+// wanted rows do not depend on. A column's result depends on that column alone, so neither on the
+// panels nor on the threads.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "../inputs.h"
+#include "scratch.h"
+#include "simd.h"
+
+namespace pflcore::cpu {
+
+namespace robust_detail {
+
+constexpr int kGroup = 8;       // rows that are sorted in registers
+constexpr int64_t kChunk = 16;  // rows that are summed before they are added to the total
+#ifdef PFL_SMALL_PIECES         // tests: all paths at small sizes
+constexpr int64_t kWideRows = 5;
+constexpr double kPieceWork = 1e4;
+#else
+constexpr int64_t kWideRows = 112;  // more rows of wide panels do not fit the first-level cache
+constexpr double kPieceWork = 2e6;  // comparisons of a piece: some hundred microseconds
+#endif
+
+// Two rows to be put in order.
+struct Comparator {
+  int32_t low, high;
+};
+
+// f(low, high) for each comparator of Batcher's odd-even merge sort (1968) of n rows that merges
+// sorted groups of `first` or more rows.
+template <class F>
+constexpr void sorting_network(int64_t n, int64_t first, F&& f) {
+  for (int64_t p = first; p < n; p *= 2)
+    for (int64_t k = p; k > 0; k /= 2)
+      for (int64_t j = k % p; j < n - k; j += 2 * k)
+        for (int64_t i = j; i < std::min(j + k, n - k); i++)
+          if (i / (2 * p) == (i + k) / (2 * p)) f(i, i + k);
+}
+
+// A comparator; or three on four rows, which are loaded and stored once: `first` and `second`, and
+// then one of second.low and first.high. Such threes are three quarters of a merge.
+struct Step {
+  Comparator first, second;
+  bool three;
+};
+
+// The steps that merge groups of kGroup rows, without comparators that no row of first .. last
+// depends on.
+inline std::vector<Step> merges(int64_t n, int64_t first, int64_t last) {
+  struct Node {
+    Comparator rows;
+    int level;  // more than that of the comparators whose results it takes
+    bool taken;
+  };
+  std::vector<Node> all, used;
+  std::vector<int> level(n, 0);
+  sorting_network(n, kGroup, [&](int64_t low, int64_t high) {
+    level[low] = level[high] = std::max(level[low], level[high]) + 1;
+    all.push_back({{static_cast<int32_t>(low), static_cast<int32_t>(high)}, level[low], false});
+  });
+  std::vector<char> wanted(n, 0);
+  std::fill(wanted.begin() + first, wanted.begin() + last, 1);
+  for (auto c = all.rbegin(); c != all.rend(); ++c)
+    if (wanted[c->rows.low] || wanted[c->rows.high]) {
+      wanted[c->rows.low] = wanted[c->rows.high] = 1;
+      used.push_back(*c);
+    }
+  std::reverse(used.begin(), used.end());
+
+  std::vector<std::pair<int, Step>> steps;  // with their levels
+  std::vector<Node*> before(n, nullptr);    // the last comparator of each row
+  for (Node& c : used) {
+    Node *const x = before[c.rows.high], *const y = before[c.rows.low];
+    if (x && y && x->level == y->level && !x->taken && !y->taken && x->rows.high == c.rows.high &&
+        y->rows.low == c.rows.low && x != y) {
+      x->taken = y->taken = c.taken = true;
+      steps.push_back({x->level, {x->rows, y->rows, true}});
+    }
+    before[c.rows.low] = before[c.rows.high] = &c;
+  }
+  for (const Node& c : used)
+    if (!c.taken) steps.push_back({c.level, {c.rows, c.rows, false}});
+  // A step's level is that of its first comparators, and each depends on lower levels only.
+  std::stable_sort(steps.begin(), steps.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<Step> out;
+  for (const auto& step : steps) out.push_back(step.second);
+  return out;
+}
+
+// The comparators that sort n <= kGroup rows, as constants.
+template <int n>
+struct GroupNetwork {
+  static constexpr int count = [] {
+    int c = 0;
+    sorting_network(n, 1, [&](int64_t, int64_t) { c++; });
+    return c;
+  }();
+  static constexpr std::array<Comparator, count> pairs = [] {
+    std::array<Comparator, count> out{};
+    int c = 0;
+    sorting_network(n, 1, [&](int64_t low, int64_t high) {
+      out[c++] = {static_cast<int32_t>(low), static_cast<int32_t>(high)};
+    });
+    return out;
+  }();
+};
+
+// a, b = their lesser and larger lanes; NaN makes either lane any number. GCC makes comparisons
+// and choices of `a < b ? a : b` in wide vectors, hence the instructions by name.
+template <class T, int bytes>
+PFL_INLINE void put_in_order(Vec<T, bytes>& a, Vec<T, bytes>& b) {
+  Vec<T, bytes> low, high;
+#if PFL_X86 && !defined(__clang__)
+  if constexpr (bytes > 16 && sizeof(T) == 4) {
+    asm("vminps %2, %1, %0" : "=v"(low) : "v"(a), "v"(b));
+    asm("vmaxps %2, %1, %0" : "=v"(high) : "v"(a), "v"(b));
+  } else if constexpr (bytes > 16) {
+    asm("vminpd %2, %1, %0" : "=v"(low) : "v"(a), "v"(b));
+    asm("vmaxpd %2, %1, %0" : "=v"(high) : "v"(a), "v"(b));
+  } else
+#endif
+  {
+    low = a < b ? a : b;
+    high = b < a ? a : b;
+  }
+  a = low, b = high;
+}
+
+template <class A>
+struct Panel {
+  int64_t columns;
+  A* tile;  // [n, columns]
+  A* nan;   // [columns]: NaN where a number of the column is, else 0
+};
+
+// Rows of a panel at `from`, sorted in groups.
+template <int bytes, class A>
+PFL_INLINE void sort_groups(const Panel<A>& panel, const A* from, int64_t stride, int64_t n,
+                            int64_t ahead) {
+  constexpr int64_t lanes = bytes / sizeof(A);
+  using V = Vec<A, bytes>;
+  for (int64_t first = 0; first < n; first += kGroup) {
+    const int64_t count = std::min<int64_t>(kGroup, n - first);
+    const A* const x = from + first * stride;
+    A* const to = panel.tile + first * panel.columns;
+    fixed<kGroup>(count, [&](auto rows) PFL_LAMBDA {
+      for (int64_t c = 0; c < panel.columns; c += lanes) {
+        V v[rows], nan;
+        load(nan, panel.nan + c);
+        PFL_EACH(r, rows, load(v[r], x + r * stride + c);
+                 __builtin_prefetch(x + r * stride + c + ahead));
+        PFL_EACH(r, rows, nan = v[r] == v[r] ? nan : v[r]);
+        using Network = GroupNetwork<rows>;
+        PFL_EACH(k, Network::count,
+                 put_in_order<A, bytes>(v[Network::pairs[k].low], v[Network::pairs[k].high]));
+        PFL_EACH(r, rows, store(to + r * panel.columns + c, v[r]));
+        store(panel.nan + c, nan);
+      }
+    });
+  }
+}
+
+// Vectors of a line of 64 bytes, of which a panel's row has several.
+template <int bytes>
+constexpr int kLine = bytes < 64 ? 64 / bytes : 1;
+
+template <int bytes, class A>
+PFL_INLINE void merge_groups(const Panel<A>& panel, const std::vector<Step>& steps) {
+  constexpr int64_t lanes = bytes / sizeof(A);
+  using V = Vec<A, bytes>;
+  const auto at = [&](int32_t row) PFL_LAMBDA { return panel.tile + row * panel.columns; };
+  for (const Step& step : steps) {
+    A *const a_row = at(step.first.low), *const b_row = at(step.first.high),
+             *const c_row = at(step.second.low), *const d_row = at(step.second.high);
+    for (int64_t i = 0; step.three && i < panel.columns; i += kLine<bytes> * lanes)
+      PFL_EACH(k, kLine<bytes>, V a, b, c, d; const int64_t from = i + k * lanes;
+               load(a, a_row + from); load(b, b_row + from); load(c, c_row + from);
+               load(d, d_row + from); put_in_order<A, bytes>(a, b); put_in_order<A, bytes>(c, d);
+               put_in_order<A, bytes>(c, b); store(a_row + from, a); store(b_row + from, b);
+               store(c_row + from, c); store(d_row + from, d));
+    for (int64_t i = 0; !step.three && i < panel.columns; i += kLine<bytes> * lanes)
+      PFL_EACH(k, kLine<bytes>, V a, b; const int64_t from = i + k * lanes; load(a, a_row + from);
+               load(b, b_row + from); put_in_order<A, bytes>(a, b); store(a_row + from, a);
+               store(b_row + from, b));
+  }
+}
+
+// mean[0 .. columns) = the means of rows first .. last of the sorted tile.
+template <int bytes, class A>
+PFL_INLINE void take_means(const Panel<A>& panel, int64_t first, int64_t last, A* mean) {
+  constexpr int64_t lanes = bytes / sizeof(A);
+  constexpr int across = kLine<bytes>;
+  using V = Vec<A, bytes>;
+  const V count = V{} + static_cast<A>(last - first);
+  for (int64_t column = 0; column < panel.columns; column += across * lanes) {
+    V total[across]{}, sum[across]{}, v;
+    for (int64_t r = first; r < last; r++) {
+      PFL_EACH(c, across, load(v, panel.tile + r * panel.columns + column + c * lanes);
+               sum[c] += v);
+      if ((r - first + 1) % kChunk == 0) PFL_EACH(c, across, total[c] += sum[c]; sum[c] = V{});
+    }
+    PFL_EACH(c, across, load(v, panel.nan + column + c * lanes); total[c] += sum[c];
+             total[c] = v == v ? total[c] / count : v; store(mean + column + c * lanes, total[c]));
+  }
+}
+
+// n elements from `from` on, which has space for whole vectors, as T.
+template <int bytes, class A, class T>
+PFL_INLINE void put(T* to, const A* from, int64_t n) {
+  constexpr int64_t lanes = bytes / sizeof(A);
+  for (int64_t c = 0; c < n; c += lanes) {
+    Vec<A, bytes> v;
+    T part[lanes];
+    load(v, from + c);
+    store_as<bytes, A>(part, v);
+    std::memcpy(to + c, part, sizeof(T) * std::min(lanes, n - c));
+  }
+}
+
+// Columns begin .. end.
+template <int bytes, class A, class T>
+PFL_INLINE void columns(const TrimmedMean& job, const std::vector<Step>& steps, int64_t width,
+                        int64_t begin, int64_t end) {
+  Scratch<A> tile(job.n * width), copies(job.n * width), nan(width), mean(width);
+  const Panel<A> panel{width, tile.data, nan.data};
+  for (int64_t column = begin; column < end; column += width) {
+    const int64_t filled = std::min(width, end - column);
+    const T* const rows = static_cast<const T*>(job.rows) + column;
+    std::fill_n(nan.data, width, A(0));
+    if (std::is_same_v<A, T> && filled == width) {
+      sort_groups<bytes>(panel, reinterpret_cast<const A*>(rows), job.row, job.n, width);
+    } else {
+      for (int64_t r = 0; r < job.n; r++) {
+        A* const copy = copies.data + r * width;
+        if (filled < width) std::fill_n(copy, width, A(0));
+        copy_as<bytes>(copy, rows + r * job.row, filled);
+      }
+      sort_groups<bytes>(panel, copies.data, width, job.n, 0);
+    }
+    merge_groups<bytes>(panel, steps);
+    take_means<bytes>(panel, job.removed, job.n - job.removed, mean.data);
+    put<bytes>(static_cast<T*>(job.out) + column, mean.data, filled);
+  }
+}
+
+}  // namespace robust_detail
+
+// parallel(n, body) calls body(begin, end) on ranges that cover 0..n, on any threads.
+template <class Parallel>
+void trimmed_mean(const TrimmedMean& job, const Parallel& parallel) {
+  using namespace robust_detail;
+  if (job.p == 0) return;
+  const std::vector<Step> steps = merges(job.n, job.removed, job.n - job.removed);
+  const int64_t number = job.dtype == Dtype::f64 ? 8 : 4;
+  const int64_t width = (job.n <= kWideRows * 4 / number ? 256 : 64) / number;
+  const int64_t panels = (job.p + width - 1) / width;
+  const double work =
+      static_cast<double>(job.p) * static_cast<double>(2 * steps.size() + 3 * job.n);
+  const int64_t pieces =
+      std::min({panels, static_cast<int64_t>(work / kPieceWork) + 1, int64_t{512}});
+  parallel(pieces, [&](int64_t first, int64_t last) {
+    const int64_t begin = panels * first / pieces * width,
+                  end = std::min(panels * last / pieces * width, job.p);
+    if (begin >= end) return;
+    on_isa([&](auto bytes) PFL_LAMBDA {
+      with_type(job.dtype, [&](auto zero) PFL_LAMBDA {
+        using T = decltype(zero);
+        using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+        columns<bytes, A, T>(job, steps, width, begin, end);
+      });
+    });
+  });
+}
+
+}  // namespace pflcore::cpu

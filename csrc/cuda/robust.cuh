@@ -1,0 +1,100 @@
+// The mean of each column's numbers without its `removed` least and largest: a thread for each
+// column. Knows nothing of torch.
+//
+// A thread keeps its column beside those of its neighbours, number by number, in shared memory, so
+// that a warp's accesses are without conflicts; of very many rows in a workspace. All threads take
+// the comparators of Batcher's odd-even merge sort in the same order, and none waits for another.
+#pragma once
+#include "common.cuh"
+
+namespace pflcore::cuda {
+
+constexpr int kRobustThreads = 128;
+constexpr int64_t kRobustShared = 48 * 1024;  // bytes, which every card has
+constexpr int kSumChunk = 16;  // numbers that are summed before they are added to the total
+
+struct RobustPlan {
+  int threads;
+  int64_t shared;  // bytes, or 0 for columns in the workspace
+  unsigned grid;
+};
+
+inline RobustPlan robust_plan(const TrimmedMean& q) {
+  const int64_t column = q.n * (q.dtype == Dtype::f64 ? 8 : 4);
+  for (int threads = kRobustThreads; threads >= 32; threads /= 2)
+    if (column * threads <= kRobustShared)
+      return {threads, column * threads, grid_for(ceil_div(q.p, threads))};
+  return {kRobustThreads, 0, grid_for(ceil_div(q.p, kRobustThreads), 2 * multiprocessors())};
+}
+
+inline int64_t trimmed_mean_workspace(const TrimmedMean& q) {
+  const RobustPlan plan = robust_plan(q);
+  const int64_t columns = static_cast<int64_t>(plan.grid) * plan.threads;
+  return plan.shared ? 0 : columns * q.n * (q.dtype == Dtype::f64 ? 8 : 4);
+}
+
+// Sorts n numbers, `step` elements apart. NaN may end anywhere.
+template <class A>
+__device__ __forceinline__ void sort_column(A* v, int n, int64_t step) {
+  for (int p = 1; p < n; p *= 2)
+    for (int k = p; k > 0; k /= 2)
+      for (int j = k % p; j < n - k; j += 2 * k)
+        for (int i = j; i < j + k && i < n - k; ++i) {
+          if ((i ^ (i + k)) >= 2 * p) continue;  // they are not of the same 2 * p
+          const A low = v[i * step], high = v[(i + k) * step];
+          v[i * step] = high < low ? high : low;
+          v[(i + k) * step] = high < low ? low : high;
+        }
+}
+
+template <class T, bool kShared>
+__global__ void __launch_bounds__(kRobustThreads) trimmed_mean_kernel(TrimmedMean q) {
+  using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  PFLCORE_DYNAMIC_SHARED(shared);
+  const int64_t step = blockDim.x;
+  A* const block = kShared ? reinterpret_cast<A*>(shared)
+                           : static_cast<A*>(q.workspace) + blockIdx.x * q.n * step;
+  A* const v = block + threadIdx.x;
+  const int n = static_cast<int>(q.n), last = static_cast<int>(q.n - q.removed);
+  for (int64_t column = blockIdx.x * step + threadIdx.x; column < q.p; column += gridDim.x * step) {
+    const T* const from = static_cast<const T*>(q.rows) + column;
+    A nan = 0;
+    for (int i = 0; i < n; ++i) {
+      const A number = convert<A>(from[i * q.row]);
+      if (number != number) nan = number;
+      v[i * step] = number;
+    }
+    sort_column(v, n, step);
+    A total = 0;
+    for (int chunk = static_cast<int>(q.removed); chunk < last; chunk += kSumChunk) {
+      A sum = 0;
+      for (int i = chunk; i < chunk + kSumChunk && i < last; ++i) sum += v[i * step];
+      total += sum;
+    }
+    if (nan == nan) nan = total / static_cast<A>(q.n - 2 * q.removed);
+    static_cast<T*>(q.out)[column] = convert<T>(nan);
+  }
+}
+
+template <class T>
+void trimmed_mean_of(const TrimmedMean& q, cudaStream_t stream) {
+  const RobustPlan plan = robust_plan(q);
+  auto* const kernel = plan.shared ? &trimmed_mean_kernel<T, true> : &trimmed_mean_kernel<T, false>;
+  PFLCORE_LAUNCH(kernel, plan.grid, plan.threads, plan.shared, stream, q);
+}
+
+inline void trimmed_mean(const TrimmedMean& q, cudaStream_t stream) {
+  if (q.p == 0) return;
+  switch (q.dtype) {
+    case Dtype::f32:
+      return trimmed_mean_of<float>(q, stream);
+    case Dtype::f64:
+      return trimmed_mean_of<double>(q, stream);
+    case Dtype::f16:
+      return trimmed_mean_of<__half>(q, stream);
+    case Dtype::bf16:
+      return trimmed_mean_of<__nv_bfloat16>(q, stream);
+  }
+}
+
+}  // namespace pflcore::cuda

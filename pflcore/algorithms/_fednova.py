@@ -1,0 +1,68 @@
+"""FedNova: clients that take more steps weigh no more.
+
+Symbols: S clients are in the cohort; a model has P parameters; x is the server's model,
+`delta` are the updates, p_i the clients' shares, a_i the steps that a client's
+gradients count for.
+"""
+
+from __future__ import annotations
+
+from pflcore._device import to_device
+from pflcore.algorithms._fedavg import FedAvg, WithoutDefence
+from pflcore.algorithms._protocol import (
+    Cohort,
+    MixingWeights,
+    Payload,
+    Tensors,
+    TrainResult,
+    Traits,
+    UpdateResult,
+    algorithm_options,
+    momentum_steps,
+)
+from pflcore.train import Clients
+
+
+@algorithm_options
+class FedNova(WithoutDefence, FedAvg):
+    """FedNova (Wang et al. 2020): updates are divided by the steps behind them.
+
+    server: x [P] · client: nothing · down: x [S, P] (1 model) · up: delta [S, P] (1
+    model) and steps [S] (a_i).
+
+    `x <- x + server_lr * a * sum_i p_i delta_i / a_i` with `a = sum_i p_i a_i`, the
+    paper's tau_eff. A client that takes t steps has `a_i = t`, and with momentum m `a_i
+    = (t - m (1 - m^t) / (1 - m)) / (1 - m)`: the sum of the factors with which its
+    gradients are in its update. t are the steps that it really took, of epochs over its
+    samples or by `Training(steps=)`. Where all clients take equally many steps this is
+    FedAvg. SGD's weight decay counts as part of the gradient.
+
+    The other options are those of `FedAvg`, without a defence.
+    """
+
+    @property
+    def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
+        reason = "divides an update by the number of its steps of SGD"
+        return super().traits._replace(
+            sgd_only_reason=reason, new_optimizer_reason=reason
+        )
+
+    def train(
+        self, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
+        client_state, up, fit = super().train(down, client_state, clients)
+        steps = momentum_steps(fit.steps, clients.context.training.momentum)
+        return client_state, {**up, "steps": steps}, fit
+
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
+        # Who trains takes one step at least: an upload of 0 must not divide by it.
+        steps = up["steps"].cpu().double().clamp(min=1)
+        mean = cohort.mean_weights(self.weighting)
+        share = mean.weight[0]
+        # Measured from the first client's, so that equal steps give exactly that number
+        # and the bits of FedAvg.
+        effective = steps[0] + share @ (steps - steps[0])
+        weight = share * (effective / steps)
+        step = MixingWeights(to_device(weight[None], up["delta"].device))
+        return {"x": step.aggregate(up["delta"], state["x"], self.server_lr)[0]}, mean
