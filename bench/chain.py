@@ -9,28 +9,31 @@ from typing import Any
 
 import torch
 
-from bench.problem import Problem, Size, Sizes, relative
+from bench.problem import Facts, Problem, Size, Sizes, relative
 from bench.workload import Workload, cohort, federation, train
 from pflcore import Net
 from pflcore.train._select_engine import make_context
 
-# Model, data, N and n; batches of 20, one epoch.
-WHOLE = (
-    ("linear", "rows", 139, 110),
-    ("linear", "made up", 20, 600),
-    ("mlp", "made up", 20, 1000),
-    ("lenet5", "made up", 20, 1000),
+# Model, data, N, n and options of training; batches of 20, one epoch.
+WHOLE: tuple[tuple[str, str, int, int, Facts], ...] = (
+    ("linear", "rows", 139, 110, {}),
+    ("linear", "made up", 20, 600, {}),
+    ("mlp", "made up", 20, 1000, {}),
+    ("mlp", "made up", 20, 1000, {"clip_grad": 1.0}),
+    ("mlp", "made up", 20, 1000, {"local_optimizer": "adamw"}),
+    ("lenet5", "made up", 20, 1000, {}),
 )
+OPTIONS = ("clip_grad", "local_optimizer")
 
 
 def sizes(quick: bool) -> Sizes:
-    """Models, data, and N and n."""
+    """Models, data, N and n, and options of training."""
     chosen = WHOLE[:3] if quick else WHOLE
-    for model, data, n, samples in chosen:
+    for model, data, n, samples, options in chosen:
         if quick:
             n = min(n, 10)
             samples = 100
-        yield {"model": model, "data": data, "N": n, "n": samples}
+        yield {"model": model, "data": data, "N": n, "n": samples, **options}
 
 
 def problem(size: Size) -> Problem:
@@ -44,6 +47,7 @@ def problem(size: Size) -> Problem:
         cohort=n,
         samples=n * size["n"],
         tests=0,
+        steps=tuple((k, size[k]) for k in OPTIONS if k in size),
     )
     data = federation(w)
     net = Net(w.build, seed=0)

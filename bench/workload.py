@@ -56,6 +56,7 @@ class Workload:
             all have one size
         published: a round's time as the authors of other programs say, by program
         evaluate: evaluates all clients' test samples after each round
+        steps: further options of `Training`, as pairs: local_optimizer, clip_grad
     """
 
     name: str
@@ -72,6 +73,7 @@ class Workload:
     power: float = 0.0
     published: Mapping[str, str] = field(default_factory=dict, hash=False)
     evaluate: bool = False
+    steps: tuple[tuple[str, Any], ...] = ()
 
     def build(self) -> nn.Module:
         """A new model."""
@@ -82,7 +84,7 @@ class Workload:
     @property
     def training(self) -> Training:
         """Options of local training."""
-        return Training(self.lr, self.batch, self.epochs)
+        return Training(self.lr, self.batch, self.epochs, **dict(self.steps))
 
     @property
     def sizes(self) -> list[int]:
@@ -169,12 +171,17 @@ def train(
 ) -> int:
     """Trains the model on a client's samples; returns their number."""
     x, y = (data or federation(w)).client(client, "train")
-    optimizer = torch.optim.SGD(model.parameters(), lr=w.lr)
+    options = dict(w.steps)
+    is_adamw = options.get("local_optimizer") == "adamw"
+    kind: Any = torch.optim.AdamW if is_adamw else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=w.lr, weight_decay=0.0)
     for _ in range(w.epochs):
         for at in torch.randperm(len(x)).split(w.batch):
             loss = F.cross_entropy(model(x[at]), y[at])
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
+            if "clip_grad" in options:
+                nn.utils.clip_grad_norm_(model.parameters(), options["clip_grad"])
             optimizer.step()
     return len(x)
 

@@ -103,15 +103,15 @@ constexpr const char* kRange =
     ": a label or a place in the pool is out of range, or a client takes more steps than it has "
     "batches";
 
-Tensor chain_sgd_cpu(const Tensor& w, const Tensor& program, const std::string& loss_name,
-                     int64_t c, int64_t h, int64_t width, const Tensor& x, const Tensor& y,
-                     const OptionalTensor& relabel, const Tensor& order_in, const Tensor& size_in,
-                     const Tensor& steps_in, int64_t batch, bool drop_last,
-                     const OptionalTensor& seeds_in, double lr, const OptionalTensor& shift,
-                     const OptionalTensor& mask, double mu, const OptionalTensor& mu_rows,
-                     const OptionalTensor& anchor, double momentum, double weight_decay,
-                     double clip, const OptionalTensor& grad_sum) {
-  constexpr const char* op = "chain_sgd_";
+Tensor chain_train_cpu(const Tensor& w, const Tensor& program, const std::string& loss_name,
+                       int64_t c, int64_t h, int64_t width, const Tensor& x, const Tensor& y,
+                       const OptionalTensor& relabel, const Tensor& order_in, const Tensor& size_in,
+                       const Tensor& steps_in, int64_t batch, bool drop_last,
+                       const OptionalTensor& seeds_in, double lr, const OptionalTensor& shift,
+                       const OptionalTensor& mask, double mu, const OptionalTensor& mu_rows,
+                       const OptionalTensor& anchor, double momentum, double weight_decay,
+                       double clip, const OptionalTensor& adamw, const OptionalTensor& grad_sum) {
+  constexpr const char* op = "chain_train_";
   const auto run = [&](const auto& args) {
     using T = typename std::decay_t<decltype(args)>::T;
     const int64_t s = w.size(0), q = w.size(1);
@@ -126,11 +126,17 @@ Tensor chain_sgd_cpu(const Tensor& w, const Tensor& program, const std::string& 
     PFL_CHECK(!seeds || seeds->numel() == s * order.size(1), op, ": expected seeds [S, passes]");
     const SgdArgs<T> sgd(OnCpu(w, op), op, w, lr, shift, mask, mu, mu_rows, anchor, momentum,
                          weight_decay);
-    cpu::ChainSgd<T> a{args.problem};
+    cpu::ChainTrain<T> a{args.problem};
     a.sgd = sgd.step;
     a.order = whole(order), a.passes = order.size(1), a.longest = order.size(2);
     a.size = whole(size), a.steps = whole(steps), a.batch = batch, a.drop_last = drop_last,
     a.seeds = whole(seeds), a.clip = clip;
+    if (adamw) {
+      PFL_CHECK(adamw->numel() == 3, op, ": expected two betas and eps of AdamW");
+      const Tensor rates = dense_as(*adamw, ScalarType::Double);
+      const double* const rate = data<double>(rates);
+      a.adamw = {true, rate[0], rate[1], rate[2]};
+    }
     if (grad_sum) {
       PFL_CHECK(grad_sum->is_contiguous() && grad_sum->numel() == s * q &&
                     grad_sum->scalar_type() == w.scalar_type(),
@@ -140,8 +146,9 @@ Tensor chain_sgd_cpu(const Tensor& w, const Tensor& program, const std::string& 
     Tensor loss = make(w, {s}, ScalarType::Double);
     a.loss = mutable_data<double>(loss);
     torch::stable::zero_(loss);
-    PFL_CHECK(cpu::chain_sgd(a, TorchParallel{3 * args.work * static_cast<double>(order.numel())}),
-              op, kRange);
+    PFL_CHECK(
+        cpu::chain_train(a, TorchParallel{3 * args.work * static_cast<double>(order.numel())}), op,
+        kRange);
     return loss;
   };
   return typed(op, w, run, program, loss_name, c, h, width, x, y, relabel);
@@ -211,7 +218,7 @@ std::tuple<Tensor, Tensor, Tensor> chain_eval_cpu(const Tensor& w, const Tensor&
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pflcore, CPU, m) {
-  m.impl("chain_sgd_", TORCH_BOX(&chain_sgd_cpu));
+  m.impl("chain_train_", TORCH_BOX(&chain_train_cpu));
   m.impl("chain_grad", TORCH_BOX(&chain_grad_cpu));
   m.impl("chain_eval", TORCH_BOX(&chain_eval_cpu));
 }

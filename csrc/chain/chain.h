@@ -34,8 +34,9 @@ enum class Loss : int64_t { cross_entropy, squared, half_squared, hinge, binary_
 //   norm     groups     features per   eps           weight      bias
 //                       weight
 //   scale    factors
+//   leaky    factor below 0
 struct ChainLayer {
-  enum Kind : int64_t { linear, conv, pool, act, flatten, dropout, norm, scale };
+  enum Kind : int64_t { linear, conv, pool, act, flatten, dropout, norm, scale, leaky };
   int64_t kind;
   double field[8];
   int64_t operator[](int i) const { return static_cast<int64_t>(field[i]); }
@@ -70,9 +71,15 @@ struct ChainProblem {
   ChainData<T> data;
 };
 
+// Rates of AdamW; without `on` the steps are those of SGD.
+struct AdamW {
+  bool on;
+  double mean_beta, square_beta, eps;
+};
+
 template <class T>
-struct ChainSgd : ChainProblem<T> {
-  Sgd<T> sgd;  // its gradient and its buffer are made here
+struct ChainTrain : ChainProblem<T> {
+  Sgd<T> sgd;  // the terms of a step; its gradient, its buffer and AdamW's means are made here
   const int64_t* order;
   int64_t passes, longest;      // [s, passes, longest] places in the pool
   const int64_t *size, *steps;  // [s] samples of each client, steps it takes
@@ -80,8 +87,9 @@ struct ChainSgd : ChainProblem<T> {
   bool drop_last;
   const int64_t* seeds;  // [s, passes], for dropout; nullptr: no dropout
   double clip;           // the largest norm of a gradient; infinite: any
-  T* grad_sum;           // [s, q], added to; nullptr: not asked for
-  double* loss;          // [s] sum of the batches' mean losses
+  AdamW adamw;
+  T* grad_sum;   // [s, q], added to; nullptr: not asked for
+  double* loss;  // [s] sum of the batches' mean losses
 };
 
 template <class T>
@@ -112,7 +120,7 @@ struct ChainEval : ChainProblem<T> {
 // takes long, and files compile at the same time.
 template <class T, int bytes>
 struct ChainRun {
-  static bool train(const ChainSgd<T>& a, int64_t s);
+  static bool train(const ChainTrain<T>& a, int64_t s);
   static bool grad(const ChainGrad<T>& a, int64_t s);
   static bool evaluate(const ChainEval<T>& a, int64_t s, int64_t first,
                        int64_t last);  // samples of the list, all of client s, or from s on
@@ -146,7 +154,7 @@ bool chain_all(int64_t n, const Parallel& parallel, const One& one) {
 // Each returns false where a place or a label is out of range, or a client takes more steps than it
 // has batches. Rows are then undefined.
 template <class T, class Parallel>
-bool chain_sgd(const ChainSgd<T>& a, const Parallel& parallel) {
+bool chain_train(const ChainTrain<T>& a, const Parallel& parallel) {
   return chain_all<T>(a.sgd.s, parallel, [&](auto run, int64_t s) { return run.train(a, s); });
 }
 template <class T, class Parallel>

@@ -44,6 +44,27 @@ PFL_TARGET void act_backward(int64_t act, const T* x, const T* y, const T* dy, T
   }
 }
 
+// ---- an activation with a factor of its own for what is not above 0; NaN is not ----
+template <class T, int bytes>
+PFL_TARGET void leaky_forward(T factor, const T* x, T* y, int64_t n) {
+  Vec<T, bytes> v;
+  for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
+    load(v, x + i);
+    v = v > 0 ? v : v * factor;
+    store(y + i, v);
+  }
+}
+template <class T, int bytes>
+PFL_TARGET void leaky_backward(T factor, const T* x, const T* dy, T* dx, int64_t n) {
+  Vec<T, bytes> v, g;
+  for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
+    load(v, x + i);
+    load(g, dy + i);
+    g = v > 0 ? g : g * factor;
+    store(dx + i, g);
+  }
+}
+
 // ---- pooling of any window ----
 struct Pool {
   int64_t c, h, w, mode, kh, kw, sh, sw, batch;
@@ -182,35 +203,46 @@ PFL_TARGET void norm_forward(const Norm& q, const T* x, const T* weight, const T
                              T* y) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
-  const int64_t wide = up(q.batch, lanes);
+  const int64_t wide = up(q.batch, lanes), n = q.group();
   for (int64_t g = 0; g < q.groups; g++)  // all statistics first: y may reach over a group's end
-    for (int64_t b = 0; b < q.batch; b += lanes) {
-      V mean{}, square{}, v;
-      const T* from = x + g * q.group() * q.batch + b;
-      for (int64_t f = 0; f < q.group(); f++) {
-        load(v, from + f * q.batch);
-        mean += v;
-      }
-      mean /= static_cast<T>(q.group());
-      for (int64_t f = 0; f < q.group(); f++) {
-        load(v, from + f * q.batch);
-        square += (v - mean) * (v - mean);
-      }
-      square = square / static_cast<T>(q.group()) + static_cast<T>(q.eps);
-      lane_by_lane(square, [](T s) { return T(1) / std::sqrt(s); });
-      store(stats + g * 2 * wide + b, mean);
-      store(stats + (g * 2 + 1) * wide + b, square);
-    }
-  for (int64_t f = 0; f < q.features; f++)
+    tiled<4>(wide / lanes, [&](int64_t first, auto N_) PFL_LAMBDA {
+      constexpr int N = N_;
+      V mean[N] = {}, square[N] = {};
+      const T* const from = x + g * n * q.batch + first * lanes;
+      for (int64_t f = 0; f < n; f++)
+        PFL_EACH(j, N, {
+          V v;
+          load(v, from + f * q.batch + j * lanes);
+          mean[j] += v;
+        });
+      PFL_EACH(j, N, mean[j] /= static_cast<T>(n));
+      for (int64_t f = 0; f < n; f++)
+        PFL_EACH(j, N, {
+          V v;
+          load(v, from + f * q.batch + j * lanes);
+          square[j] += (v - mean[j]) * (v - mean[j]);
+        });
+      T* const to = stats + g * 2 * wide + first * lanes;
+      PFL_EACH(j, N, {
+        square[j] = square[j] / static_cast<T>(n) + static_cast<T>(q.eps);
+        lane_by_lane(square[j], [](T s) { return T(1) / std::sqrt(s); });
+        store(to + j * lanes, mean[j]);
+        store(to + wide + j * lanes, square[j]);
+      });
+    });
+  for (int64_t f = 0; f < q.features; f++) {
+    const T* const of = stats + f / n * 2 * wide;
+    const int64_t own = f / q.per;
     for (int64_t b = 0; b < q.batch; b += lanes) {
       V v, mean, scale;
       load(v, x + f * q.batch + b);
-      load(mean, stats + f / q.group() * 2 * wide + b);
-      load(scale, stats + (f / q.group() * 2 + 1) * wide + b);
+      load(mean, of + b);
+      load(scale, of + wide + b);
       v = (v - mean) * scale;
-      if (q.affine) v = v * weight[f / q.per] + bias[f / q.per];
+      if (q.affine) v = v * weight[own] + bias[own];
       store(y + f * q.batch + b, v);
     }
+  }
 }
 
 // dx may be nullptr. weight, bias and their gradients are of one layout.
@@ -220,44 +252,61 @@ PFL_TARGET void norm_backward(const Norm& q, const T* x, const T* stats, const T
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   const int64_t wide = up(q.batch, lanes), n = q.group();
-  const auto look = [&](int64_t f, int64_t b, V& hat, V& g) PFL_LAMBDA {
+  // Feature f's normalized values and slopes from sample b on; `of` are its group's statistics.
+  const auto look = [&](int64_t f, int64_t b, const T* of, V& hat, V& g) PFL_LAMBDA {
     V mean, scale;
     load(hat, x + f * q.batch + b);
-    load(mean, stats + f / n * 2 * wide + b);
-    load(scale, stats + (f / n * 2 + 1) * wide + b);
+    load(mean, of + b);
+    load(scale, of + wide + b);
     hat = (hat - mean) * scale;
     load(g, dy + f * q.batch + b);
   };
-  for (int64_t f = 0; dx && f < q.features; f += n)
-    for (int64_t b = 0; b < q.batch; b += lanes) {
-      V sum{}, product{}, hat, g, scale;
+  for (int64_t f = 0; dx && f < q.features; f += n) {
+    const T* const of = stats + f / n * 2 * wide;
+    tiled<4>(wide / lanes, [&](int64_t first, auto N_) PFL_LAMBDA {
+      constexpr int N = N_;
+      V sum[N] = {}, product[N] = {};
       for (int64_t i = f; i < f + n; i++) {
-        look(i, b, hat, g);
-        if (q.affine) g *= weight[i / q.per];
-        sum += g;
-        product += g * hat;
+        const T factor = q.affine ? weight[i / q.per] : T(1);
+        PFL_EACH(j, N, {
+          V hat, g;
+          look(i, (first + j) * lanes, of, hat, g);
+          if (q.affine) g *= factor;
+          sum[j] += g;
+          product[j] += g * hat;
+        });
       }
-      sum /= static_cast<T>(n);
-      product /= static_cast<T>(n);
-      load(scale, stats + (f / n * 2 + 1) * wide + b);
+      PFL_EACH(j, N, {
+        sum[j] /= static_cast<T>(n);
+        product[j] /= static_cast<T>(n);
+      });
       for (int64_t i = f; i < f + n; i++) {
-        look(i, b, hat, g);
-        if (q.affine) g *= weight[i / q.per];
-        g = scale * (g - sum - hat * product);
-        store_first(dx + i * q.batch + b, g, q.batch - b);
+        const T factor = q.affine ? weight[i / q.per] : T(1);
+        PFL_EACH(j, N, {
+          const int64_t b = (first + j) * lanes;
+          V hat, g, scale;
+          look(i, b, of, hat, g);
+          load(scale, of + wide + b);
+          if (q.affine) g *= factor;
+          g = scale * (g - sum[j] - hat * product[j]);
+          store_first(dx + i * q.batch + b, g, q.batch - b);
+        });
       }
-    }
+    });
+  }
   for (int64_t f = 0; q.affine && f < q.features; f += q.per) {
     V dw{}, sum{}, hat, g;
-    for (int64_t i = f; i < f + q.per; i++)
+    for (int64_t i = f; i < f + q.per; i++) {
+      const T* const of = stats + i / n * 2 * wide;
       for (int64_t b = 0; b < q.batch; b += lanes) {
-        look(i, b, hat, g);
+        look(i, b, of, hat, g);
         hat *= g;
         keep_first<T>(hat, q.batch - b);
         keep_first<T>(g, q.batch - b);
         dw += hat;
         sum += g;
       }
+    }
     into(dweight[f / q.per], sum_of<T>(dw));
     into(dbias[f / q.per], sum_of<T>(sum));
   }

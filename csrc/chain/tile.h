@@ -63,6 +63,22 @@ PFL_INLINE void lane_by_lane(V& v, F f) {
   v = out;
 }
 
+template <class T, int bytes>
+PFL_INLINE void square_root(Vec<T, bytes>& v) {
+#if PFL_X86 && !defined(__clang__)  // gcc has no name for it that fits every vector
+  if constexpr (sizeof(T) == 4 && bytes > 16)
+    asm("vsqrtps %1, %0" : "=v"(v) : "v"(v));
+  else if constexpr (sizeof(T) == 4)
+    asm("sqrtps %1, %0" : "=x"(v) : "x"(v));
+  else if constexpr (bytes > 16)
+    asm("vsqrtpd %1, %0" : "=v"(v) : "v"(v));
+  else
+    asm("sqrtpd %1, %0" : "=x"(v) : "x"(v));
+#else
+  lane_by_lane(v, [](T x) { return std::sqrt(x); });
+#endif
+}
+
 // e^x; NaN stays, below -87 it is 0 or next to it.
 template <class T, int bytes>
 PFL_INLINE void exponential(Vec<T, bytes>& x) {

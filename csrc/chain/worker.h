@@ -13,6 +13,7 @@
 #include "conv.h"
 #include "layers.h"
 #include "linear.h"
+#include "steps.h"
 #include "../cpu/scratch.h"
 
 namespace pflcore::cpu {
@@ -31,7 +32,7 @@ struct Block {
   int64_t row_w = -1, row_b = -1;  // in a row; -1: none
   int64_t w_at = 0, b_at = 0;      // in the private layout
   int64_t outs = 0, random = 0;    // numbers of its bias; its number among the random layers
-  double p = 0;
+  double p = 0, factor = 0;
   bool back = false;  // whether the input's gradient is wanted
   Conv conv{};
   Linear linear{};
@@ -148,6 +149,9 @@ struct Plan {
           demand(h == 1 && w == 1);
           take(b, c, c, c, l[0], -1);
           break;
+        case ChainLayer::leaky:
+          b.factor = l.field[0];
+          break;
         default:
           demand(false);
       }
@@ -181,8 +185,8 @@ struct Space {                         // of one block
 };
 
 template <class T, int bytes>
-PFL_TARGET void descend(const sgd_detail::Row<T>& row, int64_t n) {
-  sgd_detail::row<bytes, T>(row, 0, n);
+PFL_TARGET void descend(const sgd_detail::Row<T>& row, int64_t c, int64_t end) {
+  sgd_detail::row<bytes, T>(row, c, end);
 }
 
 // A thread's memory and its plans for one program, on vectors of `bytes` bytes.
@@ -214,7 +218,7 @@ class Worker {
     return {*worker};
   }
 
-  bool train(const ChainSgd<T>& a, int64_t s) {
+  bool train(const ChainTrain<T>& a, int64_t s) {
     const Sgd<T>& g = a.sgd;
     const int64_t n = a.size[s], size = std::min(a.batch, n), q = program_.q;
     if (n < 0 || n > a.longest) return false;
@@ -239,9 +243,11 @@ class Worker {
                            static_cast<T>(g.weight_decay)};
     if (g.momentum != 0) velocity_.assign(layout_.weights, T(0)), row.buffer = velocity_.data();
     if (a.grad_sum) sum_.assign(layout_.weights, T(0));
+    if (a.adamw.on) mean_.assign(layout_.weights, T(0)), square_.assign(layout_.weights, T(0));
+    const T gradient_decay = a.adamw.on ? T(0) : row.decay;  // AdamW's is no part of a gradient
     const bool clipped = a.clip < std::numeric_limits<double>::infinity();
     const bool plain = !(row.shift || row.mask || row.anchor || row.buffer || row.decay != 0 ||
-                         clipped || a.grad_sum || layout_.narrow);
+                         clipped || a.adamw.on || a.grad_sum || layout_.narrow);
     const bool direct = plain && size <= most_;  // gradients move the weights as they are made
     double total = 0;
     bool fine = true;
@@ -255,11 +261,18 @@ class Worker {
                       {direct, false, row.lr}, loss);
       total += loss;
       if (direct || !fine) continue;
-      if (clipped) clip(a.clip);
-      for (int64_t i = 0; a.grad_sum && i < layout_.weights; i++)
-        sum_[i] += g_[i] + row.decay * w_[i];
+      const T factor = clipped ? clip_factor(a.clip) : T(1);
+      const Moments<T> moments(mean_.data(), square_.data(), a.adamw, k + 1);
       row.grad = g_.data();
-      descend<T, bytes>(row, layout_.weights);
+      for (int64_t c = 0; c < layout_.weights; c += kStrip) {
+        const int64_t end = std::min(layout_.weights, c + kStrip);
+        if (factor != 1) shrink<T, bytes>(g_.data() + c, end - c, factor);
+        for (int64_t i = c; a.grad_sum && i < end; i++) sum_[i] += g_[i] + gradient_decay * w_[i];
+        if (a.adamw.on)
+          chain::adamw<T, bytes>(row, moments, c, end);
+        else
+          descend<T, bytes>(row, c, end);
+      }
     }
     write(w_, g.w + s * g.w_row, false);
     if (a.grad_sum) write(sum_, a.grad_sum + s * q, true);
@@ -525,6 +538,9 @@ class Worker {
         case ChainLayer::norm:
           norm_forward<T, bytes>(b.norm, x, w, bias, s.stats, s.y);
           break;
+        case ChainLayer::leaky:
+          leaky_forward<T, bytes>(static_cast<T>(b.factor), x, s.y, n);
+          break;
         default:
           scale_features<T, bytes>(b.features(), plan.batch, w, x, s.y);
           break;
@@ -568,6 +584,9 @@ class Worker {
         case ChainLayer::norm:
           norm_backward<T, bytes>(b.norm, x, s.stats, s.dy, w, into, dw, db, dx);
           break;
+        case ChainLayer::leaky:
+          leaky_backward<T, bytes>(static_cast<T>(b.factor), x, s.dy, dx, n);
+          break;
         default:
           if (dx) scale_features<T, bytes>(b.features(), plan.batch, w, s.dy, dx);
           scale_backward<T, bytes>(b.features(), plan.batch, x, s.dy, into, dw);
@@ -576,15 +595,14 @@ class Worker {
     }
   }
 
-  void clip(double norm) {
+  // The factor that shortens the gradient to this norm, as torch.nn.utils.clip_grad_norm_ has it; 1
+  // where it is no longer. NaN stays.
+  T clip_factor(double norm) const {
     double sum = 0;
     for (const Block& b : layout_.blocks)
-      if (b.row_w >= 0)
-        for (int64_t i = b.w_at; i < b.b_at + b.outs; i++)
-          sum += static_cast<double>(g_[i]) * static_cast<double>(g_[i]);
-    const double factor = norm / (std::sqrt(sum) + 1e-6);  // as torch.nn.utils.clip_grad_norm_
-    if (!(factor >= 1))
-      for (T& g : g_) g *= static_cast<T>(factor);
+      if (b.row_w >= 0) sum += square_sum<T, bytes>(g_.data() + b.w_at, b.b_at + b.outs - b.w_at);
+    const double factor = norm / (std::sqrt(sum) + 1e-6);
+    return factor >= 1 ? T(1) : static_cast<T>(factor);
   }
 
   void begin(const T* row) {
@@ -652,14 +670,15 @@ class Worker {
   std::vector<Space<T>> space_;
   T *x_ = nullptr, *samples_ = nullptr;
   std::vector<const T*> at_;
-  Numbers<T> target_, loss_, w_, g_, shift_, mask_, anchor_, velocity_, sum_, spare_;
+  Numbers<T> target_, loss_, w_, g_, shift_, mask_, anchor_, velocity_, mean_, square_, sum_,
+      spare_;
   std::optional<uint64_t> seed_;  // of dropout's masks; none: nothing is dropped
 };
 
 }  // namespace chain
 
 template <class T, int bytes>
-bool ChainRun<T, bytes>::train(const ChainSgd<T>& a, int64_t s) {
+bool ChainRun<T, bytes>::train(const ChainTrain<T>& a, int64_t s) {
   return chain::Worker<T, bytes>::mine(a.program)->train(a, s);
 }
 template <class T, int bytes>

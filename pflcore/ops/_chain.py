@@ -5,7 +5,8 @@ their shapes and the columns of their weights in a flat row (see `encode_layer`)
 kernels keep a client's row, activations and gradients in the caches of one core.
 Results depend neither on the threads nor on which other clients take part.
 
-- `chain_sgd_` trains and `chain_eval` evaluates. Both are kernels of the CPU alone.
+- `chain_train_` trains, by SGD or AdamW, and `chain_eval` evaluates. Both are kernels
+  of the CPU alone.
 - `chain_grad` computes gradients. It has a reference in differentiable torch, which
   takes all clients at once. That is what runs on a GPU.
 
@@ -29,7 +30,17 @@ from ._library import define, kernels, mark_written
 
 # The order of the kinds, and that of the activations from 1 on, are those of the
 # kernels: ChainLayer::Kind in csrc/chain/chain.h, and Act in csrc/chain/tile.h.
-KINDS = ("linear", "conv", "pool", "act", "flatten", "dropout", "norm", "scale")
+KINDS = (
+    "linear",
+    "conv",
+    "pool",
+    "act",
+    "flatten",
+    "dropout",
+    "norm",
+    "scale",
+    "leaky",
+)
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.relu,
     torch.tanh,
@@ -64,6 +75,7 @@ def encode_layer(kind: str, *fields: float) -> list[float]:
     - dropout: the probability, above 0
     - norm: groups, features that share a weight, eps, weight, bias
     - scale: factors, one for each feature; a factor of 0 gives 0, also for NaN
+    - leaky: the factor of numbers below 0
 
     Args:
         kind: One of `KINDS`.
@@ -168,6 +180,8 @@ def forward_program(  # noqa: C901 (a kind of layer each)
                     offset = part(bias, count).repeat_interleave(share, 1)
                     y = y * scale[:, None] + offset[:, None]
                 x = y.view(x.shape)
+            case "leaky", _:
+                x = F.leaky_relu(x, field[0])
             case _, [factors, *_]:  # scale
                 lam = part(factors, 1, x.shape[2])
                 x = torch.where(lam != 0, x * lam, 0.0)
@@ -294,26 +308,26 @@ def _fake_eval(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_sgd(order), order.new_empty(len(order), dtype=torch.bool), scores
 
 
-_chain_sgd_: Callable[..., Tensor] = define(
-    f"chain_sgd_(Tensor(a!) w, {_HEAD}, Tensor size, Tensor steps, int batch_size, "
+_chain_train_: Callable[..., Tensor] = define(
+    f"chain_train_(Tensor(a!) w, {_HEAD}, Tensor size, Tensor steps, int batch_size, "
     "bool drop_last, Tensor? seeds, float lr, Tensor? shift, Tensor? mask, float mu, "
     "Tensor? mu_rows, Tensor? anchor, float momentum, float weight_decay, float clip, "
-    "Tensor(b!)? grad_sum) -> Tensor",
+    "Tensor? adamw, Tensor(b!)? grad_sum) -> Tensor",
     None,
     _fake_sgd,
 )
 
 
 def has_kernels(device: torch.device) -> bool:
-    """True where `chain_sgd_` and `chain_eval` run, which are kernels alone."""
+    """True where `chain_train_` and `chain_eval` run, which are kernels alone."""
     return device.type == "cpu" and kernels is not None
 
 
-def chain_sgd_(
+def chain_train_(
     w: Tensor,  # [S, Q], changed
     *args: Any,
 ) -> Tensor:  # [S] float64
-    """Takes all steps of local SGD on the rows `w`, in place.
+    """Takes all steps of local training on the rows `w`, in place.
 
     Autograd learns that `w` and the sums of gradients were changed.
 
@@ -325,14 +339,17 @@ def chain_sgd_(
             - the size of a batch, and True where a short one is left out
             - seeds of dropout [S, passes], to which the number of the step within the
               pass is added; None without dropout
-            - the terms of `sgd_step_`, in the order of the op
+            - the terms of `sgd_step_`, in the order of the op; AdamW takes its decay
+              from the weights, past its means
             - the largest norm of a minibatch's gradient, or infinity
+            - for steps of AdamW the rates [3] float64: the betas of the mean and of
+              the mean square, and eps; None for steps of SGD
             - the tensor [S, Q] to which gradients are added, or None
 
     Returns:
         The sum of each client's mean losses of its minibatches.
     """
-    loss = _chain_sgd_(w, *args)
+    loss = _chain_train_(w, *args)
     mark_written(w, args[-1])
     return loss
 

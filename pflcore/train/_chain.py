@@ -421,10 +421,31 @@ def _pool(  # noqa: PLR0913 (torch's of both kinds)
     yield "pool", kind, *_pair(kernel_size), *_pair(stride or kernel_size)
 
 
-def _global_pool(c: LayerCall, output_size: Any) -> Lines:
-    """The line of a mean over the whole image."""
-    require(c.out[1:] == (1, 1), "adaptive pooling to more than one value")
+def _adaptive_pool(
+    kind: int, c: LayerCall, output_size: Any, return_indices: bool = False
+) -> Lines:
+    """The line of pooling to an image of a given size, by windows of one size."""
+    require(not return_indices, "pooling with indices")
+    sizes = list(zip(c.into[1:], c.out[1:], strict=True))
+    is_even = all(before % after == 0 for before, after in sizes)
+    reason = (
+        f"adaptive pooling of {c.into[1:]} to {c.out[1:]}, which does not divide it"
+    )
+    require(is_even, reason)
+    window = [before // after for before, after in sizes]
+    yield "pool", kind, *window, *window
+
+
+def _image_mean(
+    c: LayerCall, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Lines:
+    """The lines of a mean over the whole image: pooling to one value."""
+    axes = {axis % 4 for axis in dim} if isinstance(dim, tuple | list) else None
+    is_image = len(c.into) == 3 and axes == {2, 3} and dtype is None
+    require(is_image, "a mean over something else than the whole image")
     yield "pool", MEAN_POOL, *c.into[1:], *c.into[1:]
+    if not keepdim:
+        yield ("flatten",)
 
 
 def _view(c: LayerCall, *_: Any, **__: Any) -> Lines:
@@ -440,6 +461,12 @@ def _act(
     """The line of an activation of this kind."""
     require(approximate == "none", "an approximate GELU")
     yield "act", kind
+
+
+def _leaky(c: LayerCall, negative_slope: float = 0.01, inplace: bool = False) -> Lines:
+    """The line of a leaky ReLU."""
+    require(negative_slope >= 0, f"a LeakyReLU with the slope {negative_slope}")
+    yield "leaky", negative_slope
 
 
 def _dropout(m: Dropout, c: LayerCall) -> Lines:
@@ -500,7 +527,8 @@ KNOWN_FUNCTIONS: dict[Any, Callable[..., Lines]] = {
     F.linear: _linear,
     F.conv2d: _conv,
     F.avg_pool2d: partial(_pool, MEAN_POOL),
-    F.adaptive_avg_pool2d: _global_pool,
+    F.adaptive_avg_pool2d: partial(_adaptive_pool, MEAN_POOL),
+    F.adaptive_max_pool2d: partial(_adaptive_pool, MAX_POOL),
     F.group_norm: _group_norm,
     F.layer_norm: _layer_norm,
     F.gelu: partial(_act, GELU),
@@ -508,6 +536,8 @@ KNOWN_FUNCTIONS: dict[Any, Callable[..., Lines]] = {
     **dict.fromkeys((torch.max_pool2d, F.max_pool2d), partial(_pool, MAX_POOL)),
     **dict.fromkeys(LOG_SOFTMAX_FUNCTIONS, _log_softmax),
     **dict.fromkeys(RELU_FUNCTIONS, partial(_act, RELU)),
+    **dict.fromkeys((torch.mean, Tensor.mean), _image_mean),
+    **dict.fromkeys((F.leaky_relu, F.leaky_relu_), _leaky),
     **dict.fromkeys((torch.tanh, Tensor.tanh), partial(_act, TANH)),
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), partial(_act, SIGMOID)),
 }

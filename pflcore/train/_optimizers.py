@@ -1,7 +1,7 @@
 """Local steps: SGD and AdamW on the rows of a chunk's clients.
 
-A chain's kernels take all steps of SGD by one call where they can. Otherwise Python
-takes one step after another, with the gradients of the chunk.
+A chain's kernels take all steps by one call where they can. Otherwise Python takes one
+step after another, with the gradients of the chunk.
 
 Symbols: s clients of a chunk or of a step; Q columns of a row; w rows of weights.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore._device import to_device
-from pflcore.ops._chain import chain_sgd_, has_kernels
+from pflcore.ops._chain import chain_train_, has_kernels
 from pflcore.ops._sgd import check_sgd, clipped, corrected
 from pflcore.train._chain import Chain
 from pflcore.train._engines import Chunk, Tensors, slice_terms
@@ -103,10 +103,10 @@ def train_chunk(
     uses_sgd = training.local_optimizer == "sgd"
     _check_terms(training, lr, w, terms)
     # The kernels that take all steps read the samples from the pool, as they are there,
-    # and begin with a buffer of zeros: they cannot take up a kept one.
+    # and begin with a state of zeros: they cannot take up a kept one.
     takes_pool = not chunk.transforms and not state
-    if uses_sgd and takes_pool and chain is not None and has_kernels(w.device):
-        losses = sgd_by_kernels(chunk, chain, w, terms, training, lr, grad_sums)
+    if takes_pool and chain is not None and has_kernels(w.device):
+        losses = train_by_kernels(chunk, chain, w, terms, training, lr, grad_sums)
         chunk.losses += losses
         return
     if _trains_by_leaves(chunk, w):
@@ -197,7 +197,7 @@ def _take_steps(
         optimizer.step(clients, grads, slice_terms(terms, clients))
 
 
-def sgd_by_kernels(
+def train_by_kernels(
     chunk: Chunk,
     chain: Chain,
     w: Tensor,  # [s, Q], changed
@@ -206,7 +206,7 @@ def sgd_by_kernels(
     lr: float,
     grad_sums: Tensor | None,  # [s, Q], changed
 ) -> Tensor:  # [s]
-    """Takes all steps of SGD by a chain's kernels; returns sums of losses."""
+    """Takes all steps by a chain's kernels; returns sums of losses."""
     batches = chunk.batches
     pool = chain.kernel_args(chunk.data, chunk.relabel, slice(None))
     cuts = (
@@ -228,7 +228,11 @@ def sgd_by_kernels(
         training.weight_decay,
     )
     max_norm = training.clip_grad or math.inf
-    return chain_sgd_(w, *pool, *cuts, *step_terms, max_norm, grad_sums)
+    adamw = None
+    if training.local_optimizer == "adamw":
+        rates = (*(training.betas or DEFAULT_BETAS), training.eps or DEFAULT_EPS)
+        adamw = torch.tensor(rates, dtype=torch.float64)
+    return chain_train_(w, *pool, *cuts, *step_terms, max_norm, adamw, grad_sums)
 
 
 class SGD:

@@ -120,8 +120,6 @@ def make_context(  # noqa: PLR0913 (the options of a run)
 
 def chain_note(training: Training) -> str | None:
     """The reason why the kernels of a chain do not take the steps, or None."""
-    if training.local_optimizer != "sgd":
-        return "it gives the gradients, and AdamW takes its steps in torch"
     if training.transforms:
         return "it gives the gradients of augmented batches, and torch takes the steps"
     return None

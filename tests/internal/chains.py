@@ -17,7 +17,7 @@ import pflcore.nn
 from pflcore import Net
 from pflcore.ops import _chain as chain
 from pflcore.ops._chain import grad_reference
-from pflcore.ops._sgd import clipped
+from pflcore.ops._sgd import clipped, corrected
 from pflcore.ops._sgd import reference as sgd_reference
 from pflcore.train._chain import compile_chain
 from pflcore.train._losses import LOSSES
@@ -39,11 +39,14 @@ KINDS += [("mlp, one output", c) for c in sorted(set(LOSSES) - {"cross_entropy"}
 
 
 def by_steps(w, *args):
-    """The result of `chain_sgd_`, computed step by step from gradients."""
+    """The result of `chain_train_`, computed step by step from gradients."""
     *head, names = args[:8]
     order, size, steps, batch, drop_last, seeds = args[8:14]
-    lr, shift, mask, _, mu, anchor, momentum, decay, clip, sums = args[14:]
+    lr, shift, mask, _, mu, anchor, momentum, decay, clip, rates, sums = args[14:]
     velocity = torch.zeros_like(w)
+    own_steps = None
+    if rates is not None:
+        own_steps = [AdamWSteps(row, lr, rates, decay) for row in w.split(1)]
     loss = torch.zeros(len(w), dtype=torch.float64)
     for i, n in enumerate(size.tolist()):
         some = slice(i, i + 1)
@@ -61,10 +64,33 @@ def by_steps(w, *args):
             grad = clipped(grad, clip)
             loss[some] += value
             if sums is not None:
-                sums[some] += grad + decay * w[some]
+                sums[some] += grad if own_steps else grad + decay * w[some]
+            if own_steps:
+                d = corrected(w[some], grad, shift_i, 0.0, mu_i, anchor_i)
+                own_steps[i].step(d, mask)
+                continue
             pull = (0.0, mu_i, anchor_i, momentum, velocity[some], decay)
             sgd_reference(w[some], grad, lr, shift_i, mask, *pull)
     return loss
+
+
+class AdamWSteps:
+    """Steps of `torch.optim.AdamW` on a row, which they change in place."""
+
+    def __init__(self, row, lr, rates, decay):
+        self.row = row
+        self.weight = row.clone()
+        *betas, eps = rates.tolist()
+        self.optimizer = torch.optim.AdamW(
+            [self.weight], lr, betas, eps, weight_decay=decay
+        )
+
+    def step(self, grad, mask):
+        self.weight.copy_(self.row)
+        self.weight.grad = grad
+        self.optimizer.step()
+        step = self.weight - self.row
+        self.row += step if mask is None else mask * step
 
 
 class Problem:
@@ -135,7 +161,7 @@ class Problem:
 
     def train(
         self,
-        op=chain.chain_sgd_,
+        op=chain.chain_train_,
         dtype=None,
         batch=16,
         drop_last=False,
@@ -159,9 +185,8 @@ class Problem:
             o.get("momentum", 0.0),
             o.get("decay", 0.0),
         )
-        loss = op(
-            w, *self.head(w.dtype), *plan, *how, o.get("clip", INF), o.get("sums")
-        )
+        end = (o.get("clip", INF), o.get("adamw"), o.get("sums"))
+        loss = op(w, *self.head(w.dtype), *plan, *how, *end)
         return w, loss
 
     def grad(self, op=chain.chain_grad, dtype=None, seeds=None):

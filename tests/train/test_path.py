@@ -36,9 +36,9 @@ def hooked(m, how="register_forward_hook", hook=lambda m, x, y: 2 * y):
     return m
 
 
-class Leaky(nn.ReLU):
+class Smooth(nn.ReLU):
     def forward(self, x):
-        return F.leaky_relu(x, 0.3)
+        return F.elu(x, 0.3)
 
 
 def tied():
@@ -161,7 +161,7 @@ VECTORS = {  # model, (engine, form), shape of the samples
     "mlp": (mlp, CHAIN),
     "an activation twice": (repeated, CHAIN),
     "a layer twice": (tied, VMAP),
-    "a subclass": (lambda: nn.Sequential(nn.Linear(6, 4), Leaky()), VMAP),
+    "a subclass": (lambda: nn.Sequential(nn.Linear(6, 4), Smooth()), VMAP),
     "forward hook": (lambda: nn.Sequential(hooked(nn.Linear(6, 4))), VMAP),
     "pre-hook": (lambda: nn.Sequential(doubled()), VMAP),
     "hook of the whole": (lambda: hooked(nn.Sequential(nn.Linear(6, 4))), VMAP),
@@ -339,6 +339,18 @@ class Functions(LeNet):  # the style of torch's tutorials and MNIST example
         return F.log_softmax(self.top(torch.flatten(x, 1)), dim=1)
 
 
+class Means(nn.Module):  # the style of large networks: images end as their means
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 6, 5)
+        self.norm = nn.GroupNorm(2, 6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = F.adaptive_max_pool2d(F.leaky_relu(self.norm(self.conv(x)), 0.1), (6, 4))
+        return self.head(F.leaky_relu_(x).mean((-2, -1)))
+
+
 class Features(LeNet):  # the style of FL-bench: base and classifier
     def __init__(self):
         super().__init__()
@@ -379,7 +391,7 @@ class MLP(nn.Module):
 
 
 MODELS = {
-    **{m.__name__: m for m in (Functions, Features)},
+    **{m.__name__: m for m in (Functions, Means, Features)},
     **{w: lambda w=w: MLP(w) for w in WAYS},
 }
 

@@ -43,14 +43,14 @@ def close(got, want, dtype, size):
     st.lists(st.sampled_from([1, 2, 5, 16, 33, 47]), min_size=1, max_size=3),
     st.sampled_from([1, 4, 20, 40]),
     st.sampled_from([F32, F64]),
-    st.tuples(*[st.booleans()] * 8),
+    st.tuples(*[st.booleans()] * 9),
     st.sampled_from([1, 2]),
     st.integers(0, 99),
 )
 def test_every_combination_of_options_is_autograd(
     kind, sizes, batch, dtype, switch, passes, seed
 ):
-    shifted, masked, pulled, momentum, decay, clipped, summed, drop_last = switch
+    shifted, masked, pulled, momentum, decay, clipped, summed, drop_last, adam = switch
     p = Problem(kind[0], sizes, dtype, passes, seed, bool(seed % 2), kind[1])
     if seed % 5 == 0:
         p.seeds = None
@@ -64,8 +64,10 @@ def test_every_combination_of_options_is_autograd(
         "mask": (like(6, p.net.size) > -0.5).double() if masked else None,
         "anchor": like(7, *p.w.shape) if pulled else None,
         "mu": like(8, len(sizes)).abs().clamp(max=1) if pulled else None,
-        "momentum": 0.9 * momentum,
+        "momentum": 0.9 * (momentum and not adam),
         "decay": 0.01 * decay,
+        # A small eps would magnify the rounding of gradients that are about zero.
+        "adamw": torch.tensor([0.8, 0.95, 0.1], dtype=F64) if adam else None,
         "clip": 0.5 if clipped else INF,
         "batch": batch,
         "drop_last": drop_last,
@@ -191,7 +193,12 @@ def test_an_evaluations_company_changes_no_bit(model):
 @pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
 @isa
 @pytest.mark.parametrize(
-    "o", [{}, {"clip": 1.0}, {"clip": 1.0, "momentum": 0.9, "decay": 0.01}]
+    "o",
+    [
+        {},
+        {"clip": 1.0, "momentum": 0.9, "decay": 0.01},
+        {"clip": 1.0, "adamw": torch.tensor([0.9, 0.99, 1e-8], dtype=F64)},
+    ],
 )
 @pytest.mark.parametrize(
     "model, loss_name",
@@ -321,13 +328,13 @@ def test_memory_is_guarded(which, change, words):
     """The kernel refuses arguments that would lead it outside its arrays."""
     p = Problem("lenet", [40, 20], relabel=True)
     _, arguments = p.train(lambda *a: [*a], batch=32, steps=torch.tensor([2, 1]))
-    chain.chain_sgd_(*[a.clone() if isinstance(a, Tensor) else a for a in arguments])
+    chain.chain_train_(*[a.clone() if isinstance(a, Tensor) else a for a in arguments])
     old = arguments[which]
     filled = old.fill_ if isinstance(old, Tensor) else lambda value: value
     arguments[which] = change(old) if callable(change) else filled(change)
     # Some versions of torch raise ValueError for the C++ exception of that kind.
     with pytest.raises((RuntimeError, ValueError), match=words):
-        chain.chain_sgd_(*arguments)
+        chain.chain_train_(*arguments)
 
 
 ENDING = """

@@ -68,7 +68,8 @@ def chains():
         "momentum": 0.9,
         "decay": 0.1,
     }
-    for how in ({}, {**rows, **rich, "clip": 0.5}):
+    adamw = torch.tensor([0.9, 0.99, 1e-8], dtype=torch.float64)
+    for how in ({}, {"adamw": adamw}, {**rows, **rich, "clip": 0.5}):
         p.train(batch=2, **how)
     p.grad()
     for classes in (3, 0):
@@ -111,7 +112,7 @@ def test_opcheck(name, arguments):
     It covers the schema, autograd, and shapes, dtypes and strides without values.
     """
     few = {}
-    if name in ("chain_sgd_", "chain_eval") and library.kernels is None:
+    if name in ("chain_train_", "chain_eval") and library.kernels is None:
         pytest.skip("the kernels are not loaded")
     if name == "chain_grad" and library.kernels is None:
         # The other checks run the reference below autograd, but it needs autograd.
@@ -187,9 +188,9 @@ def test_a_chains_steps_are_seen_by_autograd():
     The tensors are the weights and the sums of gradients. A product has saved them for
     its backward pass.
     """
-    *_, (_, (w, *others)) = (s for s in samples() if s[0] == "chain_sgd_")
+    *_, (_, (w, *others)) = (s for s in samples() if s[0] == "chain_train_")
     for t in (w, others[-1]):
         product = (torch.ones_like(t, requires_grad=True) * t).sum()
-        chain.chain_sgd_(w, *others)
+        chain.chain_train_(w, *others)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()

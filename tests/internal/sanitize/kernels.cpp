@@ -192,7 +192,7 @@ void solve(int64_t kernel, const int64_t* word, const Threads& t) {
     case 6:
       return trimmed_mean(from<TrimmedMean>(word), t);
   }
-  const bool fine = kernel == 7   ? chain_sgd(chain_of<ChainSgd<float>>(word), t)
+  const bool fine = kernel == 7   ? chain_train(chain_of<ChainTrain<float>>(word), t)
                     : kernel == 8 ? chain_grad(chain_of<ChainGrad<float>>(word), t)
                                   : chain_eval(chain_of<ChainEval<float>>(word), t);
   if (!fine) failures++, std::printf("%s: out of range\n", kKernels[kernel]);

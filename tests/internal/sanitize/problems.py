@@ -150,8 +150,10 @@ def chains():
             step[-3:-1] = None, 0
             drop = bool(options and turn % 2)
             plan = [p.order, 2, 45, p.sizes, p.most(batch, drop), batch, drop, p.seeds]
-            end = [1.0 if options else INF, sums if options else None, fresh(1, s)]
-            kernels.call("chain", [*head, *step, *plan, *end])
+            adamw = [int(options and not turn % 3), 0.9, 0.99, 1e-8]
+            end = [sums if options else None, fresh(1, s)]
+            clip = 1.0 if options else INF
+            kernels.call("chain", [*head, *step, *plan, clip, *adamw, *end])
         one_pass = [p.order[:, 0].contiguous(), 45, p.sizes, None]
         kernels.call(
             "chain grad",

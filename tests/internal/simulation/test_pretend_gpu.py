@@ -11,7 +11,7 @@ from pretend_gpu import contexts, pretended_gpu, unrepeated, waits
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pflcore.ops._chain import chain_eval, chain_grad, chain_sgd_
+from pflcore.ops._chain import chain_eval, chain_grad, chain_train_
 from pflcore.ops._library import references
 
 
@@ -189,6 +189,6 @@ def test_an_op_without_kernel_and_body_is_refused(name):
         pytest.raises(NotImplementedError, match="no kernel for CUDA"),
     ):
         if name == "train":
-            problem.train(on_card(chain_sgd_, gpu))
+            problem.train(on_card(chain_train_, gpu))
         else:
             problem.evaluate(problem.w, on_card(chain_eval, gpu))

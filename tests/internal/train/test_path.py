@@ -38,10 +38,18 @@ def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
 
 
 @pytest.mark.skipif(not pflcore.backend().kernels, reason="the kernels are not loaded")
-@pytest.mark.parametrize("model", ["mlp", "conv", "dropout"])
-def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model):
+@pytest.mark.parametrize(
+    "model, optimizer",
+    [
+        ("mlp", {"momentum": 0.5}),
+        ("conv", {"local_optimizer": "adamw", "lr": 0.01}),
+        ("dropout", {"momentum": 0.5}),
+        ("mlp", {"local_optimizer": "adamw", "betas": (0.5, 0.9), "eps": 1e-3}),
+    ],
+)
+def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model, optimizer):
     words, shape = BODIES[model]
-    how = {"epochs": 2, "momentum": 0.5, "weight_decay": 0.1, "clip_grad": 0.4}
+    how = {"epochs": 2, "weight_decay": 0.1, "clip_grad": 0.4, **optimizer}
     data = images((7, 20, 31), shape)
     data = replace(data, x=data.x.double())
     setting = make_setting(
