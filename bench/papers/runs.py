@@ -297,7 +297,9 @@ class Reproduction:
         header |= {"target": None, "model_target": "each client"}
         lines = zip(*(run.rounds for run in runs), strict=False)
         stopped = next((run.stopped for run in runs if run.stopped), None)
-        return History(header, [merge_records(line) for line in lines], stopped)
+        alone = [[target] for target in range(n)]
+        rounds = [merge_records(line, alone) for line in lines]
+        return History(header, rounds, stopped)
 
     def _own_fields(self, task: Task, protocol: StudyProtocol) -> Facts:
         """The fields of a record's header that only a reproduction has."""

@@ -8,6 +8,8 @@ the classes.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -177,7 +179,7 @@ def _initial_parts(net: Net) -> list[Tensor]:
 
     def uniform(count: int) -> Tensor:
         draws = torch.rand(count, generator=generator, dtype=torch.float64)
-        return (2 * draws - 1) / h**0.5
+        return (2 * draws - 1) / math.sqrt(h)
 
     valve = []
     for _ in ("a", "b"):
