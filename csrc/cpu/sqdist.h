@@ -32,8 +32,7 @@ constexpr int64_t kMacro = 128;  // rows of a window on either side
 constexpr int64_t kBlockBytes =
     160 << 10;  // of a column block: with the next one it stays in the second-level cache
 constexpr int64_t kMany = 48;             // rows from which on pages and cache sets run short
-constexpr int64_t kStretch = 2 * kGroup;  // columns between two totals of float64 lanes
-constexpr int64_t kUnit = 2 * kStretch;   // a chunk of columns is so many units
+constexpr int64_t kUnit = 2 * kGroup;     // a chunk of columns is so many units
 constexpr int64_t kSkew =
     16;  // elements between packed rows, so that they do not fall into the same cache sets
 constexpr double kTiny = 1e-30;  // below it float32 squares may have underflowed
@@ -52,7 +51,7 @@ struct Rows {
   }
 
   // Is a copy needed whatever the speed?
-  bool must_copy(int64_t width) const { return !std::is_same_v<In, T> || width % kGroup != 0; }
+  bool must_copy(int64_t width) const { return !std::is_same_v<In, T> || width % kLanes != 0; }
 
   // Many rows are read many times: then it pays to copy those that start off the cache lines, or
   // all in the same cache sets.
@@ -63,10 +62,10 @@ struct Rows {
   }
 
   // at[i] = row first + i (the last one again up to whole tiles), columns [c, c + width), padded to
-  // whole groups; packed: space for a copy.
+  // whole lanes; packed: space for a copy.
   void block(int64_t first, int64_t many, int64_t tile, int64_t c, int64_t width, bool copy,
              T* packed, const T** at) const {
-    const int64_t padded = up(width, kGroup);
+    const int64_t padded = up(width, kLanes);
     for (int64_t i = 0; i < up(many, tile); ++i) {
       if (i >= many) {
         at[i] = at[many - 1];
@@ -94,8 +93,7 @@ struct Rows {
 // threads need not wait for one another), and the chunks' sums are added up in order.
 struct Plan {
   const Sqdist& q;
-  int64_t block;  // columns of a block, whole stretches
-  int64_t strip;  // columns of a block that all register blocks take before the next ones
+  int64_t block;  // columns of a block, whole groups
   int64_t chunk, chunks;
   int64_t together;  // chunks that are summed at a time
   int64_t run;       // blocks of one chunk between two barriers
@@ -106,11 +104,8 @@ struct Plan {
                   most = std::clamp<int64_t>(std::max(units / 32, std::min<int64_t>(units, 16)), 1,
                                              64);
     chunk = (units + most - 1) / most * kUnit, chunks = (q.p + chunk - 1) / chunk;
-    block = std::clamp<int64_t>(kBlockBytes / (rows() * size) / kStretch * kStretch, kStretch,
+    block = std::clamp<int64_t>(kBlockBytes / (rows() * size) / kGroup * kGroup, kGroup,
                                 std::min(16 * kGroup, chunk));
-    // short strips stay in the first-level cache; many rows are more pages than the processor
-    // remembers, to be looked up anew for each strip
-    strip = size == 4 && rows() < kMany ? kGroup : kStretch;
     // enough pieces for many threads, partial results of 32 MB at most
     const int64_t room = (32 << 20) / (8 * q.m * q.across());
     together = std::clamp<int64_t>(std::min(room, 64 / windows), 1, chunks);
@@ -209,7 +204,7 @@ struct Worker {
   // Adds the pairs of a window over one column block; fetches the next block meanwhile where there
   // is `another`, and it is whole.
   void operator()(const Window& w, int64_t c, int64_t width, bool another, double* sums) {
-    const int64_t columns = up(width, kGroup);
+    const int64_t columns = up(width, kLanes);
     const int64_t rows =
         plan.list ? 0 : w.mi + (w.diagonal ? 0 : w.nj);  // a list's rows are read once
     const bool copy_a = a.better_copied(rows), copy_b = b.better_copied(rows);
@@ -232,16 +227,18 @@ struct Worker {
       if (!w.diagonal) add(b, w.j0, w.nj);
       ahead.bytes = plan.block * static_cast<int64_t>(sizeof(In));
     }
-    const int64_t turns = w.tiles() * (up(columns, plan.strip) / plan.strip),
+    const int64_t turns = w.tiles() * (up(columns, kGroup) / kGroup),
                   pieces = (ahead.pieces() + turns - 1) / turns;
-    for (int64_t from = 0; from < columns; from += plan.strip)
+    // All register blocks take a group of columns before the next one: its strips of a band of rows
+    // stay in the first-level cache.
+    for (int64_t from = 0; from < columns; from += kGroup)
       w.each([&](int64_t t, int64_t i, int64_t j) {
         ahead.fetch(pieces);
         constexpr Kind half = kind == Kind::wide ? kind : Kind::triangle;
         auto* const sum = w.diagonal && i == j ? &sum_block<half, kTile, T>
                           : w.mi == 1          ? &sum_block<kind, 1, T>
                                                : &sum_block<kind, kTile, T>;
-        sum(now, at_a + i, right + j, from, std::min(columns, from + plan.strip),
+        sum(now, at_a + i, right + j, from, std::min(columns, from + kGroup),
             sums + w.first + t * kTile * kTile);
       });
   }
@@ -313,7 +310,7 @@ void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
                 split = many < 64 ? plan.chunks : 1;  // how the work is cut, not how it is summed
   std::vector<double> sums(many * split * square);
   parallel(many * split, [&](int64_t begin, int64_t end) {
-    Scratch<float> packed(2 * kTile * (kStretch + kSkew));
+    Scratch<float> packed(2 * kTile * (kGroup + kSkew));
     const float *at_a[kTile], *at_b[kTile];
     for (int64_t piece = begin; piece < end; ++piece) {
       const Block at = blocks[piece / split];
@@ -322,15 +319,15 @@ void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
       for (int64_t k = split == 1 ? 0 : piece % split;
            k < (split == 1 ? plan.chunks : piece % split + 1); ++k) {
         double in_chunk[square] = {};
-        for (int64_t c = k * plan.chunk; c < plan.end(k); c += kStretch) {
-          const int64_t width = std::min(kStretch, plan.end(k) - c);
+        for (int64_t c = k * plan.chunk; c < plan.end(k); c += kGroup) {
+          const int64_t width = std::min(kGroup, plan.end(k) - c);
           a.block(at.w->i0 + at.i, std::min(kTile, at.w->mi - at.i), rows, c, width, false,
                   packed.data, at_a);
           b.block(at.w->j0 + at.j, std::min(kTile, at.w->nj - at.j), kTile, c, width, false,
-                  packed.data + kTile * (kStretch + kSkew), at_b);
+                  packed.data + kTile * (kGroup + kSkew), at_b);
           (rows == 1 ? &sum_block<Kind::wide, 1, float>
                      : &sum_block<Kind::wide, kTile, float>)(isa(), at_a, at_b, 0,
-                                                             up(width, kGroup), in_chunk);
+                                                             up(width, kLanes), in_chunk);
         }
         for (int64_t s = 0; s < square; ++s) sum[s] += in_chunk[s];
       }
@@ -361,6 +358,12 @@ void sqdist_typed(const Sqdist& q, const Parallel& parallel) {
 
 }  // namespace sqdist_detail
 
+// True where both sides are the same rows in the same memory, so that each pair is summed once.
+inline bool is_one_matrix(const Sqdist& q) {
+  if (q.listed >= 0) return false;
+  return q.symmetric || (q.a == q.b && q.a_row == q.b_row && q.m == q.n);
+}
+
 // parallel(n, body) calls body(begin, end) on ranges that cover 0..n, on any threads.
 template <class Parallel>
 void sqdist(Sqdist q, const Parallel& parallel) {
@@ -368,22 +371,45 @@ void sqdist(Sqdist q, const Parallel& parallel) {
   const int64_t size = q.m * q.across();
   for (int64_t k = 0; k < size; ++k)
     q.out[k] = list && q.index[k] < 0 ? std::numeric_limits<double>::infinity() : 0;
-  if (q.p == 0 || size == 0) return;      // rows without columns may have no address
-  if (!q.symmetric && !list && q.n == 1)  // (a - b)^2 = (b - a)^2
-    std::swap(q.a, q.b), std::swap(q.a_row, q.b_row), std::swap(q.m, q.n);
-  with_type(q.dtype, [&](auto in) {
-    using In = decltype(in);
-    sqdist_detail::sqdist_typed<In, std::conditional_t<sizeof(In) == 8, double, float>>(q,
-                                                                                        parallel);
-  });
-  if (!q.symmetric) return;
-  double* out = q.out;
-  for (int64_t i = 0; i < q.m; ++i)
-    for (int64_t l = 0; l < q.across(); ++l, ++out) {
-      const int64_t j = list ? q.index[out - q.out] : l;
-      if (i == j) *out = 0;
-      if (!list && j < i) *out = q.out[j * q.n + i];
-    }
+  if (q.p == 0 || size == 0) return;  // rows without columns may have no address
+  const auto sum_pairs = [&](const Sqdist& pairs) {
+    with_type(q.dtype, [&](auto in) {
+      using In = decltype(in);
+      sqdist_detail::sqdist_typed<In, std::conditional_t<sizeof(In) == 8, double, float>>(pairs,
+                                                                                          parallel);
+    });
+  };
+  if (list) {
+    sum_pairs(q);
+    for (int64_t k = 0; k < size && q.symmetric; ++k)
+      if (q.index[k] == k / q.listed) q.out[k] = 0;
+    return;
+  }
+  if (!is_one_matrix(q)) {
+    if (q.n == 1)  // (a - b)^2 = (b - a)^2
+      std::swap(q.a, q.b), std::swap(q.a_row, q.b_row), std::swap(q.m, q.n);
+    return sum_pairs(q);
+  }
+  Sqdist pairs = q;
+  pairs.symmetric = true;
+  sum_pairs(pairs);
+  for (int64_t i = 0; i < q.m; ++i) {
+    double* const row = q.out + i * q.n;
+    for (int64_t j = 0; j < i; ++j) row[j] = q.out[j * q.n + i];
+  }
+  if (q.symmetric) return;
+  // With two operands the distance of a row from itself is NaN where the row is not finite. A row
+  // at a finite distance from another one is finite; the others are compared with themselves.
+  for (int64_t i = 0; i < q.m; ++i) {
+    double* const row = q.out + i * q.n;
+    bool finite = false;
+    for (int64_t j = 0; j < q.n; ++j) finite |= j != i && std::isfinite(row[j]);
+    if (finite) continue;
+    Sqdist itself = q;
+    itself.a = itself.b = static_cast<const char*>(q.a) + i * q.a_row * size_of(q.dtype);
+    itself.m = itself.n = 1, itself.out = row + i;
+    sum_pairs(itself);
+  }
 }
 
 }  // namespace pflcore::cpu
