@@ -32,7 +32,8 @@ constexpr int64_t kMacro = 128;  // rows of a window on either side
 constexpr int64_t kBlockBytes =
     160 << 10;  // of a column block: with the next one it stays in the second-level cache
 constexpr int64_t kMany = 48;             // rows from which on pages and cache sets run short
-constexpr int64_t kUnit = 2 * kGroup;     // a chunk of columns is so many units
+constexpr int64_t kStretch = 2 * kGroup;  // columns between two totals of float64 lanes
+constexpr int64_t kUnit = 2 * kStretch;   // a chunk of columns is so many units
 constexpr int64_t kSkew =
     16;  // elements between packed rows, so that they do not fall into the same cache sets
 constexpr double kTiny = 1e-30;  // below it float32 squares may have underflowed
@@ -93,7 +94,8 @@ struct Rows {
 // threads need not wait for one another), and the chunks' sums are added up in order.
 struct Plan {
   const Sqdist& q;
-  int64_t block;  // columns of a block, whole groups
+  int64_t block;  // columns of a block, whole stretches
+  int64_t strip;  // columns of a block that all register blocks take before the next ones
   int64_t chunk, chunks;
   int64_t together;  // chunks that are summed at a time
   int64_t run;       // blocks of one chunk between two barriers
@@ -104,8 +106,11 @@ struct Plan {
                   most = std::clamp<int64_t>(std::max(units / 32, std::min<int64_t>(units, 16)), 1,
                                              64);
     chunk = (units + most - 1) / most * kUnit, chunks = (q.p + chunk - 1) / chunk;
-    block = std::clamp<int64_t>(kBlockBytes / (rows() * size) / kGroup * kGroup, kGroup,
+    block = std::clamp<int64_t>(kBlockBytes / (rows() * size) / kStretch * kStretch, kStretch,
                                 std::min(16 * kGroup, chunk));
+    // short strips stay in the first-level cache; many rows are more pages than the processor
+    // remembers, to be looked up anew for each strip
+    strip = size == 4 && rows() < kMany ? kGroup : kStretch;
     // enough pieces for many threads, partial results of 32 MB at most
     const int64_t room = (32 << 20) / (8 * q.m * q.across());
     together = std::clamp<int64_t>(std::min(room, 64 / windows), 1, chunks);
@@ -227,18 +232,16 @@ struct Worker {
       if (!w.diagonal) add(b, w.j0, w.nj);
       ahead.bytes = plan.block * static_cast<int64_t>(sizeof(In));
     }
-    const int64_t turns = w.tiles() * (up(columns, kGroup) / kGroup),
+    const int64_t turns = w.tiles() * (up(columns, plan.strip) / plan.strip),
                   pieces = (ahead.pieces() + turns - 1) / turns;
-    // All register blocks take a group of columns before the next one: its strips of a band of rows
-    // stay in the first-level cache.
-    for (int64_t from = 0; from < columns; from += kGroup)
+    for (int64_t from = 0; from < columns; from += plan.strip)
       w.each([&](int64_t t, int64_t i, int64_t j) {
         ahead.fetch(pieces);
         constexpr Kind half = kind == Kind::wide ? kind : Kind::triangle;
         auto* const sum = w.diagonal && i == j ? &sum_block<half, kTile, T>
                           : w.mi == 1          ? &sum_block<kind, 1, T>
                                                : &sum_block<kind, kTile, T>;
-        sum(now, at_a + i, right + j, from, std::min(columns, from + kGroup),
+        sum(now, at_a + i, right + j, from, std::min(columns, from + plan.strip),
             sums + w.first + t * kTile * kTile);
       });
   }
@@ -310,7 +313,7 @@ void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
                 split = many < 64 ? plan.chunks : 1;  // how the work is cut, not how it is summed
   std::vector<double> sums(many * split * square);
   parallel(many * split, [&](int64_t begin, int64_t end) {
-    Scratch<float> packed(2 * kTile * (kGroup + kSkew));
+    Scratch<float> packed(2 * kTile * (kStretch + kSkew));
     const float *at_a[kTile], *at_b[kTile];
     for (int64_t piece = begin; piece < end; ++piece) {
       const Block at = blocks[piece / split];
@@ -319,12 +322,12 @@ void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
       for (int64_t k = split == 1 ? 0 : piece % split;
            k < (split == 1 ? plan.chunks : piece % split + 1); ++k) {
         double in_chunk[square] = {};
-        for (int64_t c = k * plan.chunk; c < plan.end(k); c += kGroup) {
-          const int64_t width = std::min(kGroup, plan.end(k) - c);
+        for (int64_t c = k * plan.chunk; c < plan.end(k); c += kStretch) {
+          const int64_t width = std::min(kStretch, plan.end(k) - c);
           a.block(at.w->i0 + at.i, std::min(kTile, at.w->mi - at.i), rows, c, width, false,
                   packed.data, at_a);
           b.block(at.w->j0 + at.j, std::min(kTile, at.w->nj - at.j), kTile, c, width, false,
-                  packed.data + kTile * (kGroup + kSkew), at_b);
+                  packed.data + kTile * (kStretch + kSkew), at_b);
           (rows == 1 ? &sum_block<Kind::wide, 1, float>
                      : &sum_block<Kind::wide, kTile, float>)(isa(), at_a, at_b, 0,
                                                              up(width, kLanes), in_chunk);

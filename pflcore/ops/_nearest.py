@@ -282,7 +282,9 @@ class _Search:
         Only the tiles on and above the diagonal are computed. On a CPU the bits of a
         distance do not depend on the order of its two rows.
         """
-        tiles = self.chunks(self.rows, rows)
+        tiles: list[Tensor] = []
+        for chunk in self.chunks(self.rows, rows):
+            tiles.extend(chunk.split(self.tile_rows()))
         for first, tile in enumerate(tiles):
             x = take_rows(self.rows, tile)
             self.merge(tile, pairwise_sqdist(x, x), tile)
@@ -303,6 +305,18 @@ class _Search:
         limit = len(index) if is_view else stream.rows_per_block(rows)
         return tuple(index.split(max(1, min(limit, math.isqrt(MAX_PAIRS)))))
 
+    def fits_cache(self) -> bool:
+        """True where small tiles are quicker, as their distances need no new memory.
+
+        So it is where the rows fit the cache.
+        """
+        return self.n * self.rows.shape[1] <= MAX_PAIRS // 8
+
+    def tile_rows(self) -> int:
+        """The rows on either side of a tile of distances within one matrix."""
+        max_pairs = MAX_PAIRS // 8 if self.fits_cache() else MAX_PAIRS
+        return max(1, math.isqrt(max_pairs))
+
     def exact(self) -> Nearest:
         """The nearest rows by all pairs."""
         guides = torch.arange(self.m, device=self.device)
@@ -315,11 +329,8 @@ class _Search:
         if self.is_symmetric:
             self._compare_with_each_other(all_rows)
             return Nearest(self.sqdist, self.index)
-        # Where the rows fit the cache, small tiles are quicker: their distances need no
-        # new memory.
-        fits_cache = self.n * self.rows.shape[1] <= MAX_PAIRS // 8
         step = math.isqrt(MAX_PAIRS)
-        if fits_cache:
+        if self.fits_cache():
             step = max(1, MAX_PAIRS // 8 // self.n)
         for first in range(0, self.m, step):
             last = min(first + step, self.m)
