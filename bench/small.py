@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -85,7 +86,10 @@ class Row:
 
 
 def cases(clients: Sequence[int], parameters: Sequence[int]) -> Iterator[Case]:
-    """Mixtures and distances at all sizes; those that fit the memory."""
+    """Mixtures and distances at all sizes.
+
+    Raises MemoryError for a size that does not fit the free memory.
+    """
     for n, p in itertools.product(clients, parameters):
         neighbours = min(aggregate.NEIGHBOURS, n - 1)
         for op, m, k in (
@@ -93,18 +97,23 @@ def cases(clients: Sequence[int], parameters: Sequence[int]) -> Iterator[Case]:
             ("N results", n, n),
             ("N by index", n, neighbours),
         ):
-            problem = aggregate.problem({"N": n, "P": p, "M": m, "K": k})
             few = 1 if k < n else 2
-            smallest = aggregate.problem({"N": 2, "P": 1, "M": min(m, 2), "K": few})
+            problem = fitting(aggregate, {"N": n, "P": p, "M": m, "K": k})
+            smallest = fitting(aggregate, {"N": 2, "P": 1, "M": min(m, 2), "K": few})
             for words, provider in (("", "pflcore"), (", fresh", f"pflcore, {FRESH}")):
-                if problem and smallest:
-                    yield Case(
-                        op + words, {"N": n, "P": p}, problem, smallest, provider
-                    )
-        distances = sqdist.problem({"N": n, "P": p})
-        smallest = sqdist.problem({"N": 2, "P": 1})
-        if distances and smallest:
-            yield Case("distances", {"N": n, "P": p}, distances, smallest, "pflcore")
+                yield Case(op + words, {"N": n, "P": p}, problem, smallest, provider)
+        problem = fitting(sqdist, {"N": n, "P": p})
+        smallest = fitting(sqdist, {"N": 2, "P": 1})
+        yield Case("distances", {"N": n, "P": p}, problem, smallest, "pflcore")
+
+
+def fitting(suite: ModuleType, size: Size) -> Problem:
+    """The suite's problem of a size; MemoryError where the memory is too small."""
+    made: Problem | None = suite.problem(size)
+    if made is None:
+        words = table.size_of(size)
+        raise MemoryError(f"not enough free memory for {words}; use --quick")
+    return made
 
 
 def peers(case: Case) -> dict[str, Call]:
@@ -117,15 +126,9 @@ def peers(case: Case) -> dict[str, Call]:
         error = case.problem.error(call())
         if error is not None and error <= against.MAX_PEER_ERROR:
             found[name] = call
-    seconds = {
-        name: min(table.clock(call)[0] for _ in "12") for name, call in found.items()
-    }
-    fastest = min(seconds.values())
-    return {
-        name: call
-        for name, call in found.items()
-        if seconds[name] <= MAX_PEER_TIME * fastest
-    }
+    seconds = {name: table.clock(call)[0] for name, call in found.items()}
+    longest = MAX_PEER_TIME * min(seconds.values())
+    return {name: call for name, call in found.items() if seconds[name] <= longest}
 
 
 def minima(calls: Sequence[Call], seconds: float) -> list[float]:

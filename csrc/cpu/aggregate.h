@@ -106,20 +106,21 @@ PFL_INLINE void put_block(const Place<A>& place, int64_t column,
   constexpr int lanes = bytes / sizeof(A);
   if (place.base) {
     const A* const base = place.base + column;
-    PFL_EACH(r, block, PFL_EACH(c, across, Vec<A, bytes> v;
-                                const A* const at = base + r * place.base_stride + c * lanes;
-                                __builtin_prefetch(at + kPanel); load(v, at); acc[r][c] += v));
+    PFL_EACH(r, block,
+             PFL_EACH(c, across, Vec<A, bytes> v;
+                      const A* const at = base + r * place.base_stride + c * lanes;
+                      __builtin_prefetch(at + kPanel); load(v, at); acc[r][c] += v));
   }
   A* const to = place.to + column;
   PFL_EACH(r, block, PFL_EACH(c, across, store(to + r * place.stride + c * lanes, acc[r][c])));
 }
 
-// sum_n weight[n, r] * x[n, 0..64) for `block` result rows.
+// sum_n weight[n, r] * x[n, 0..width) for `block` result rows; the width is whole panels.
 template <int bytes, class A, int block>
-PFL_INLINE void dense_block(const Place<A>& place, const A* x, int64_t stride, int64_t n,
-                            const A* weight, int64_t ahead) {
+PFL_INLINE void dense_block(const Place<A>& place, int64_t width, const A* x, int64_t stride,
+                            int64_t n, const A* weight, int64_t ahead) {
   constexpr int lanes = bytes / sizeof(A), across = kAcross<bytes, block>;
-  for (int64_t column = 0; column < kPanel; column += across * lanes) {
+  for (int64_t column = 0; column < width; column += across * lanes) {
     Vec<A, bytes> acc[block][across];
     clear(acc);
     sum_outer<block, across>(acc, n, weight, 1, block, [&](int64_t i, int c) PFL_LAMBDA {
@@ -235,7 +236,7 @@ struct Target {
   int64_t column, width;
   bool first, last;  // panel
 
-  bool direct() const { return plan.direct && width == kPanel; }
+  bool direct() const { return plan.direct && width >= kPanel; }
   // The panel's part of the results from `row` on.
   Place<A> place(int64_t row) const {
     const Aggregate& job = plan.job;
@@ -301,10 +302,10 @@ PFL_INLINE void dense_panel(const Target<A>& to, A* panel, double* total, A* sum
       for (int64_t row = top; row < bottom; row += plan.block) {
         const int64_t count = std::min<int64_t>(plan.block, job.m - row);
         const A* const weight = plan.weight.data() + row * job.n + first * count;
-        const Place<A> place =
-            direct ? to.place(row) : Place<A>{sum, sum_stride, nullptr, 0};
+        const Place<A> place = direct ? to.place(row) : Place<A>{sum, sum_stride, nullptr, 0};
         fixed<kMaxBlock>(count, [&](auto block) PFL_LAMBDA {
-          dense_block<bytes, A, block>(place, x, through ? kPanel : job.updates_row, some, weight,
+          dense_block<bytes, A, block>(place, std::max(to.width, kPanel), x,
+                                       through ? kPanel : job.updates_row, some, weight,
                                        through ? 0 : ahead);
         });
         for (int64_t r = 0; !direct && r < count; r++) {
@@ -375,13 +376,18 @@ PFL_INLINE void columns(const Plan<A>& plan, int64_t begin, int64_t end) {
   std::vector<int64_t> offset;
   if (!plan.packed && job.sparse)
     for (int64_t r : plan.row) offset.push_back(r * job.updates_row);
-  for (int64_t column = begin; column < end; column += kPanel) {
+  // Rows that stay in the caches need not be fetched panel by panel: where nothing is packed
+  // either, one panel is as wide as all.
+  const bool cached = plan.reads() * job.p * int64_t{sizeof(A)} < kStreamBytes;
+  const bool whole = cached && !job.sparse && plan.direct && !plan.packed && job.n <= kChunk;
+  const int64_t step = whole ? std::max((end - begin) / kPanel, int64_t{1}) * kPanel : kPanel;
+  for (int64_t column = begin; column < end; column += step) {
     const Target<A> to{plan,
                        kept.data,
                        column,
-                       std::min(kPanel, end - column),
+                       std::min(step, end - column),
                        column == begin,
-                       column + kPanel >= end};
+                       column + step >= end};
     if (job.sparse)
       sparse_panel<bytes, A>(to, panel.data, total.data, sum, offset.data());
     else

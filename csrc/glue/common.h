@@ -74,9 +74,9 @@ Tensor make(const Tensor& like, const Sizes& sizes,
       torch::stable::detail::from(dtype.value_or(like.scalar_type())));
   return allocated(like, elements, [&] {
     AtenTensorHandle made = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
-                                 type, device, index, &made));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()),
+                                                           shape.data(), strides.data(), type,
+                                                           device, index, &made));
     return Tensor(made);
   });
 }
