@@ -9,6 +9,7 @@ output for client i.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,18 +20,35 @@ from pflcore.algorithms._protocol import (
     Algorithm,
     Changes,
     Cohort,
-    MixingWeights,
     Payload,
     RowUpdate,
     Tensors,
     Traits,
     UpdateResult,
     algorithm_options,
-    lazy_zeros,
+    squared_norms,
 )
-from pflcore.check import NonNegativeFloat, PositiveInt, Weighting
+from pflcore.check import NonNegativeFloat, PositiveInt
 from pflcore.train import Net
 from pflcore.train._random import generator_of
+from pflcore.train._workers import single_threaded
+
+
+class _Step(NamedTuple):
+    """A step of the hypernetwork and of one client's embedding.
+
+    Attributes:
+        size: [] float64, the factor of the slopes.
+        phi: [Q] the slope of the hidden layers.
+        v: [D] the slope of the embedding.
+        factors: [H + 1] a_i and a 1. The last layer's slope is their outer product with
+            the client's residual.
+    """
+
+    size: Tensor
+    phi: Tensor
+    v: Tensor
+    factors: Tensor
 
 
 @algorithm_options
@@ -43,70 +61,65 @@ class PFedHN(Algorithm):
 
     The model of client i is `x_i = h(v_i)`. h is a network of `hidden_layers` linear
     layers with ReLU, and of a linear layer with P outputs. A client trains from x_i as
-    in FedAvg, and uploads delta_i. With J the derivatives of x_i by the hypernetwork's
-    parameters, or by v_i, the server takes `parameters <- parameters + server_lr *
-    sum_i p_i J_i^T delta_i` and `v_i <- v_i + embedding_lr * J_i^T delta_i`. p_i are
-    the clients' shares. An absent client keeps its v_i. A client is evaluated with its
-    x_i.
+    in FedAvg, and uploads delta_i. Then the server takes one step for each client of
+    the cohort, one after another. Each step moves h and v_i towards what the client
+    trained: with the residual `r_i = x_i + delta_i - h(v_i)`, which the steps before
+    have changed, and the derivatives J_i of h(v_i) by all parameters of h and by v_i,
+    it adds `server_lr * |r_i|^2 / |J_i^T r_i|^2 * J_i^T r_i`. An absent client keeps
+    its v_i. A client is evaluated with its h(v_i).
+
+    In round t the first step is that of client t modulo S of the cohort. So no client
+    is always the last one, whose model is then fitted best. To the first order, h(v_i)
+    moves by the part `server_lr` of r_i along r_i. So `server_lr` means the same
+    for every model and every size of h.
 
     The server needs much memory: `output` has H + 1 times the numbers of a model, and a
     round makes a second one. With H = 100 and a million parameters in float32 each
-    takes 400 MB.
+    takes 400 MB. Each client of the cohort makes the server read `output` three times.
 
-    All embeddings start at 0, and the bias of the last layer at the value with which
-    h(0) is the run's initial model. So all clients begin with that model, and a client
-    that joins begins with h(0). Its training in `History.adapt` moves its embedding
-    alone. The other parameters of h start as torch's layers do.
+    The weight of the last layer starts at 0, and its bias at the run's initial model.
+    So all clients begin with that model. The embeddings start as draws of mean 0 and
+    variance 1, the same ones in all runs; the hidden layers start as torch's layers do.
+    The training of a client that joins, in `History.adapt`, moves its embedding alone.
 
-    The paper's full text was not at hand: the rule is taken from its abstract and first
-    pages and from FL-bench's code. Deviations from that code: there a round's clients
-    follow one another, and each moves the hypernetwork; embeddings and biases start at
-    random; its steps have momentum, weight decay and a bound of the gradient's length.
+    Deviations from the authors' code: one client trains in each of its rounds; a cohort
+    of one client gives that. Its step is SGD of a fixed size, 0.01 with a momentum of
+    0.9, with weight decay and a bound of the slope's length. A fixed size that suits
+    one model lets another stand still or diverge. The last layer's weight starts at
+    random. D is 1 + N / 4, and the last hidden layer has no ReLU.
 
     Args:
         embedding_size: D, the length of an embedding.
         hidden_size: H, the width of the hidden layers.
         hidden_layers: Number of the hidden layers.
-        server_lr: Step size of the hypernetwork.
-        embedding_lr: Step size of the embeddings; None takes `server_lr`.
-        weighting: Shares of the clients in a step of the hypernetwork: "samples" or
-            "uniform".
+        server_lr: The part of its residual by which a client's step moves its model.
     """
 
     embedding_size: PositiveInt = 8
     hidden_size: PositiveInt = 100
-    hidden_layers: PositiveInt = 2
-    server_lr: NonNegativeFloat = 0.1
-    embedding_lr: NonNegativeFloat | None = None
-    weighting: Weighting = "samples"
+    hidden_layers: PositiveInt = 3
+    server_lr: NonNegativeFloat = 0.5
 
     # The models are never mixed, so statistics of batch norm are the clients' own.
-    traits = Traits(batch_norm=("local",), per_client_state=("v",))
+    traits = Traits(batch_norm=("local",))
 
     def server_init_args(self, net: Net) -> Tensors:
         generator = generator_of(net.seed, "pFedHN")
-
-        def uniform(count: int, inputs: int) -> Tensor:
-            draws = torch.rand(count, generator=generator, dtype=torch.float64)
-            return ((2 * draws - 1) / math.sqrt(inputs)).to(net.w0)
-
         phi = []
         inputs = self.embedding_size
         for _ in range(self.hidden_layers):
-            phi.append(uniform(self.hidden_size * (inputs + 1), inputs))
+            draws = _uniform_draws(self.hidden_size * (inputs + 1), generator)
+            phi.append(draws / math.sqrt(inputs))
             inputs = self.hidden_size
-        weight = net.w0.new_empty(self.hidden_size, net.size)
-        for row in weight:  # all draws at once would take memory in float64
-            row.copy_(uniform(net.size, self.hidden_size))
-        return {"x0": net.w0, "phi": torch.cat(phi), "weight": weight}
+        return {"x0": net.w0, "phi": torch.cat(phi).to(net.w0)}
 
     def init(self, x0: Tensor, n: int, **more: Tensor) -> Tensors:
-        phi = more["phi"]
-        weight = more["weight"]
-        v = lazy_zeros(n, phi[: self.embedding_size])
-        hidden = self.hidden_output(phi, torch.zeros_like(v[:1]))
-        bias = ops.aggregate(weight, hidden, base=x0, lr=-1.0)
-        return {"phi": phi, "output": torch.cat([weight, bias]), "v": v}
+        output = x0.new_zeros(self.hidden_size + 1, len(x0))
+        output[-1] = x0
+        generator = generator_of("pFedHN", "embeddings")
+        draws = _uniform_draws(n * self.embedding_size, generator)
+        v = math.sqrt(3) * draws.view(n, self.embedding_size)  # of variance 1
+        return {"phi": more["phi"], "output": output, "v": v.to(x0)}
 
     def hidden_output(self, phi: Tensor, v: Tensor) -> Tensor:
         """The output [S, H] of the hidden layers for embeddings `v` [S, D].
@@ -128,9 +141,8 @@ class PFedHN(Algorithm):
         return a
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        v = self._embeddings(state, cohort)
-        factors = with_one(self.hidden_output(state["phi"], v))
-        return {"x": ops.aggregate(state["output"], factors)}
+        hidden = self.hidden_output(state["phi"], self._embeddings(state, cohort))
+        return {"x": ops.aggregate(state["output"], _with_one(hidden))}
 
     def _embeddings(self, state: Tensors, cohort: Cohort) -> Tensor:
         """The embeddings [S, D] of a cohort."""
@@ -138,56 +150,62 @@ class PFedHN(Algorithm):
         return v[to_device(cohort.ids, v.device)]
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        share = cohort.mean_weights(self.weighting).weight[0]  # [S]
-        hidden, by_phi, by_v = self.slopes(state, up["delta"], cohort)
-        share = to_device(share, hidden.device)
-        factors = with_one(hidden).double() * share[:, None]
-        output = ops.aggregate(
-            up["delta"], factors.T.contiguous(), base=state["output"], lr=self.server_lr
-        )
-        mean = MixingWeights(share[None])
-        phi = mean.aggregate(by_phi, state["phi"], self.server_lr)[0]
+        count = len(cohort.ids)
+        phi = state["phi"]
+        output = state["output"].clone()
+        v = self._embeddings(state, cohort)
+        trained = ops.aggregate(output, _with_one(self.hidden_output(phi, v)))
+        trained += up["delta"]
+        for position in range(cohort.round, cohort.round + count):
+            i = position % count
+            x = ops.aggregate(output, _with_one(self.hidden_output(phi, v[i : i + 1])))
+            residual = trained[i : i + 1] - x
+            step = self._step(phi, output, v[i], residual)
+            phi = phi + step.size * step.phi
+            v[i] += step.size * step.v
+            weight = step.size * step.factors[:, None]
+            ops.aggregate(residual, weight, base=output, out=output)
         changes: Changes = {"phi": phi, "output": output}
-        return {**changes, **self._moved_embeddings(state, by_v, cohort)}, None
+        return {**changes, "v": RowUpdate(cohort.ids, v)}, None
 
     def assign_new_client(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
         # The hypernetwork stays: the others' models must not change with a newcomer.
-        by_v = self.slopes(state, up["delta"], cohort)[2]
-        return self._moved_embeddings(state, by_v, cohort)
+        v = self._embeddings(state, cohort)
+        for i, delta in enumerate(up["delta"].split(1)):
+            step = self._step(state["phi"], state["output"], v[i], delta)
+            v[i] += step.size * step.v
+        return {"v": RowUpdate(cohort.ids, v)}
 
-    def _moved_embeddings(
-        self, state: Tensors, by_v: Tensor, cohort: Cohort
-    ) -> Changes:
-        """The embeddings of a cohort after a step along `by_v` [S, D]."""
-        lr = self.server_lr if self.embedding_lr is None else self.embedding_lr
-        return {"v": RowUpdate(cohort.ids, self._embeddings(state, cohort) + lr * by_v)}
-
-    def slopes(
+    def _step(
         self,
-        state: Tensors,
-        delta: Tensor,  # [S, P]
-        cohort: Cohort,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # [S, H], [S, Q], [S, D]
-        """The outputs a_i, and J_i^T delta_i by phi and by the embedding.
+        phi: Tensor,  # [Q]
+        output: Tensor,  # [H + 1, P]
+        v: Tensor,  # [D]
+        residual: Tensor,  # [1, P]
+    ) -> _Step:
+        """The step that moves the model h(v) along `residual`."""
+        # A sum over all parameters would have other bits on other numbers of threads.
+        with single_threaded():
+            by_hidden = output[:-1] @ residual[0].to(output)
+        with torch.enable_grad():
+            inputs = [phi.detach().requires_grad_(), v.detach().requires_grad_()]
+            a = self._hidden_row(*inputs)
+            slope_phi, slope_v = torch.autograd.grad(a, inputs, by_hidden)
+        factors = _with_one(a.detach()[None])[0].double()
+        length = squared_norms(residual)[0]
+        # The last layer's slope is an outer product, so its squared norm is a product.
+        moved = slope_phi.double().square().sum() + slope_v.double().square().sum()
+        slope_length = factors.square().sum() * length + moved
+        # Where the residual is 0, so are all slopes.
+        size = self.server_lr * length / slope_length.clamp_min(1e-300)
+        return _Step(size, slope_phi, slope_v, factors)
 
-        By the last layer J_i^T delta_i is the product of delta_i and a_i, which
-        `update` computes without a table for each client.
-        """
-        weight = state["output"][:-1]
-        hidden, by_phi, by_v = [], [], []
-        for v, row in zip(self._embeddings(state, cohort), delta, strict=True):
-            by_hidden = weight @ row.to(weight)
-            with torch.enable_grad():
-                inputs = [state["phi"].detach().requires_grad_()]
-                inputs.append(v.detach().requires_grad_())
-                a = self._hidden_row(*inputs)
-                slope_phi, slope_v = torch.autograd.grad(a, inputs, by_hidden)
-            hidden.append(a.detach())
-            by_phi.append(slope_phi)
-            by_v.append(slope_v)
-        return torch.stack(hidden), torch.stack(by_phi), torch.stack(by_v)
+
+def _uniform_draws(count: int, generator: torch.Generator) -> Tensor:
+    """Uniform draws [count] between -1 and 1, float64."""
+    return 2 * torch.rand(count, generator=generator, dtype=torch.float64) - 1
 
 
-def with_one(hidden: Tensor) -> Tensor:
+def _with_one(hidden: Tensor) -> Tensor:
     """The rows of `hidden` [S, H] with a 1 behind each, which the bias is weighed by."""
     return torch.nn.functional.pad(hidden, (0, 1), value=1.0)

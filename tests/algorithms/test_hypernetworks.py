@@ -6,9 +6,9 @@ Symbols: N clients; v are the embeddings [N, D], x the models that clients recei
 import torch
 from small import after, double, joined, near, some, tiny
 
-from pflcore.algorithms import FedAvg, PFedHN, apply
+from pflcore.algorithms import PFedHN, apply
 
-SMALL = PFedHN(embedding_size=3, hidden_size=5, server_lr=0.3)
+SMALL = PFedHN(embedding_size=3, hidden_size=12, hidden_layers=2, server_lr=0.3)
 
 
 def played(rounds, alg=SMALL):
@@ -26,17 +26,33 @@ def test_all_clients_begin_with_the_initial_model_and_then_part():
     assert (x[0] - x[1:]).abs().amax(1).min() > 1e-6
 
 
-def test_without_hidden_outputs_it_is_fedavg():
+def test_without_hidden_outputs_the_bias_follows_one_client_after_another():
     s = double(tiny())
+    n = s.data.n
     state = joined(SMALL, s)
-    output = torch.zeros_like(state.server["output"])
-    output[-1] = s.net.w0
     state.server["phi"] = torch.zeros_like(state.server["phi"])
-    state.server["output"] = output
-    ours, _ = after(SMALL, s, 3, state)
-    theirs, _ = after(FedAvg(server_lr=0.3), s, 3)
-    near(ours.server["output"][-1], theirs.server["x"], 1e-9, 1e-11)
-    assert not ours.server["output"][:-1].any() and not ours.server["v"].any()
+    delta = torch.linspace(-1, 1, n * s.net.size, dtype=s.net.dtype).view(n, -1)
+
+    changes = SMALL.update(state.server, {"delta": delta}, some(n, round=1))[0]
+
+    bias = s.net.w0
+    for i in [*range(1, n), 0]:
+        bias = bias + 0.3 * (s.net.w0 + delta[i] - bias)
+    near(changes["output"][-1], bias, 1e-12, 1e-14)
+    assert not changes["output"][:-1].any()
+
+
+def test_steps_of_any_size_of_the_update_scale_with_it():
+    """A step is as long as the update, whatever the scale of the slopes."""
+    s, state = played(2)
+    cohort = some(s.data.n, ids=[1])
+    x = SMALL.send(state.server, cohort)["x"]
+    for scale in (1e-3, 1e-6):
+        delta = scale * torch.linspace(-1, 1, x.shape[1], dtype=x.dtype)[None]
+        changes = SMALL.update(state.server, {"delta": delta}, cohort)[0]
+        moved = SMALL.send(apply(state.server, changes), cohort)["x"] - x
+        part = (moved * delta).sum() / delta.square().sum()
+        near(part, torch.full_like(part, 0.3), 10 * scale, 0)
 
 
 def test_without_steps_everything_stays():

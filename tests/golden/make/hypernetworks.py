@@ -22,13 +22,12 @@ def pfedhn(
     hidden_size,
     hidden_layers,
     server_lr,
-    embedding_lr,
-    weighting="samples",
 ) -> Iterator[dict]:
-    """pFedHN (Shamsian et al. 2021), with the mean of a cohort's steps.
+    """pFedHN (Shamsian et al. 2021), with a step for each client in turn.
 
-    All parameters of the hypernetwork move along the slope of `sum_i p_i delta_i .
-    h(v_i)`, and v_i along that of `delta_i . h(v_i)`.
+    All parameters of the hypernetwork and v_i move along the slope of `r_i . h(v_i)`,
+    where r_i leads from h(v_i) to the model that client i trained. The step's size is
+    `server_lr |r_i|^2` over the squared length of the slope.
     """
     given = start["server"]
     phi, output, v = (np.array(given[key]) for key in ("phi", "output", "v"))
@@ -46,20 +45,21 @@ def pfedhn(
         last = theta[at:].reshape(output.shape)
         return a @ last[:-1] + last[-1]
 
-    for cohort in cohorts:
-        theta = np.concatenate([phi, output.ravel()])
-        step = np.zeros_like(theta)
-        new_v = v.copy()
-        for i, share in zip(cohort, clients.shares(cohort, weighting), strict=True):
-            x = model(theta, v[i])
-            delta = clients.train(i, x) - x
-            step += share * slope_of(lambda t, d=delta, i=i: d @ model(t, v[i]), theta)
-            slope = slope_of(lambda e, d=delta, t=theta: d @ model(t, e), v[i])
-            new_v[i] = v[i] + embedding_lr * slope
-        theta = theta + server_lr * step
-        v = new_v
+    theta = np.concatenate([phi, output.ravel()])
+    v = v.copy()
+    for number, cohort in enumerate(cohorts, 1):
+        trained = {i: clients.train(i, model(theta, v[i])) for i in cohort}
+        first = number % len(cohort)
+        for i in [*cohort[first:], *cohort[:first]]:
+            r = trained[i] - model(theta, v[i])
+            everything = np.concatenate([theta, v[i]])
+            slope = slope_of(
+                lambda e, r=r: r @ model(e[: len(theta)], e[len(theta) :]), everything
+            )
+            everything = everything + server_lr * (r @ r) / (slope @ slope) * slope
+            theta, v[i] = everything[: len(theta)], everything[len(theta) :]
         phi, output = theta[: len(phi)], theta[len(phi) :].reshape(output.shape)
-        yield {"server": {"phi": phi, "output": output, "v": v}}
+        yield {"server": {"phi": phi, "output": output, "v": v.copy()}}
 
 
 def results() -> Iterator[Result]:
