@@ -207,5 +207,5 @@ def _uniform_draws(count: int, generator: torch.Generator) -> Tensor:
 
 
 def _with_one(hidden: Tensor) -> Tensor:
-    """The rows of `hidden` [S, H] with a 1 behind each, which the bias is weighed by."""
+    """The rows of `hidden` [S, H] with a 1 behind each, the weight of the bias."""
     return torch.nn.functional.pad(hidden, (0, 1), value=1.0)

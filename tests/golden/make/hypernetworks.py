@@ -23,7 +23,7 @@ def pfedhn(
     hidden_layers,
     server_lr,
 ) -> Iterator[dict]:
-    """pFedHN (Shamsian et al. 2021), with a step for each client in turn.
+    """Rounds of pFedHN (Shamsian et al. 2021), with a step for each client in turn.
 
     All parameters of the hypernetwork and v_i move along the slope of `r_i . h(v_i)`,
     where r_i leads from h(v_i) to the model that client i trained. The step's size is
@@ -33,7 +33,7 @@ def pfedhn(
     phi, output, v = (np.array(given[key]) for key in ("phi", "output", "v"))
 
     def model(theta, embedding):
-        """h of all parameters in one vector, phi first."""
+        """The output of h, whose parameters are one vector, phi first."""
         a = embedding
         at = 0
         for _ in range(hidden_layers):
@@ -52,12 +52,11 @@ def pfedhn(
         first = number % len(cohort)
         for i in [*cohort[first:], *cohort[:first]]:
             r = trained[i] - model(theta, v[i])
-            everything = np.concatenate([theta, v[i]])
-            slope = slope_of(
-                lambda e, r=r: r @ model(e[: len(theta)], e[len(theta) :]), everything
-            )
-            everything = everything + server_lr * (r @ r) / (slope @ slope) * slope
-            theta, v[i] = everything[: len(theta)], everything[len(theta) :]
+            q = len(theta)
+            start = np.concatenate([theta, v[i]])
+            slope = slope_of(lambda e, r=r, q=q: r @ model(e[:q], e[q:]), start)
+            moved = start + server_lr * (r @ r) / (slope @ slope) * slope
+            theta, v[i] = moved[:q], moved[q:]
         phi, output = theta[: len(phi)], theta[len(phi) :].reshape(output.shape)
         yield {"server": {"phi": phi, "output": output, "v": v.copy()}}
 
