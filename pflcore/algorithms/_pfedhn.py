@@ -68,10 +68,10 @@ class PFedHN(Algorithm):
     it adds `server_lr * |r_i|^2 / |J_i^T r_i|^2 * J_i^T r_i`. An absent client keeps
     its v_i. A client is evaluated with its h(v_i).
 
-    In round t the first step is that of client t modulo S of the cohort. So no client
-    is always the last one, whose model is then fitted best. To the first order, h(v_i)
-    moves by the part `server_lr` of r_i along r_i. So `server_lr` means the same
-    for every model and every size of h.
+    The order of the steps is drawn anew in each round, so that no client is always the
+    last one, whose model is then fitted best. To the first order, h(v_i) moves by the
+    part `server_lr` of r_i along r_i. So `server_lr` means the same for every model and
+    every size of h.
 
     The server needs much memory: `output` has H + 1 times the numbers of a model, and a
     round makes a second one. With H = 100 and a million parameters in float32 each
@@ -150,14 +150,12 @@ class PFedHN(Algorithm):
         return v[to_device(cohort.ids, v.device)]
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        count = len(cohort.ids)
         phi = state["phi"]
         output = state["output"].clone()
         v = self._embeddings(state, cohort)
         trained = ops.aggregate(output, _with_one(self.hidden_output(phi, v)))
         trained += up["delta"]
-        for position in range(cohort.round, cohort.round + count):
-            i = position % count
+        for i in torch.randperm(len(v), generator=cohort.generator).tolist():
             x = ops.aggregate(output, _with_one(self.hidden_output(phi, v[i : i + 1])))
             residual = trained[i : i + 1] - x
             step = self._step(phi, output, v[i], residual)
