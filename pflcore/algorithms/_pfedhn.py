@@ -82,23 +82,29 @@ class PFedHN(Algorithm):
     variance 1, the same ones in all runs; the hidden layers start as torch's layers do.
     The training of a client that joins, in `History.adapt`, moves its embedding alone.
 
+    With `fixed_step` the server adds `server_lr * J_i^T r_i`, which with one client in
+    a round is the paper's step. A fixed size that suits one model lets another stand
+    still or diverge, hence the default.
+
     Deviations from the authors' code: one client trains in each of its rounds; a cohort
-    of one client gives that. Its step is SGD of a fixed size, 0.01 with a momentum of
-    0.9, with weight decay and a bound of the slope's length. A fixed size that suits
-    one model lets another stand still or diverge. The last layer's weight starts at
-    random. D is 1 + N / 4, and the last hidden layer has no ReLU.
+    of one client gives that. Its step is SGD of the fixed size 0.01 with a momentum of
+    0.9, with weight decay and a bound of the slope's length. The last layer's weight
+    starts at random. D is 1 + N / 4, and the last hidden layer has no ReLU.
 
     Args:
         embedding_size: D, the length of an embedding.
         hidden_size: H, the width of the hidden layers.
         hidden_layers: Number of the hidden layers.
-        server_lr: The part of its residual by which a client's step moves its model.
+        server_lr: The part of its residual by which a client's step moves its model;
+            with `fixed_step` the step's factor.
+        fixed_step: True for steps of a fixed size, as in the paper.
     """
 
     embedding_size: PositiveInt = 8
     hidden_size: PositiveInt = 100
     hidden_layers: PositiveInt = 3
     server_lr: NonNegativeFloat = 0.5
+    fixed_step: bool = False
 
     # The models are never mixed, so statistics of batch norm are the clients' own.
     traits = Traits(batch_norm=("local",))
@@ -190,6 +196,9 @@ class PFedHN(Algorithm):
             a = self._hidden_row(*inputs)
             slope_phi, slope_v = torch.autograd.grad(a, inputs, by_hidden)
         factors = _with_one(a.detach()[None])[0].double()
+        if self.fixed_step:
+            size = factors.new_tensor(self.server_lr)
+            return _Step(size, slope_phi, slope_v, factors)
         length = squared_norms(residual)[0]
         # The last layer's slope is an outer product, so its squared norm is a product.
         moved = slope_phi.double().square().sum() + slope_v.double().square().sum()

@@ -3,6 +3,8 @@
 Symbols: N clients; v are the embeddings [N, D], x the models that clients receive.
 """
 
+import dataclasses
+
 import torch
 from small import after, double, joined, near, some, tiny
 
@@ -54,6 +56,21 @@ def test_a_step_moves_the_model_by_its_part_at_any_scale():
         moved = SMALL.send(apply(state.server, changes), cohort)["x"] - x
         part = (moved * delta).sum() / delta.square().sum()
         near(part, torch.full_like(part, 0.3), scale, 1e-8)
+
+
+def test_a_fixed_step_grows_with_the_square_of_the_residual_s_length():
+    """The slope grows with the residual, and the model moves along the slope."""
+    alg = dataclasses.replace(SMALL, fixed_step=True)
+    s, state = played(2)
+    cohort = some(s.data.n, ids=[1])
+    x = alg.send(state.server, cohort)["x"]
+    delta = 1e-6 * torch.linspace(-1, 1, x.shape[1], dtype=x.dtype)[None]
+    along = []
+    for scale in (1, 2):
+        changes = alg.update(state.server, {"delta": scale * delta}, cohort)[0]
+        moved = alg.send(apply(state.server, changes), cohort)["x"] - x
+        along.append((moved * scale * delta).sum())
+    near(along[1], 4 * along[0], 1e-4, 0)
 
 
 def test_without_steps_everything_stays():

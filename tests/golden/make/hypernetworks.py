@@ -26,12 +26,13 @@ def pfedhn(
     hidden_size,
     hidden_layers,
     server_lr,
+    fixed_step=False,
 ) -> Iterator[dict]:
     """Rounds of pFedHN (Shamsian et al. 2021), with a step for each client in turn.
 
     All parameters of the hypernetwork and v_i move along the slope of `r_i . h(v_i)`,
     where r_i leads from h(v_i) to the model that client i trained. The step's size is
-    `server_lr |r_i|^2` over the squared length of the slope.
+    `server_lr |r_i|^2` over the squared length of the slope; a fixed one is `server_lr`.
     """
     given = start["server"]
     phi, output, v = (np.array(given[key]) for key in ("phi", "output", "v"))
@@ -58,7 +59,8 @@ def pfedhn(
             q = len(theta)
             start = np.concatenate([theta, v[i]])
             slope = slope_of(lambda e, r=r, q=q: r @ model(e[:q], e[q:]), start)
-            moved = start + server_lr * (r @ r) / (slope @ slope) * slope
+            size = server_lr if fixed_step else server_lr * (r @ r) / (slope @ slope)
+            moved = start + size * slope
             theta, v[i] = moved[:q], moved[q:]
         phi, output = theta[: len(phi)], theta[len(phi) :].reshape(output.shape)
         yield {"server": {"phi": phi, "output": output, "v": v.copy()}}
