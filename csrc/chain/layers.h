@@ -312,6 +312,120 @@ PFL_TARGET void norm_backward(const Norm& q, const T* x, const T* stats, const T
   }
 }
 
+// ---- batch norm: a channel is normalized over its places in all samples of a batch, and what an
+// activation below GELU does with it is done at once ----
+struct BatchNorm {
+  int64_t channels, per, batch;  // `per`: features of a channel
+  int64_t act;
+  int64_t mean_at, variance_at;  // columns of the running statistics
+  double eps, momentum;
+  bool affine, frozen;
+  int64_t count() const { return per * batch; }  // a channel's numbers lie side by side
+};
+
+// The sums of K numbers for each of a channel's n places; look(i, parts) gives those from place i
+// on. Four vectors of partial sums do not wait for each other.
+template <int K, class T, int bytes, class Look>
+PFL_INLINE void channel_sums(int64_t n, const Look& look, T (&total)[K]) {
+  using V = Vec<T, bytes>;
+  constexpr int64_t lanes = bytes / sizeof(T);
+  V sums[4][K] = {}, parts[K];
+  int64_t i = 0;
+  for (; i + 4 * lanes <= n; i += 4 * lanes)
+    PFL_EACH(j, 4, look(i + j * lanes, parts); PFL_EACH(k, K, sums[j][k] += parts[k]));
+  for (; i < n; i += lanes) {
+    look(i, parts);
+    PFL_EACH(k, K, keep_first<T>(parts[k], n - i); sums[0][k] += parts[k]);
+  }
+  PFL_EACH(k, K, total[k] = sum_of<T>((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k])));
+}
+
+// stats [channels][2]: mean and 1 / deviation. `running`: a row of statistics, which a batch moves
+// in training.
+template <class T, int bytes>
+PFL_TARGET void batch_norm_forward(const BatchNorm& q, bool train, const T* x, const T* weight,
+                                   const T* bias, T* running, T* stats, T* y) {
+  using V = Vec<T, bytes>;
+  constexpr int64_t lanes = bytes / sizeof(T);
+  const int64_t n = q.count();
+  for (int64_t c = 0; c < q.channels; c++) {
+    const T* const from = x + c * n;
+    T mean[1], variance[1];
+    if (train) {
+      channel_sums<1, T, bytes>(
+          n, [&](int64_t i, V(&part)[1]) PFL_LAMBDA { load(part[0], from + i); }, mean);
+      mean[0] /= static_cast<T>(n);
+      channel_sums<1, T, bytes>(
+          n,
+          [&](int64_t i, V(&part)[1]) PFL_LAMBDA {
+            load(part[0], from + i);
+            part[0] -= mean[0];
+            part[0] *= part[0];
+          },
+          variance);
+      const T share = static_cast<T>(q.momentum);
+      T &old_mean = running[q.mean_at + c], &old = running[q.variance_at + c];
+      old_mean += share * (mean[0] - old_mean);
+      old += share * (variance[0] / static_cast<T>(n - 1) - old);
+      variance[0] /= static_cast<T>(n);
+    } else {
+      mean[0] = running[q.mean_at + c], variance[0] = running[q.variance_at + c];
+    }
+    const T scale = T(1) / std::sqrt(variance[0] + static_cast<T>(q.eps));
+    stats[2 * c] = mean[0], stats[2 * c + 1] = scale;
+    const T factor = q.affine ? scale * weight[c] : scale, offset = q.affine ? bias[c] : T(0);
+    for (int64_t i = 0; i < n; i += lanes) {
+      V v;
+      load(v, from + i);
+      v = (v - mean[0]) * factor + offset;
+      activate<T, bytes>(q.act, v);
+      store(y + c * n + i, v);
+    }
+  }
+}
+
+// dx may be nullptr. Without `train` the statistics were constants.
+template <class T, int bytes>
+PFL_TARGET void batch_norm_backward(const BatchNorm& q, bool train, const T* x, const T* y,
+                                    const T* stats, const T* dy, const T* weight,
+                                    const Into<T>& into, T* dweight, T* dbias, T* dx) {
+  using V = Vec<T, bytes>;
+  constexpr int64_t lanes = bytes / sizeof(T);
+  const int64_t n = q.count();
+  for (int64_t c = 0; c < q.channels; c++) {
+    const T mean = stats[2 * c], scale = stats[2 * c + 1];
+    // The slopes behind the normalized values, and these.
+    const auto look = [&](int64_t i, V& g, V& hat) PFL_LAMBDA {
+      V value;
+      load(g, dy + c * n + i);
+      load(value, y + c * n + i);
+      slope<T>(q.act, g, value);
+      load(hat, x + c * n + i);
+      hat = (hat - mean) * scale;
+    };
+    T sums[2];  // of the slopes, and of their products with the normalized values
+    channel_sums<2, T, bytes>(
+        n,
+        [&](int64_t i, V(&parts)[2]) PFL_LAMBDA {
+          look(i, parts[0], parts[1]);
+          parts[1] *= parts[0];
+        },
+        sums);
+    if (dx) {
+      const T factor = q.affine ? scale * weight[c] : scale;
+      const T shift = train ? sums[0] / static_cast<T>(n) : T(0),
+              pull = train ? sums[1] / static_cast<T>(n) : T(0);
+      for (int64_t i = 0; i < n; i += lanes) {
+        V g, hat;
+        look(i, g, hat);
+        g = (g - shift - hat * pull) * factor;
+        store(dx + c * n + i, g);
+      }
+    }
+    if (q.affine) into(dweight[c], sums[1]), into(dbias[c], sums[0]);
+  }
+}
+
 // ---- losses ----
 // scores [classes][batch] with targets [batch] -> each sample's loss [batch], whether it is right
 // [batch] (by its scores alone: infinite ones have an order, and with a NaN nothing is right), and

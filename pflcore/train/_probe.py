@@ -4,7 +4,7 @@ A probe is a federation of a few small clients (of one client, for a large model
 together with their losses and gradients by the module itself under plain autograd: the
 reference. An engine computes the same losses and gradients at the initial weights plus
 noise. It must match the reference in training mode and, for "loop" and a chain, in
-evaluation mode.
+evaluation mode. Batch norm's statistics behind the training step must match, too.
 
 There is a probe in the model's own dtype, and one in float64. The one in float64 is
 missing
@@ -59,6 +59,8 @@ PROBE_SIZES = (5, 5, 2, 2)
 # A difference may be as large as this share of the largest value of the reference.
 FLOAT64_TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 1e-3
+# The values that are compared, in the order of `EngineProbe.expected`.
+VALUE_NAMES = ("loss", "gradient", "row of running statistics")
 # Rounding errors of one pass, in units of the dtype's epsilon.
 MAX_ROUNDING_ERRORS = 64
 
@@ -87,7 +89,7 @@ class EngineProbe:
         clients: The clients. `difference` gives them the engine that is tried.
         w: The clients' weights [s, P].
         expected: The losses [s] and gradients [s, P] of the module, by mode: "training"
-            and "evaluation".
+            and "evaluation"; in training also its buffers [s, b], if it has any.
         is_decisive: True where the engine's numbers count. False where only an error
             does.
     """
@@ -112,22 +114,23 @@ class EngineProbe:
             replace(clients, round=1).fit(0.5 * self.w, epochs=1, lr=1.0)
         relative, absolute = self._tolerances()
         for mode, values in self._computed(clients).items():
-            names = ("loss", "gradient")
-            for name, got, want in zip(names, values, self.expected[mode], strict=True):
+            triples = zip(VALUE_NAMES, values, self.expected[mode], strict=False)
+            for name, got, want in triples:
                 gap = _describe_gap(got, want, relative, absolute)
                 if gap is not None:
                     words = f"its {name} is another in {mode} mode ({gap})"
                     return Mismatch(words, is_numeric=True)
         return None
 
-    def _computed(self, clients: Clients) -> dict[str, tuple[Tensor, Tensor]]:
-        """The clients' losses [s] and gradients [s, P] in each mode."""
+    def _computed(self, clients: Clients) -> dict[str, tuple[Tensor, ...]]:
+        """The clients' losses [s], gradients [s, P] and, in training, buffers."""
         engine = clients.context.engine
         fit = clients.fit(self.w, epochs=1, lr=1.0)
         # Each client has one batch, and takes one step of plain SGD, without momentum
         # and weight decay. With lr=1 that step subtracts the gradient, so w - fit.w is
         # the gradient, up to rounding.
-        computed = {"training": (fit.loss, self.w - fit.w)}
+        computed: dict[str, tuple[Tensor, ...]] = {}
+        computed["training"] = (fit.loss, self.w - fit.w, fit.buffers)
         # vmap is for training alone; evaluation then runs as it does with "loop".
         if engine.name == "loop" or engine.chain:
             # The split "test" is computed in evaluation mode.
@@ -273,11 +276,15 @@ def _reference(
     seeds: Tensor,  # [s]
     *,
     train: bool,
-) -> list[Tensor]:  # losses [s], gradients [s, P]
-    """Losses and gradients by the module itself, client after client."""
+) -> list[Tensor]:  # losses [s], gradients [s, P], buffers [s, b]
+    """Losses and gradients by the module itself, client after client.
+
+    In training the module's buffers follow, if it has any.
+    """
     module = copy.deepcopy(net.module)
     losses = []
     grads = []
+    buffers = []
     for row, samples, seed in zip(w, index, seeds, strict=True):
         net.load(module, row, net.b0)
         net.set_mode(module, train)
@@ -286,7 +293,13 @@ def _reference(
         loss, grad = reference_gradient(net, module, x, y, seed)
         losses.append(loss)
         grads.append(grad)
-    return [torch.stack(losses), torch.stack(grads)]
+        named = dict(module.named_buffers())
+        pieces = [named[name].reshape(-1).clone() for name in net.buffer_names]
+        buffers.append(torch.cat([net.b0[:0], *pieces]))
+    values = [torch.stack(losses), torch.stack(grads)]
+    if train and net.buffer_names:
+        values.append(torch.stack(buffers))
+    return values
 
 
 def reference_gradient(

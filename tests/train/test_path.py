@@ -154,12 +154,25 @@ def test_an_error_without_words_is_an_error():
     )
 
 
+def frozen_norm():
+    model = layers("Linear 6 5, BatchNorm1d 5, ReLU, Linear 5 4")
+    model[1](torch.randn(9, 5))
+    model[1].eval()
+    return model
+
+
 CHAIN = ("vmap", "chain")
 VMAP = ("vmap", "vmap")
 LOOP = ("loop", "module")
 VECTORS = {  # model, (engine, form), shape of the samples
     "mlp": (mlp, CHAIN),
     "an activation twice": (repeated, CHAIN),
+    "batch norm": (lambda: layers("Linear 6 5, BatchNorm1d 5, Linear 5 4"), CHAIN),
+    "frozen batch norm": (frozen_norm, CHAIN),
+    "no running statistics": (
+        lambda: Own(lambda m, x: F.batch_norm(m.layer(x), None, None, training=True)),
+        VMAP,
+    ),
     "a layer twice": (tied, VMAP),
     "a subclass": (lambda: nn.Sequential(nn.Linear(6, 4), Smooth()), VMAP),
     "forward hook": (lambda: nn.Sequential(hooked(nn.Linear(6, 4))), VMAP),

@@ -29,7 +29,7 @@ from pflcore.train._select_engine import make_context
 def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
     right = evaluation.chain_grad
     monkeypatch.setattr(
-        evaluation, "chain_grad", lambda *a: (1.001 * right(*a)[0], right(*a)[1])
+        evaluation, "chain_grad", lambda *a: (1.001 * right(*a)[0], *right(*a)[1:])
     )
     said = "the chain found for this model is not the model: its gradient is another"
     with pytest.warns(UserWarning, match=f"^pflcore: {said}"):
@@ -44,6 +44,7 @@ def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
         ("mlp", {"momentum": 0.5}),
         ("conv", {"local_optimizer": "adamw", "lr": 0.01}),
         ("dropout", {"momentum": 0.5}),
+        ("batch norm", {"momentum": 0.5}),
         ("mlp", {"local_optimizer": "adamw", "betas": (0.5, 0.9), "eps": 1e-3}),
     ],
 )
@@ -70,6 +71,7 @@ def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model, opt
                 done.w,
                 done.grad,
                 done.loss,
+                done.buffers,
                 *at_work(setting).evaluate({"w": start}, "train"),
             )
         )
@@ -142,6 +144,27 @@ def test_an_even_kernel_with_same_padding_is_no_part_of_a_chain():
 
     with pytest.raises(NotAChain, match="an even kernel with padding='same'"):
         compile_chain(net, (1, 4, 4))
+
+
+def test_batch_norm_of_the_batch_alone_is_no_part_of_a_chain():
+    norm = nn.BatchNorm1d(5, track_running_stats=False)
+    net = Net(nn.Sequential(nn.Linear(6, 5), norm, nn.Linear(5, 4)))
+
+    with pytest.raises(NotAChain, match="batch norm without running statistics"):
+        compile_chain(net, (6,))
+
+
+def test_the_trial_sees_other_running_statistics():
+    net = Net(body(BODIES["batch norm"][0]))
+    data = federation()
+    engines = Engine("loop"), Engine("vmap"), Engine("loop", find_chain(net, data))
+    exact, own = make_probes(net, data)
+    assert all(t.difference(e) is None for t in (exact, own) for e in engines)
+    exact.expected["training"][2] += 1e-6
+
+    for engine in engines:
+        words = exact.difference(engine).words
+        assert "its row of running statistics is another in training mode" in words
 
 
 def test_the_global_generators_are_left_alone():
