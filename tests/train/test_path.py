@@ -154,13 +154,6 @@ def test_an_error_without_words_is_an_error():
     )
 
 
-def frozen_norm():
-    model = layers("Linear 6 5, BatchNorm1d 5, ReLU, Linear 5 4")
-    model[1](torch.randn(9, 5))
-    model[1].eval()
-    return model
-
-
 CHAIN = ("vmap", "chain")
 VMAP = ("vmap", "vmap")
 LOOP = ("loop", "module")
@@ -168,7 +161,13 @@ VECTORS = {  # model, (engine, form), shape of the samples
     "mlp": (mlp, CHAIN),
     "an activation twice": (repeated, CHAIN),
     "batch norm": (lambda: layers("Linear 6 5, BatchNorm1d 5, Linear 5 4"), CHAIN),
-    "frozen batch norm": (frozen_norm, CHAIN),
+    "batch norm of images": (
+        lambda: layers(
+            "Conv2d 1 4 3, BatchNorm2d 4, ReLU, MaxPool2d 2, Flatten, Linear 36 4"
+        ),
+        ("loop", "chain"),
+        (1, 8, 8),
+    ),
     "no running statistics": (
         lambda: Own(lambda m, x: F.batch_norm(m.layer(x), None, None, training=True)),
         VMAP,

@@ -154,6 +154,13 @@ def test_batch_norm_of_the_batch_alone_is_no_part_of_a_chain():
         compile_chain(net, (6,))
 
 
+def test_a_batch_norm_in_evaluation_mode_trains_as_a_chain():
+    model = body(BODIES["batch norm"][0])
+    model[1].eval()
+    setting = make_context(Net(model), federation(), Training())
+    assert setting.engine.form == "chain"
+
+
 def test_the_trial_sees_other_running_statistics():
     net = Net(body(BODIES["batch norm"][0]))
     data = federation()
