@@ -57,7 +57,9 @@ SHAPE_QUERIES = (
 # Samples of a client that the kernels take at a time (csrc/chain/worker.h).
 KERNEL_SAMPLES = 128
 KERNEL_CONV_SAMPLES = 32
-KERNEL_MAX_BYTES = 1 << 26  # of activations in one thread
+# Bytes of activations in one thread. With batch norm, whose batches are not cut, torch
+# is faster where they take more.
+KERNEL_MAX_BYTES = 1 << 26
 HOOK_DICTS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -167,10 +169,11 @@ class Chain:
         return torch.cat([buffers, fixed], 1)
 
 
-def find_chain(net: Net, data: Federation) -> Chain:
+def find_chain(net: Net, data: Federation, batch_size: int) -> Chain:
     """The chain that computes what `net` computes on the samples of `data`.
 
-    Raises NotAChain where the model is no chain, or the data do not fit the kernels.
+    Raises NotAChain where the model is no chain, or the data or their minibatches of
+    `batch_size` samples do not fit the kernels.
     """
     x = data.x
     y = data.y
@@ -185,6 +188,10 @@ def find_chain(net: Net, data: Federation) -> Chain:
     require(fits, "convolutions without the CPU's kernels")
     fits = has_kernels(data.device) or not chain.normalizes_batches
     require(fits, "batch norm without the CPU's kernels")
+    batch = min(batch_size, int(data.size("train").max()))
+    batch_bytes = chain.activation_bytes(batch, x.element_size())
+    fits = batch_bytes <= KERNEL_MAX_BYTES
+    require(fits, f"batch norm on batches of {batch} samples, where torch is faster")
     return chain
 
 

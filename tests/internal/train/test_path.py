@@ -82,7 +82,7 @@ def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model, opt
 def test_the_trial_sees_small_differences(size):
     net = Net(mlp)
     data = federation()
-    chain = find_chain(net, data)
+    chain = find_chain(net, data, batch_size=20)
     engines = Engine("loop"), Engine("vmap"), Engine("loop", chain)
     exact, own = make_probes(net, data)
     assert exact.w.dtype == torch.float64 and own.w.dtype == torch.float32
@@ -154,6 +154,16 @@ def test_batch_norm_of_the_batch_alone_is_no_part_of_a_chain():
         compile_chain(net, (6,))
 
 
+def test_batch_norm_of_large_batches_is_no_part_of_a_chain():
+    net = Net(body("Linear 6 9999, BatchNorm1d 9999, Linear 9999 K"))
+    data = images((300, 2), (6,))
+    small = make_context(net, data, Training(batch_size=20)).engine
+    large = make_context(net, data, Training(batch_size=280)).engine
+
+    assert small.form == "chain"
+    assert "batch norm on batches of 280 samples, where torch is faster" in large.reason
+
+
 def test_a_batch_norm_in_evaluation_mode_trains_as_a_chain():
     model = body(BODIES["batch norm"][0])
     model[1].eval()
@@ -164,7 +174,8 @@ def test_a_batch_norm_in_evaluation_mode_trains_as_a_chain():
 def test_the_trial_sees_other_running_statistics():
     net = Net(body(BODIES["batch norm"][0]))
     data = federation()
-    engines = Engine("loop"), Engine("vmap"), Engine("loop", find_chain(net, data))
+    chain = find_chain(net, data, batch_size=20)
+    engines = Engine("loop"), Engine("vmap"), Engine("loop", chain)
     exact, own = make_probes(net, data)
     assert all(t.difference(e) is None for t in (exact, own) for e in engines)
     exact.expected["training"][2] += 1e-6
