@@ -36,9 +36,8 @@ class FedProto(Algorithm):
 
     A client's loss is its cross-entropy plus `lam` times the mean squared difference of
     its samples' features and the prototypes of their classes. A prototype is the mean
-    feature of a class's samples over the cohort's clients (Eq. 6, without its factor
-    1 / |N_j|, which would shrink the prototypes). Each client predicts by its own
-    model.
+    feature of a class's samples over the cohort's clients. Each client predicts by its
+    own model.
 
     Args:
         lam: Weight of the pull towards the prototypes; with 0 this is Local.

@@ -20,7 +20,7 @@ from pflcore.testing import check
 
 @dataclass(frozen=True)
 class MOON(FedAvg):
-    """MOON (Li et al. 2021, Eq. 3): features stay near those of the shared model.
+    """MOON (Li et al. 2021): features stay near those of the shared model.
 
     server: x [P] · client: last [P] (its model after its last training) · down: x
     [S, P] · up: delta [S, P]

@@ -464,7 +464,10 @@ def test_optunas_own_studies(monkeypatch):
 
 
 NO_STUDY = [
-    ({"grid": {"training.lr": Range(0.1, 1)}}, "grid: .*give trials, the number of"),
+    (
+        {"grid": {"training.lr": Range(0.1, 1)}},
+        "grid: .*give the number of .* --trials",
+    ),
     ({"search": PretendedStudy()}, "trials: expected the number of candidates"),
     (
         {

@@ -51,9 +51,11 @@ class FedCAC(Algorithm):
     mostly none. custom_i is the plain mean of their models, and x the mean of all
     models, weighed by `weighting`.
 
-    Deviations: clients may be absent; then masks are compared within the cohort, and an
-    absent client keeps its M_i and custom_i. The server puts a client's model together
-    and sends one; in the paper it sends custom_i and x, and the client does that.
+    The paper's full text was not at hand: the rule is taken from its abstract and first
+    pages and from PFLlib's code. Decisions here: clients may be absent; then masks are
+    compared within the cohort, and an absent client keeps its M_i and custom_i. The
+    server puts a client's model together and sends one; in PFLlib it sends custom_i and
+    x, and the client does that.
 
     Args:
         tau: Share of the parameters of each tensor that are critical, from 0 to 1. At 0

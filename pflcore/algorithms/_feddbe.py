@@ -42,12 +42,14 @@ class FedDBE(Algorithm):
     from r = 0 at the start of its training. x and v take the same steps of SGD; the
     server averages x by samples, and v stays.
 
-    The first round is the paper's period before the first one: clients train x without
-    an offset, and the server keeps the mean by samples of the r that they end with.
-    It leaves x as it was. In later rounds only the updates count.
+    The first round only prepares: clients train x without an offset, and the server
+    keeps the mean by samples of the r that they end with. It leaves x as it was. In
+    later rounds only the updates count.
 
-    Deviation: where the first cohort is a part of the clients, the mean is that of its
-    clients; in the paper it is of all.
+    The paper's full text was not at hand: the rule is taken from its abstract and first
+    pages and from the code that its first author released in PFLlib. Deviation from
+    that code: where the first cohort is a part of the clients, the mean is that of its
+    clients; there it is of all.
 
     Args:
         kappa: Weight of the pull of a client's mean feature towards the common mean.

@@ -30,7 +30,7 @@ class FedDyn(WithoutDefence, FedAvg):
     server: x, h [P] · client: g [P] (its gradient, by the model that it trained last) ·
     down: x [S, P] (1 model) · up: delta [S, P] (1 model).
 
-    Algorithm 1: client i minimises `F_i(w) - <g_i, w> + alpha / 2 * |w - x|^2` from x,
+    Client i minimises `F_i(w) - <g_i, w> + alpha / 2 * |w - x|^2` from x,
     by the run's optimizer; then `g_i <- g_i - alpha delta_i`. The server takes `h <- h
     - alpha / N * sum_S delta_i` and `x <- x + server_lr * (mean_S delta_i - h / alpha)`
     with N all clients. g and h start at 0, and h is the mean of the g_i of all N
@@ -40,13 +40,16 @@ class FedDyn(WithoutDefence, FedAvg):
     clients `-h / alpha` is the sum of all mean updates so far, which is a momentum that
     never decays.
 
+    The paper's full text was not at hand: the rule is taken from its abstract and first
+    pages. FL-bench computes the same rounds.
+
     The other options are those of `FedAvg`, without a defence.
 
     Args:
-        alpha: Strength of the pull towards x; the paper tunes it among 0.1, 0.01 and
-            0.001. The steps are stable only while `lr_of_training * alpha < 2`.
-        weighting: Shares of the clients in the mean of x: "uniform" as in the paper, or
-            "samples". h is uniform in both.
+        alpha: Strength of the pull towards x. The steps are stable only while
+            `lr_of_training * alpha < 2`.
+        weighting: Shares of the clients in the mean of x: "uniform" or "samples". h is
+            uniform in both.
     """
 
     alpha: PositiveFloat = 0.1

@@ -31,11 +31,14 @@ class FedNova(WithoutDefence, FedAvg):
     model) and steps [S] (a_i).
 
     `x <- x + server_lr * a * sum_i p_i delta_i / a_i` with `a = sum_i p_i a_i`, the
-    paper's tau_eff. A client that takes t steps has `a_i = t`, and with momentum m `a_i
-    = (t - m (1 - m^t) / (1 - m)) / (1 - m)`: the sum of the factors with which its
-    gradients are in its update. t are the steps that it really took, of epochs over its
-    samples or by `Training(steps=)`. Where all clients take equally many steps this is
-    FedAvg. SGD's weight decay counts as part of the gradient.
+    effective number of steps. A client that takes t steps has `a_i = t`, and with
+    momentum m `a_i = (t - m (1 - m^t) / (1 - m)) / (1 - m)`: the sum of the factors
+    with which its gradients are in its update. t are the steps that it really took, of
+    epochs over its samples or by `Training(steps=)`. Where all clients take equally
+    many steps this is FedAvg. SGD's weight decay counts as part of the gradient.
+
+    The paper's full text was not at hand: the rule is taken from its abstract and first
+    pages. FedLab computes the same rounds.
 
     The other options are those of `FedAvg`, without a defence.
     """

@@ -54,13 +54,16 @@ class FedPAC(Algorithm):
        h_i.
     2. It trains its head for `head_epochs` on the frozen body, then the body on the
        frozen head. The body's loss is the run's plus `lam` times the mean squared
-       difference of features and the prototypes of their classes (Eq. 4).
+       difference of features and the prototypes of their classes.
     3. It uploads both, and its trained model's mean feature of each class.
 
     The server takes `x <- x + sum_i n_i / n delta_i`, the means of the prototypes, and
     for each client the head `sum_j p_ij head_j`. p_i minimises `sum_j p_ij^2 V_j +
-    |sum_j p_ij (h_i - h_j)|^2` over the simplex (Eq. 8). An absent client keeps its
+    |sum_j p_ij (h_i - h_j)|^2` over the simplex. An absent client keeps its
     head.
+
+    The paper's full text was not at hand: the rule is taken from its abstract and first
+    pages and from the authors' code.
 
     The matrix of that quadratic programme is made of the exact distances of all h, and
     solved exactly. The authors' code takes its eigenvalues below .01 for 0 where one of
@@ -179,7 +182,7 @@ def head_weights(
     statistics: Tensor,  # [S, C * H]
     variance: Tensor,  # [S]
 ) -> Tensor:  # [S, S] float64
-    """The weights of all heads in each client's head, whose rows sum to 1 (Eq. 8)."""
+    """The weights of all heads in each client's head, whose rows sum to 1."""
     distances = ops.pairwise_sqdist(statistics)
     both = torch.cat([distances, variance.double()[:, None]], 1).cpu()
     distances = both[:, :-1]

@@ -36,21 +36,23 @@ class MOON(FedAvg):
     P] · up: delta [S, P] (1 model).
 
     With z, z_x and z_last the features of a sample under the model in training, x and
-    the client's last model, the loss of the sample is (Eq. 3) its cross entropy
-    plus `mu * -log(exp(cos(z, z_x) / T) / (exp(cos(z, z_x) / T) + exp(cos(z, z_last) /
-    T)))`. In a client's first round its last model is x, where the second term has no
-    gradient. x and the last model are in evaluation mode, as in the authors' code.
+    the client's last model, the loss of the sample is its cross entropy plus `mu *
+    -log(exp(cos(z, z_x) / T) / (exp(cos(z, z_x) / T) + exp(cos(z, z_last) / T)))`. In a
+    client's first round its last model is x, where the second term has no gradient. x
+    and the last model are in evaluation mode, as in the authors' code.
 
-    The features are what the head sees. The paper puts a projection head of two layers
-    before the model's last layer: a model that has these layers gives the paper's
+    The features are what the head sees. The authors' models have a projection head of
+    two layers before the last layer: a model that has these layers gives the same
     features, and any other model trains as it is.
+
+    The paper's full text was not at hand: the rule is taken from its abstract and first
+    pages and from the authors' code. PFLlib and FL-bench compute the same rounds.
 
     The other options are those of `FedAvg`.
 
     Args:
-        mu: Weight of the second term. 0 is FedAvg; the paper tunes it among 0.1, 1, 5
-            and 10.
-        temperature: The paper's temperature T, which divides the cosines.
+        mu: Weight of the second term. 0 is FedAvg.
+        temperature: The temperature T, which divides the cosines.
     """
 
     mu: NonNegativeFloat = 1.0
@@ -103,13 +105,15 @@ class FedNTD(FedAvg):
     by x: `softmax(scores / T)` without the score of the true class. With two classes
     one is left, and the method is FedAvg. x is in evaluation mode.
 
-    The factor T^2 is that of the authors' code; at the paper's T = 1 it plays no part.
+    The paper's full text was not at hand: the rule is taken from its abstract and first
+    pages and from the authors' code. PFLlib computes the same rounds. The factor T^2 is
+    that of the authors' code; at T = 1 it plays no part.
 
     The other options are those of `FedAvg`.
 
     Args:
-        beta: Weight of the second term. 0 is FedAvg; 1 is the paper's value.
-        temperature: The paper's temperature T, which divides the scores.
+        beta: Weight of the second term. 0 is FedAvg.
+        temperature: The temperature T, which divides the scores.
     """
 
     beta: NonNegativeFloat = 1.0

@@ -106,24 +106,23 @@ class FedProto(Algorithm):
 
     A client minimises its loss plus `lam` times the mean squared difference of its
     samples' features and the prototypes of their classes. After its training it uploads
-    the mean feature of each of its classes (Eq. 3), and the server takes their mean
-    (Eq. 6). A sample is given the class of the nearest prototype, by the features of
-    the client's own model. Its scores are minus the squared distances. While no class
-    has a prototype, the head gives the scores.
+    the mean feature of each of its classes, and the server takes their mean. A sample
+    is given the class of the nearest prototype, by the features of the client's own
+    model. Its scores are minus the squared distances. While no class has a prototype,
+    the head gives the scores.
 
-    Deviations: Eq. 6 has another factor 1 / |N_j|, the number of clients that have
-    class j, which would shrink the prototypes. The pull is on each sample, as in the
-    authors' code; in the paper it is on the mean features. The prototypes are those of
-    the trained model in evaluation mode; the authors' code averages the features that
-    the model had before each step of its training.
+    The paper's full text was not at hand: the rule is taken from its abstract and first
+    pages and from the authors' code, in which the pull is on each sample. Deviation
+    from that code: the prototypes are those of the trained model in evaluation mode;
+    there they average the features that the model had before each step of its training.
 
     Args:
         lam: Weight of the pull towards the prototypes.
         prototype_weighting: Shares of the clients in a prototype: "samples" counts a
             client's samples of the class, "uniform" (the authors' code) is the same
             share for all clients that have the class.
-        predict_by: What gives a sample's class: the nearest of the "prototypes", as in
-            the paper, or the "head" of the client's model.
+        predict_by: What gives a sample's class: the nearest of the "prototypes", or the
+            "head" of the client's model.
     """
 
     lam: NonNegativeFloat = 1.0

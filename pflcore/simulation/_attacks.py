@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore._device import to_device
-from pflcore.algorithms._protocol import Tensors, Traits
+from pflcore.algorithms._protocol import Algorithm, Tensors, Traits
 from pflcore.check import (
     Ids,
     PositiveFloat,
@@ -90,7 +90,8 @@ class Adversary:
     has of the client. A control variate that is uploaded with it is treated the same
     way, apart from it. Other uploads (losses, choices of a cluster) stay honest, and so
     does the guidance model with "nearby". Raises ValueError for an unknown attack,
-    client or strength, and a run does for "control" where nobody uploads one.
+    client or strength, and a run does for "control" where no client uploads a control
+    variate.
 
     Args:
         attack: The name of the attack.
@@ -141,6 +142,22 @@ class Adversary:
         """
         words = "clients other than the target, which the model is made for"
         require(target not in self.clients, "adversary", words, self.clients)
+
+    def check_uploads(self, alg: Algorithm) -> None:
+        """Raises ValueError where the attack is on uploads that the algorithm lacks.
+
+        A control variate belongs to an update, so the traits of an algorithm name it
+        in `clipped_with_update`.
+        """
+        has_control = "control" in alg.traits.clipped_with_update
+        require(
+            has_control or self.attack != "control",
+            "adversary",
+            f"an attack on what {type(alg).__name__} uploads",
+            self.attack,
+            remedy="only clients with control variates, as Scaffold's, can send false "
+            "ones; take another algorithm or attack",
+        )
 
     def honest_clients(self, n: int) -> Tensor:
         """The ids [H] of the honest clients of n, ascending.
@@ -224,8 +241,6 @@ class Adversary:
         """The names of the uploads that the attackers replace."""
         control = [name for name in ("control",) if name in up]
         if self.attack == "control":
-            words = "an attack on what the algorithm uploads"
-            require(control, "adversary", words, self.attack)
             return control
         keys = [*origins, *control]
         if self.attack in ("nearby", "nearby_blind"):

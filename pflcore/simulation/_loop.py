@@ -150,6 +150,7 @@ class Simulation:
             adversary = adversary.with_ids(self.data)
             self.robustness = replace(self.robustness, adversary=adversary)
             adversary.check_target(getattr(self.algorithm, "target", None))
+            adversary.check_uploads(self.algorithm)
         check_training(self.algorithm, self.training)
         options = RunOptions(
             algorithm=self.algorithm,

@@ -311,7 +311,7 @@ def test_metrics_that_were_asked_for_are_in_the_table():
         "eps": 1e-6,
     }
     assert want.items() <= run.header["training"].items()
-    assert "AdamW" in run.header["path"]["why"]
+    assert run.header["path"]["why"] == "a chain of layers that the kernels know"
     assert "Validation accuracy" in text
     assert all(val == math.ceil((train + val) / 4) for train, val in sizes)
 
@@ -608,6 +608,7 @@ run fedavg DIGITS --attack nose --attack-clients 1 | attack: got 'nose', did you
 run fedavg DIGITS --local-optimizer sdg | local_optimizer: got 'sdg', did you mean 'sgd'?
 run fedavg DIGITS --defence kurm | defence: got 'kurm', did you mean 'krum'?
 run fedavg DIGITS --attack noise --attack-clients 99 | adversary: expected ids of clients
+run fedavg DIGITS --attack control --attack-clients 1 | adversary: expected an attack on what FedAvg uploads
 """  # noqa: E501
 
 

@@ -52,7 +52,7 @@ NOT = """\
 {"victims": [1]} | {} | victims: expected None, as 'sign_flip' aims at nobody
 {"attack": "nearby", "victims": [1, 8]} | {} | victims: expected honest clients
 {"attack": "nearby", "victims": [10]} | {} | victims: expected ids of clients from 0 to 9
-{"attack": "control"} | {} | adversary: expected an attack on what the algorithm uploads
+{"attack": "control"} | {} | adversary: expected an attack on what FedAvg uploads, got 'control'; only clients with control variates
 {} | {"defence": "fltrust"} | trusted_client: expected a client's number
 {} | {"defence": "median", "trusted_client": 1} | trusted_client: expected a client's number
 {} | {"defence": "fltrust", "trusted_client": 10} | trusted_client: expected a client from 0 to 9
@@ -63,7 +63,7 @@ NOT = """\
 def test_what_cannot_be_is_one_sentence(adversary, method, words):
     with sentence(words):
         bad = Adversary(**{"attack": "sign_flip", "clients": BAD, **adversary})
-        run(FedAvg(**method), adversary=bad).run()
+        run(FedAvg(**method), adversary=bad)
 
 
 def test_numbers_have_no_labels_to_flip():

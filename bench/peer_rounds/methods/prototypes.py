@@ -156,7 +156,7 @@ COMPARISONS = [
         local_models("serverproto:FedProto", lamda=LAM),
         ours=our_local_models,
         reason="clientproto.py:67 takes the mean feature over the models before each "
-        "step; here, as in Eq. 3, that of the trained model: mean f(w_trained, x)",
+        "step; here it is that of the trained model: mean f(w_trained, x)",
     ),
     Comparison(
         "fedproto", "pfllib", models_of_collected_prototypes, ours=our_local_models

@@ -21,7 +21,7 @@ def cosine(a, b):
 
 
 def contrast(w, x, last, samples, T):
-    """MOON's mean term (Li et al. 2021, Eq. 3) of samples, at a model w."""
+    """MOON's mean term (Li et al. 2021) of samples, at a model w."""
     z = TwoLayers.features(w, samples)
     near = np.exp(cosine(z, TwoLayers.features(x, samples)) / T)
     far = np.exp(cosine(z, TwoLayers.features(last, samples)) / T)
@@ -29,7 +29,7 @@ def contrast(w, x, last, samples, T):
 
 
 def moon(clients, cohorts, start, mu, temperature) -> Iterator[dict]:
-    """MOON (Li et al. 2021, Algorithm 1); the server is FedAvg's."""
+    """MOON (Li et al. 2021); the server is FedAvg's."""
     x = clients.w0
     last = np.tile(x, (clients.n, 1))
     for cohort in cohorts:
@@ -83,7 +83,7 @@ def fedntd(clients, cohorts, start, beta, temperature) -> Iterator[dict]:
 
 
 def feddyn(clients, cohorts, start, alpha, weighting="uniform") -> Iterator[dict]:
-    """FedDyn (Acar et al. 2021, Algorithm 1).
+    """FedDyn (Acar et al. 2021).
 
     A client's loss is `F_k(w) - <g_k, w> + alpha / 2 |w - x|^2`, and then `g_k <- g_k -
     alpha (w_k - x)`. The server takes `h <- h - alpha / N sum_S (w_k - x)` and `x <-

@@ -185,7 +185,7 @@ def fedpac(
     head_epochs=1,
     mix_heads=True,
 ) -> Iterator[dict]:
-    """FedPAC (Xu et al. 2023): Eq. 4 for the body, Eq. 8 for the heads."""
+    """FedPAC (Xu et al. 2023): bodies by prototypes, heads by a simplex."""
     classes = classes_of(clients)
     columns = np.arange(len(clients.w0))
     is_head = columns >= BODY

@@ -59,7 +59,7 @@ def test_near_enough_is_two_percent_worse(measure, values, want):
     """
     first = run([0.1], [0.5], measure=measure)
     other = run(*values, measure=measure)
-    plan = {"methods": {"A": {}, "B": {}}, "reported": {}, "expected": {}}
+    plan = {"methods": {"A": {}, "B": {}}, "grid": {}, "reported": {}, "expected": {}}
     rows = table.rows_of(plan, {("", "A", ""): [first], ("", "B", ""): [other]})
     assert rows[1]["to_goal"] == want
 
