@@ -57,9 +57,9 @@ SHAPE_QUERIES = (
 # Samples of a client that the kernels take at a time (csrc/chain/worker.h).
 KERNEL_SAMPLES = 128
 KERNEL_CONV_SAMPLES = 32
-# Bytes of activations in one thread. With batch norm, whose batches are not cut, torch
-# is faster where they take more.
-KERNEL_MAX_BYTES = 1 << 26
+KERNEL_MAX_BYTES = 1 << 26  # of activations in one thread
+# The same where a batch is not cut. Of larger batches torch is faster.
+WHOLE_BATCH_MAX_BYTES = 1 << 27
 HOOK_DICTS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -190,7 +190,7 @@ def find_chain(net: Net, data: Federation, batch_size: int) -> Chain:
     require(fits, "batch norm without the CPU's kernels")
     batch = min(batch_size, int(data.size("train").max()))
     batch_bytes = chain.activation_bytes(batch, x.element_size())
-    fits = batch_bytes <= KERNEL_MAX_BYTES
+    fits = batch_bytes <= WHOLE_BATCH_MAX_BYTES
     require(fits, f"batch norm on batches of {batch} samples, where torch is faster")
     return chain
 

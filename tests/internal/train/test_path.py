@@ -156,12 +156,12 @@ def test_batch_norm_of_the_batch_alone_is_no_part_of_a_chain():
 
 def test_batch_norm_of_large_batches_is_no_part_of_a_chain():
     net = Net(body("Linear 6 9999, BatchNorm1d 9999, Linear 9999 K"))
-    data = images((300, 2), (6,))
+    data = images((600, 2), (6,))
     small = make_context(net, data, Training(batch_size=20)).engine
-    large = make_context(net, data, Training(batch_size=280)).engine
+    large = make_context(net, data, Training(batch_size=580)).engine
 
     assert small.form == "chain"
-    assert "batch norm on batches of 280 samples, where torch is faster" in large.reason
+    assert "batch norm on batches of 580 samples, where torch is faster" in large.reason
 
 
 def test_a_batch_norm_in_evaluation_mode_trains_as_a_chain():
