@@ -556,8 +556,8 @@ def _layer_norm(
 def _batch_norm(m: nn.BatchNorm1d | nn.BatchNorm2d, c: LayerCall) -> Lines:
     """The line of a batch norm."""
     # Without them an evaluation depends on which samples share a batch.
-    has_statistics = m.running_mean is not None and m.running_var is not None
-    require(has_statistics, "batch norm without running statistics")
+    if m.running_mean is None or m.running_var is None:
+        raise NotAChain("batch norm without running statistics")
     weights = (c.at(m.weight), c.at(m.bias))
     mean, is_frozen = c.statistic_at(m.running_mean)
     variance, _ = c.statistic_at(m.running_var)
