@@ -696,6 +696,8 @@ def auc(scores: Tensor, y: Tensor) -> float:
     is left, or where a score is not finite.
     """
     labels = _predicted_classes(scores, y)[1].reshape(-1).cpu()
+    if not len(labels):
+        return math.nan
     scores = scores.detach().reshape(len(labels), -1).double().cpu()
     num_scores = scores.shape[1]
     if num_scores == 2:

@@ -226,6 +226,7 @@ def test_a_metric_without_a_value_is_nan():
     certain = torch.tensor([[1.0, 0.0]] * 4)
     values = (
         auc(certain, one_class),
+        auc(certain[:0], one_class[:0]),
         f1(certain, one_class),
         r2(torch.ones(1), torch.ones(1)),
     )

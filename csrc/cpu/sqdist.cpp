@@ -13,9 +13,8 @@ struct SqdistOnCpu : OnCpu {
     for (int64_t k = 0; k < size && q.listed >= 0; ++k)
       PFL_CHECK(q.index[k] < q.n, "pairwise_sqdist: expected index below N = ", q.n, ", got ",
                 q.index[k]);
-    const bool half = q.symmetric && q.listed < 0;
-    cpu::sqdist(
-        q, TorchParallel{static_cast<double>(size) * static_cast<double>(q.p) / (half ? 2 : 1)});
+    const double work = static_cast<double>(size) * static_cast<double>(q.p);
+    cpu::sqdist(q, TorchParallel{cpu::is_one_matrix(q) ? work / 2 : work});
   }
 };
 

@@ -52,7 +52,7 @@ struct Rows {
   }
 
   // Is a copy needed whatever the speed?
-  bool must_copy(int64_t width) const { return !std::is_same_v<In, T> || width % kGroup != 0; }
+  bool must_copy(int64_t width) const { return !std::is_same_v<In, T> || width % kLanes != 0; }
 
   // Many rows are read many times: then it pays to copy those that start off the cache lines, or
   // all in the same cache sets.
@@ -63,10 +63,10 @@ struct Rows {
   }
 
   // at[i] = row first + i (the last one again up to whole tiles), columns [c, c + width), padded to
-  // whole groups; packed: space for a copy.
+  // whole lanes; packed: space for a copy.
   void block(int64_t first, int64_t many, int64_t tile, int64_t c, int64_t width, bool copy,
              T* packed, const T** at) const {
-    const int64_t padded = up(width, kGroup);
+    const int64_t padded = up(width, kLanes);
     for (int64_t i = 0; i < up(many, tile); ++i) {
       if (i >= many) {
         at[i] = at[many - 1];
@@ -209,7 +209,7 @@ struct Worker {
   // Adds the pairs of a window over one column block; fetches the next block meanwhile where there
   // is `another`, and it is whole.
   void operator()(const Window& w, int64_t c, int64_t width, bool another, double* sums) {
-    const int64_t columns = up(width, kGroup);
+    const int64_t columns = up(width, kLanes);
     const int64_t rows =
         plan.list ? 0 : w.mi + (w.diagonal ? 0 : w.nj);  // a list's rows are read once
     const bool copy_a = a.better_copied(rows), copy_b = b.better_copied(rows);
@@ -330,7 +330,7 @@ void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
                   packed.data + kTile * (kStretch + kSkew), at_b);
           (rows == 1 ? &sum_block<Kind::wide, 1, float>
                      : &sum_block<Kind::wide, kTile, float>)(isa(), at_a, at_b, 0,
-                                                             up(width, kGroup), in_chunk);
+                                                             up(width, kLanes), in_chunk);
         }
         for (int64_t s = 0; s < square; ++s) sum[s] += in_chunk[s];
       }
@@ -361,6 +361,12 @@ void sqdist_typed(const Sqdist& q, const Parallel& parallel) {
 
 }  // namespace sqdist_detail
 
+// True where both sides are the same rows in the same memory, so that each pair is summed once.
+inline bool is_one_matrix(const Sqdist& q) {
+  if (q.listed >= 0) return false;
+  return q.symmetric || (q.a == q.b && q.a_row == q.b_row && q.m == q.n);
+}
+
 // parallel(n, body) calls body(begin, end) on ranges that cover 0..n, on any threads.
 template <class Parallel>
 void sqdist(Sqdist q, const Parallel& parallel) {
@@ -368,22 +374,45 @@ void sqdist(Sqdist q, const Parallel& parallel) {
   const int64_t size = q.m * q.across();
   for (int64_t k = 0; k < size; ++k)
     q.out[k] = list && q.index[k] < 0 ? std::numeric_limits<double>::infinity() : 0;
-  if (q.p == 0 || size == 0) return;      // rows without columns may have no address
-  if (!q.symmetric && !list && q.n == 1)  // (a - b)^2 = (b - a)^2
-    std::swap(q.a, q.b), std::swap(q.a_row, q.b_row), std::swap(q.m, q.n);
-  with_type(q.dtype, [&](auto in) {
-    using In = decltype(in);
-    sqdist_detail::sqdist_typed<In, std::conditional_t<sizeof(In) == 8, double, float>>(q,
-                                                                                        parallel);
-  });
-  if (!q.symmetric) return;
-  double* out = q.out;
-  for (int64_t i = 0; i < q.m; ++i)
-    for (int64_t l = 0; l < q.across(); ++l, ++out) {
-      const int64_t j = list ? q.index[out - q.out] : l;
-      if (i == j) *out = 0;
-      if (!list && j < i) *out = q.out[j * q.n + i];
-    }
+  if (q.p == 0 || size == 0) return;  // rows without columns may have no address
+  const auto sum_pairs = [&](const Sqdist& pairs) {
+    with_type(q.dtype, [&](auto in) {
+      using In = decltype(in);
+      sqdist_detail::sqdist_typed<In, std::conditional_t<sizeof(In) == 8, double, float>>(pairs,
+                                                                                          parallel);
+    });
+  };
+  if (list) {
+    sum_pairs(q);
+    for (int64_t k = 0; k < size && q.symmetric; ++k)
+      if (q.index[k] == k / q.listed) q.out[k] = 0;
+    return;
+  }
+  if (!is_one_matrix(q)) {
+    if (q.n == 1)  // (a - b)^2 = (b - a)^2
+      std::swap(q.a, q.b), std::swap(q.a_row, q.b_row), std::swap(q.m, q.n);
+    return sum_pairs(q);
+  }
+  Sqdist pairs = q;
+  pairs.symmetric = true;
+  sum_pairs(pairs);
+  for (int64_t i = 0; i < q.m; ++i) {
+    double* const row = q.out + i * q.n;
+    for (int64_t j = 0; j < i; ++j) row[j] = q.out[j * q.n + i];
+  }
+  if (q.symmetric) return;
+  // With two operands the distance of a row from itself is NaN where the row is not finite. A row
+  // at a finite distance from another one is finite; the others are compared with themselves.
+  for (int64_t i = 0; i < q.m; ++i) {
+    double* const row = q.out + i * q.n;
+    bool finite = false;
+    for (int64_t j = 0; j < q.n; ++j) finite |= j != i && std::isfinite(row[j]);
+    if (finite) continue;
+    Sqdist itself = q;
+    itself.a = itself.b = static_cast<const char*>(q.a) + i * q.a_row * size_of(q.dtype);
+    itself.m = itself.n = 1, itself.out = row + i;
+    sum_pairs(itself);
+  }
 }
 
 }  // namespace pflcore::cpu

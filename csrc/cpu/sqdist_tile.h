@@ -1,10 +1,17 @@
 // Register blocks of squared distances: 4 x 4 pairs of rows over a strip of columns, for each
 // instruction set. Knows nothing of torch.
 //
-// A float32 lane takes 10 products. Then the lanes are folded into one another until the sums of
-// the 16 pairs lie side by side, and are added to float64 totals, and a block costs the same over
-// few columns as over many. So a square meets 16 roundings of 2^-24 at most: its difference's,
-// which counts twice, 10 in its lane and, with 16 lanes, 4 of folds. That is 9.6e-7.
+// A float32 sum has 16 lanes on every instruction set, in one vector or several, and each lane takes
+// 10 products. Then the vectors are added lane by lane, and the lanes are folded into one another
+// until the sums of the 16 pairs lie side by side, and are added to float64 totals: a block costs
+// the same over few columns as over many. Everywhere lanes that are 8 apart are added first, then 4,
+// 2 and 1, so that the order is one, and instruction sets differ by fused multiply-adds alone.
+//
+// The bound: with u = 2^-24, a rounded difference is (a - b) (1 + e) with |e| <= u, and its square
+// has that factor twice. A product meets at most 10 roundings in its lane: its own, or that of its
+// fused addition, and one in each of the 9 additions after it; the first one is added to zero, which
+// is exact. Then it meets 4 in the tree. No term is negative, so the sum of 160 products has a
+// relative error of at most (1 + u)^16 - 1 < 9.54e-7; so has the total, but for float64's roundings.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -16,9 +23,12 @@ namespace pflcore::cpu {
 namespace sqdist_detail {
 
 constexpr int64_t kTile = 4;   // rows of a register block
-constexpr int kProducts = 10;  // in a float32 lane before it is folded and flushed
-constexpr int64_t kGroup =
-    160;  // columns that every instruction set takes in whole flushes: 10 products in 16 lanes
+constexpr int kProducts = 10;  // in a float32 lane
+constexpr int kLanes = 16;     // of a float32 sum
+constexpr int kLevels = 4;     // of the tree that adds the lanes up
+constexpr int64_t kGroup = kProducts * kLanes;  // columns between two flushes to float64
+static_assert(1 << kLevels == kLanes);
+static_assert((2 + kProducts + kLevels) * 0x1p-24 < 1e-6, "the relative error that is promised");
 
 // sum[i][j] += the lanes of acc[i][j], by two shuffles and an addition for each vector. acc is used
 // up.
@@ -44,6 +54,16 @@ PFL_INLINE double sum_lanes(const Vec<double, bytes>& v) {
   }
 }
 
+// Loads a vector into a register: GCC would load it anew for each subtraction, and a processor that
+// subtracts twice in a cycle does not load much more often.
+template <class V>
+PFL_INLINE void load_once(V& v, const float* p) {
+  load(v, p);
+#if PFL_X86 && !defined(__clang__)
+  if constexpr (sizeof(V) == 32) asm("" : "+x"(v));
+#endif
+}
+
 // One vector of columns of rows x kTile pairs. triangle: b is a, and only j > i is computed. (The
 // first product is added to zero like the others: of d * d + e * e compilers may fuse either
 // product with the sum, and would not choose the same in each kind of block.)
@@ -58,6 +78,8 @@ PFL_INLINE void step(F (&acc)[room][kTile], const float* const* a, const float* 
     F y;
     if constexpr (triangle)
       y = x[j];
+    else if constexpr (rows > 1)
+      load_once(y, b[j] + at);
     else
       load(y, b[j] + at);
     PFL_UNROLL
@@ -69,19 +91,47 @@ PFL_INLINE void step(F (&acc)[room][kTile], const float* const* a, const float* 
   }
 }
 
-// sum[i][j] += sum over columns [begin, end), whole groups, of (a_i - b_j)^2 in float32 lanes.
+// acc[i][j] = sums over a group of columns from `at` on: `vectors` of them, of kProducts products
+// in each lane, are added lane by lane. Without `whole` only `products` are taken, and those left
+// out are zeros, which change no bit.
+template <int bytes, bool triangle, bool whole, int rows, int vectors = 4 * kLanes / bytes, int room>
+PFL_INLINE void sum_group(Vec<float, bytes> (&acc)[room][kTile], const float* const* a,
+                          const float* const* b, int64_t at, int64_t products) {
+  if constexpr (vectors > 1) {
+    sum_group<bytes, triangle, whole, rows, vectors / 2>(acc, a, b, at, products);
+    Vec<float, bytes> others[room][kTile];
+    sum_group<bytes, triangle, whole, rows, vectors / 2>(others, a, b, at + kLanes / vectors,
+                                                         products);
+    PFL_UNROLL
+    for (int i = 0; i < rows; ++i) PFL_UNROLL
+    for (int j = 0; j < kTile; ++j) acc[i][j] += others[i][j];
+  } else {
+    PFL_UNROLL
+    for (int i = 0; i < room; ++i) PFL_UNROLL
+    for (int j = 0; j < kTile; ++j) acc[i][j] = Vec<float, bytes>{};
+    if constexpr (whole && bytes == 32) {  // the loop's own instructions would be a tenth of all
+      PFL_UNROLL
+      for (int k = 0; k < kProducts; ++k) step<triangle, rows>(acc, a, b, at + k * kLanes);
+    } else {
+      const int64_t end = at + (whole ? kProducts : products) * kLanes;
+      for (; at < end; at += kLanes) step<triangle, rows>(acc, a, b, at);
+    }
+  }
+}
+
+// sum[i][j] += sum over columns [begin, end), a multiple of kLanes, of (a_i - b_j)^2 in float32
+// lanes.
 template <int bytes, bool triangle, int rows>
 PFL_INLINE void tile(const float* const* a, const float* const* b, int64_t begin, int64_t end,
                      double* sum) {
-  constexpr int lanes = bytes / 4, room = std::max(rows, bytes / 16),
-                folds = bytes == 64   ? 4
-                        : bytes == 32 ? 3
-                                      : 2;
-  static_assert((2 + kProducts + folds) * 0x1p-24 < 1e-6, "the relative error that is promised");
-  for (int64_t c = begin; c < end; c += lanes * kProducts) {
-    Vec<float, bytes> acc[room][kTile] = {};
-    for (int64_t at = c; at < c + lanes * kProducts; at += lanes)
-      step<triangle, rows>(acc, a, b, at);
+  Vec<float, bytes> acc[std::max(rows, bytes / 16)][kTile];
+  int64_t c = begin;
+  for (; c + kGroup <= end; c += kGroup) {
+    sum_group<bytes, triangle, true, rows>(acc, a, b, c, kProducts);
+    flush<bytes>(acc, sum);
+  }
+  if (c < end) {
+    sum_group<bytes, triangle, false, rows>(acc, a, b, c, (end - c) / kLanes);
     flush<bytes>(acc, sum);
   }
 }
@@ -97,20 +147,18 @@ PFL_INLINE void tile_wide(const T* const* a, const T* const* b, int64_t begin, i
   constexpr int lanes = bytes / 8;
   using D = Vec<double, bytes>;
   D total[rows][kTile] = {};
-  for (int64_t c = begin; c < end; c += kGroup) {
-    for (int64_t at = c; at < c + kGroup; at += lanes) {
-      D x[rows];
+  for (int64_t at = begin; at < end; at += lanes) {
+    D x[rows];
+    PFL_UNROLL
+    for (int i = 0; i < rows; ++i) load_as<bytes, double>(x[i], a[i] + at);
+    PFL_UNROLL
+    for (int j = 0; j < kTile; ++j) {
+      D y;
+      load_as<bytes, double>(y, b[j] + at);
       PFL_UNROLL
-      for (int i = 0; i < rows; ++i) load_as<bytes, double>(x[i], a[i] + at);
-      PFL_UNROLL
-      for (int j = 0; j < kTile; ++j) {
-        D y;
-        load_as<bytes, double>(y, b[j] + at);
-        PFL_UNROLL
-        for (int i = 0; i < rows; ++i) {
-          const D d = x[i] - y;
-          total[i][j] += d * d;
-        }
+      for (int i = 0; i < rows; ++i) {
+        const D d = x[i] - y;
+        total[i][j] += d * d;
       }
     }
   }

@@ -77,6 +77,12 @@ inline Tensor rows(const Tensor& t) {
   return last < 0 || t.size(last) <= 1 || t.stride(last) == 1 ? t : dense(t);
 }
 
+// True where two matrices are the same elements in the same memory.
+inline bool same_view(const Tensor& a, const Tensor& b) {
+  return a.const_data_ptr() == b.const_data_ptr() && a.size(0) == b.size(0) &&
+         a.size(1) == b.size(1) && a.stride(0) == b.stride(0) && a.stride(1) == b.stride(1);
+}
+
 inline Tensor dense_as(const Tensor& t, ScalarType dtype) { return dense(converted(t, dtype)); }
 
 template <class T>

@@ -11,10 +11,13 @@ Tensor pairwise_sqdist(const Tensor& a_in, const OptionalTensor& b_in,
   PFL_CHECK(a_in.dim() == 2, op, ": expected a [M, P]");
   const Device device(a_in, op);
   device.same(b_in, "b"), device.same(index_in, "index");
-  const Tensor a = rows(a_in), b = b_in ? rows(*b_in) : a;
-  PFL_CHECK(b.dim() == 2 && b.size(1) == a.size(1), op,
-            ": expected a [M, P] and b [N, P] with the same P");
-  PFL_CHECK(b.scalar_type() == a.scalar_type(), op, ": expected a and b of one dtype");
+  if (b_in) {
+    PFL_CHECK(b_in->dim() == 2 && b_in->size(1) == a_in.size(1), op,
+              ": expected a [M, P] and b [N, P] with the same P");
+    PFL_CHECK(b_in->scalar_type() == a_in.scalar_type(), op, ": expected a and b of one dtype");
+  }
+  // A kernel knows by its pointers that both are one matrix, so one copy serves both.
+  const Tensor a = rows(a_in), b = !b_in || same_view(a_in, *b_in) ? a : rows(*b_in);
 
   Sqdist q{};
   q.dtype = dtype_of(a, op);

@@ -99,7 +99,7 @@ class GPFL(FedAvg):
         """Rows of model, valve and embeddings, and the embeddings alone."""
         num_body = net.size - h.shape[1]
         w = net.join(x[:, :num_body], h)
-        num_features = feature_width(net)
+        num_features = net.num_features
         embedding = x[:, -net.classes * num_features :]
         whole = torch.cat([w, x[:, num_body:]], 1)
         return whole, embedding.unflatten(1, (net.classes, num_features))
@@ -141,11 +141,6 @@ class GPFL(FedAvg):
         return net.head(model["w"], z_personal)
 
 
-def feature_width(net: Net) -> int:
-    """The number H of features that the head sees."""
-    return int(net.module.get_submodule(net.head_name or "").in_features)  # type: ignore
-
-
 def personal_conditions(embedding: Tensor, clients: Clients) -> Tensor:
     """The means [S, H] of the embeddings [S, C, H] over each client's samples."""
     counts = to_device(clients.class_counts, embedding.device).to(embedding.dtype)
@@ -174,7 +169,7 @@ def turn_features(
 
 def _initial_parts(net: Net) -> list[Tensor]:
     """The valve [V] and the embeddings [C H] before round 1, one after the other."""
-    h = feature_width(net)
+    h = net.num_features
     generator = generator_of(net.seed, "GPFL")
 
     def uniform(count: int) -> Tensor:

@@ -191,7 +191,7 @@ class ClientSamples:
             reject("counts", expected, self.y)
         ids = torch.arange(self.n) if clients is None else clients
         lists = self.lists(split).take(ids)
-        y = self.y[lists.flat].reshape(len(lists.flat), -1)
+        y = _by_step(self.y[lists.flat])
         owner = lists.owners()[:, None].expand_as(y)
         known = y != IGNORED_LABEL
         y = y.where(known, 0)
@@ -282,7 +282,7 @@ class ClientSamples:
         if self.classes is not None:
             return draw_counts(self.counts(split, ids), title, self.names)
         lists = self.lists(split).take(ids)
-        targets = self.y[lists.flat].cpu().reshape(len(lists.flat), -1)
+        targets = _by_step(self.y[lists.flat]).cpu()
         if targets.shape[1] != 1 or not len(targets):
             return draw_sizes(sizes[: len(ids)], title, self.names)
         counts, edges = bin_targets(targets[:, 0], lists.owners().cpu(), len(ids))
@@ -538,3 +538,8 @@ def _describe_range(sizes: Tensor) -> str:
     """The smallest and the largest size [N], and the median, in words."""
     low, high = sizes.aminmax()
     return f"{low} to {high}, median {sizes.median()}"
+
+
+def _by_step(y: Tensor) -> Tensor:
+    """Targets [n, T] of samples of T steps each, which is 1 where y is [n]."""
+    return y[:, None] if y.dim() == 1 else y.flatten(1)

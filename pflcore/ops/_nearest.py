@@ -22,7 +22,7 @@ from torch import Tensor
 from pflcore.check import NonNegativeInt, PositiveInt, Words, checked_op, reject
 
 from . import stream
-from ._check import check_same_kind
+from ._check import check_same_kind, is_readable, same_view
 from ._sqdist import pairwise_sqdist
 from ._weights import feddwa_weights
 from .stream import RowSource, check_rows, read_blocks, take_rows, tensor_of
@@ -69,7 +69,8 @@ def nearest(
     Args:
         guide: A tensor in float32, float64, float16 or bfloat16, or rows that can be
             read again (see `ops.stream`), which are computed on the CPU.
-        rows: The rows to search in, of the same kind, dtype, device and length.
+        rows: The rows to search in, of the same kind, dtype, device and length. Where
+            they are the guides themselves, a CPU computes each pair once.
         k: The number of neighbours; from N on, all rows are returned.
         method: "exact" computes the distances of all pairs. "groups" gives the same
             bits, and spares the pairs that the triangle inequality rules out. That
@@ -96,6 +97,15 @@ def nearest(
         num_pivots = math.isqrt(n - 1) + 1 if pivots is None else pivots
         members, order, bound = _groups(guide, rows, num_pivots)
         return search.groups(members, order, bound)
+
+
+def _are_same(guide: RowSource, rows: RowSource) -> bool:
+    """True where both are one object, or one view of one memory."""
+    if guide is rows:
+        return True
+    if not (isinstance(guide, Tensor) and isinstance(rows, Tensor)):
+        return False
+    return is_readable(guide) and is_readable(rows) and same_view(guide, rows)
 
 
 def _sketch(
@@ -156,7 +166,7 @@ def _groups(
     numbers = _choose_pivots(rows, num_pivots)
     pivots = torch.cat([tensor_of(rows[number : number + 1]) for number in numbers])
     to_rows = _distances(rows, pivots)
-    to_guides = to_rows if guide is rows else _distances(guide, pivots)
+    to_guides = to_rows if _are_same(guide, rows) else _distances(guide, pivots)
     group = to_rows.argmin(1)
     num_groups = len(numbers)
     members = [torch.nonzero(group == g)[:, 0] for g in range(num_groups)]
@@ -219,6 +229,7 @@ class _Search:
         self.k = k
         self.m = guide.shape[0]
         self.n = rows.shape[0]
+        self.is_symmetric = _are_same(guide, rows)
         self.device = tensor_of(rows[:0]).device
         self.sqdist = torch.full(
             (self.m, k), math.inf, dtype=torch.float64, device=self.device
@@ -253,11 +264,35 @@ class _Search:
         """Merges the exact distances of these guides and rows, tile by tile."""
         if len(guides) == 0 or len(rows) == 0:
             return
+        if self.is_symmetric and torch.equal(guides, rows):
+            self._compare_with_each_other(rows)
+            return
         for tile_guides in self.chunks(self.guide, guides):
             x = take_rows(self.guide, tile_guides)
             for tile_rows in self.chunks(self.rows, rows):
                 y = take_rows(self.rows, tile_rows)
                 self.merge(tile_guides, pairwise_sqdist(x, y), tile_rows)
+
+    def _compare_with_each_other(
+        self,
+        rows: Tensor,  # [n] int64, in ascending order
+    ) -> None:
+        """Merges the exact distances of these rows, which are guides too.
+
+        Only the tiles on and above the diagonal are computed. On a CPU the bits of a
+        distance do not depend on the order of its two rows.
+        """
+        tiles: list[Tensor] = []
+        for chunk in self.chunks(self.rows, rows):
+            tiles.extend(chunk.split(self.tile_rows()))
+        for first, tile in enumerate(tiles):
+            x = take_rows(self.rows, tile)
+            self.merge(tile, pairwise_sqdist(x, x), tile)
+            for later_tile in tiles[first + 1 :]:
+                y = take_rows(self.rows, later_tile)
+                sqdist = pairwise_sqdist(x, y)
+                self.merge(tile, sqdist, later_tile)
+                self.merge(later_tile, sqdist.T, tile)
 
     @staticmethod
     def chunks(
@@ -270,6 +305,18 @@ class _Search:
         limit = len(index) if is_view else stream.rows_per_block(rows)
         return tuple(index.split(max(1, min(limit, math.isqrt(MAX_PAIRS)))))
 
+    def fits_cache(self) -> bool:
+        """True where small tiles are quicker, as their distances need no new memory.
+
+        So it is where the rows fit the cache.
+        """
+        return self.n * self.rows.shape[1] <= MAX_PAIRS // 8
+
+    def tile_rows(self) -> int:
+        """The rows on either side of a tile of distances within one matrix."""
+        max_pairs = MAX_PAIRS // 8 if self.fits_cache() else MAX_PAIRS
+        return max(1, math.isqrt(max_pairs))
+
     def exact(self) -> Nearest:
         """The nearest rows by all pairs."""
         guides = torch.arange(self.m, device=self.device)
@@ -279,11 +326,11 @@ class _Search:
             guide, rows = cast(tuple[Tensor, Tensor], (self.guide, self.rows))
             self.merge(guides, pairwise_sqdist(guide, rows), all_rows)
             return Nearest(self.sqdist, self.index)
-        # Where the rows fit the cache, small tiles are quicker: their distances need no
-        # new memory.
-        fits_cache = self.n * self.rows.shape[1] <= MAX_PAIRS // 8
+        if self.is_symmetric:
+            self._compare_with_each_other(all_rows)
+            return Nearest(self.sqdist, self.index)
         step = math.isqrt(MAX_PAIRS)
-        if fits_cache:
+        if self.fits_cache():
             step = max(1, MAX_PAIRS // 8 // self.n)
         for first in range(0, self.m, step):
             last = min(first + step, self.m)

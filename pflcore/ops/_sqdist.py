@@ -38,7 +38,9 @@ def pairwise_sqdist(
     float64 rows wherever the squares fit float64.
 
     Without `b` the result is symmetric and its diagonal is exactly 0. A row with NaN
-    makes its own distances NaN, and no others.
+    makes its own distances NaN, and no others. Where `b` is `a` itself, or another view
+    of the same elements, a CPU computes each pair once. The bits are those of a copy:
+    on the diagonal, a row that is not finite has NaN.
 
     The result depends neither on the number of threads nor on the order of the rows, to
     the last bit. The bits of a pair:

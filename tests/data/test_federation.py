@@ -68,6 +68,7 @@ def test_clients_sizes_counts_and_labels():
     assert fed.client(1, "test")[1].tolist() == [0]
     assert fed.counts("test").tolist() == [[0, 1, 0], [1, 0, 0]]
     assert fed.counts("train", torch.tensor([1])).tolist() == [[0, 1, 1]]
+    assert fed.counts("train", torch.tensor([], dtype=torch.int64)).shape == (0, 3)
     assert small(relabel=None).client(1)[1].tolist() == [1, 0]
     shared = {"train": index([0], [1]), "test": index([4, 5], [5, 4])}
     assert sizes(small(index=shared), "test") == [2, 2]  # a test set may be shared

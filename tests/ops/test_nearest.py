@@ -16,9 +16,10 @@ METHODS = ("exact", "groups")
 def check(guide, rows, k, method, **how):
     """Asserts that the k nearest are those by all distances.
 
-    NaN is infinitely far. Of equal distances the lower index comes first.
+    NaN is infinitely far. Of equal distances the lower index comes first. The rows are
+    copied, as guides that are the rows themselves have a way of their own.
     """
-    d = pairwise_sqdist(guide, rows)
+    d = pairwise_sqdist(guide, rows.clone())
     index = feddwa_weights(d, k).index
     got = nearest(guide, rows, k, method, **how)
     identical(tuple(got), (d.gather(1, index).nan_to_num(torch.inf, torch.inf), index))

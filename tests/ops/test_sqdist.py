@@ -4,10 +4,12 @@ The bits of a distance do not depend on the other rows. `isa` runs a test on eve
 instruction set that the machine has.
 """
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 from laws import exact, integers, listed
-from tolerance import F16, F32, F64, FLOATS, assert_close
+from tolerance import BF16, F16, F32, F64, FLOATS, assert_close
 from ugly import LAYOUTS, lay, randn
 
 from pflcore.ops import pairwise_sqdist, reference
@@ -45,6 +47,57 @@ def test_constant_rows_against_zero(columns):
 
     want = values.double().square() * columns
     torch.testing.assert_close(got, want, rtol=9.6e-7, atol=0)
+
+
+@isa
+@pytest.mark.unless(lambda isa: isa == "references")  # they sum in float64
+def test_the_worst_error_is_that_of_sixteen_roundings():
+    """The bound of csrc/cpu/sqdist_tile.h is met, and nearly reached.
+
+    In a float32 sum of 160 products the first one is rounded up in its difference,
+    which counts twice, and in its square. Each of the 9 products after it in its lane
+    is a little more than half the last place of the sum, and so is the sum of each
+    lane that is added to this one. All of 16 roundings go up by nearly 2^-24.
+    """
+    half_place = 2.0**-12 * (1 + 2.0**-11)  # its square is 2^-24 (1 + 2^-10)
+    a = torch.zeros(1, 160, dtype=F64)
+    a[0, 0] = 1 + 2.0**-12
+    a[0, 16::16] = half_place
+    a[0, [8, 4, 2, 1]] = half_place
+    b = torch.zeros(1, 160, dtype=F64)
+    b[0, 0] = -(2.0**-24) * (1 + 2.0**-16)
+
+    got = pairwise_sqdist(a.float(), b.float()).item()
+
+    want = (a - b).square().sum().item()
+    assert 15.9 < (got - want) / want * 2**24 < 16
+
+
+@isa
+@pytest.mark.unless(lambda isa: isa == "references")
+@pytest.mark.parametrize("columns", [1, 160, 547])
+def test_instruction_sets_sum_in_one_order(columns):
+    """The order of the additions is that of 16 lanes of 10 products each.
+
+    The numbers have 8 digits, so that a product is exact, with or without fused
+    multiply-adds.
+    """
+    rows = randn(1, 3, columns, dtype=BF16) * 2.0 ** integers(2, -6, 7, 1, columns)
+    rows = rows.bfloat16()
+
+    got = pairwise_sqdist(rows, torch.zeros(1, columns, dtype=BF16))
+
+    squares = torch.nn.functional.pad(rows.float().square(), (0, -columns % 160))
+    want = torch.zeros(3, 1, dtype=F64)
+    for group in squares.split(160, 1):
+        lanes = torch.zeros(3, 16)
+        for products in group.split(16, 1):
+            lanes = lanes + products
+        while lanes.shape[1] > 1:
+            low, high = lanes.chunk(2, 1)
+            lanes = low + high
+        want += lanes.double()
+    assert torch.equal(got, want)
 
 
 @isa
@@ -170,8 +223,40 @@ def test_one_matrix_has_the_bits_of_two(dtype, m, n, columns, pairs):
 
     got = pairwise_sqdist(a)
 
-    want = pairwise_sqdist(a, a[:])
+    want = pairwise_sqdist(a, a.clone())
     assert torch.equal(got[off_diagonal], want[off_diagonal])
+
+
+@isa
+@pytest.mark.unless(lambda isa: isa == "references")  # they have no such way
+@every_dtype
+@given(st.data())
+def test_the_same_operand_twice_has_the_bits_of_two(dtype, data):
+    """A kernel that takes each pair of one matrix once changes no bit.
+
+    The same operand is the same elements in the same memory. A matrix that shares
+    memory and shape with another, but not its strides or its first element, is not.
+    """
+    m = data.draw(st.sampled_from([1, 2, 5, 17, 50, 133]))
+    columns = data.draw(st.sampled_from([1, 17, 160, 700]))
+    rows = randn(data.draw(st.integers(0, 99)), m + 1, columns, dtype=dtype)
+    largest = torch.finfo(dtype).max
+    bad = data.draw(st.sampled_from([0.0, torch.nan, torch.inf, largest]))
+    is_bad = integers(m, 0, data.draw(st.sampled_from([1, 3])), m + 1) == 0
+    rows[is_bad, columns // 2] = bad
+    rows = lay(rows, data.draw(st.sampled_from(LAYOUTS)))
+    a = rows[:m]
+    square = rows[:m, :m]
+    others = [a, a[:], a.detach(), rows[1:], a[:1].expand(m, -1)]
+    pairs = [(a, other) for other in others] + [(square, square.T), (others[-1],) * 2]
+
+    for left, right in pairs:
+        if left.shape != right.shape:
+            continue
+        got = pairwise_sqdist(left, right).nan_to_num(nan=-1.0, posinf=torch.inf)
+
+        want = pairwise_sqdist(left.clone(), right.clone())
+        assert torch.equal(got, want.nan_to_num(nan=-1.0, posinf=torch.inf))
 
 
 @isa

@@ -146,6 +146,8 @@ def assert_few_waits(name, model, optimizer="sgd"):
         "mocha": 7,
         "l2c": 7,
         "fedpac": 7,
+        "fedcac": 7,
+        "pfedgraph": 9,
     }.get(name, 6)
     assert sum(one.values()) <= most and "to the GPU" not in one, one
 

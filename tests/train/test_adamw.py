@@ -22,12 +22,15 @@ adamw | scaffold | {"option": "II"}
 adamw | waffle | {"option": "II"}
 adamw | mocha | {}
 adamw | qfedavg | {"q": 1.0}
+adamw | fednova | {}
+adamw | feddbe | {}
 clip | feddwa | {"guidance": "full_grad"}
 clip | apfl | {}
 clip | pfedme | {}
 clip | per_fedavg | {}
 clip | factorized_waffle | {}
 clip | scaffold | {"option": "I"}
+clip | feddbe | {}
 """
 SAID = {
     "adamw": (ADAMW, r"local_optimizer: {} .*; take local_optimizer='sgd'\.$"),
@@ -66,6 +69,8 @@ OTHERS = {*ALGORITHMS} - {
     "per_fedavg",
     "qfedavg",
     "factorized_waffle",
+    "fednova",
+    "feddbe",
 }
 
 

@@ -49,6 +49,23 @@ def test_tiles_of_few_rows(method, monkeypatch):
         identical(tuple(got), tuple(want))
 
 
+@pytest.mark.parametrize("method", ["exact", "groups"])
+def test_tiles_of_the_same_rows_twice(method, monkeypatch):
+    """Each pair of rows is taken once, whatever holds them, with the same result."""
+    _, rows = clustered(4, 9, 521)
+    rows[7] = torch.nan
+    want = nearest(rows.clone(), rows, 5)
+    monkeypatch.setattr(_nearest, "MAX_PAIRS", 25)
+    array = rows.numpy()
+    for both in ((rows, rows), (rows, rows[:]), (array, array)):
+        got = nearest(*both, 5, method)
+        identical(tuple(got), tuple(want))
+
+    num_tiles = 8  # of 5 rows, the last of 1
+    num_pairs = pairs_taken(monkeypatch, rows, rows, 5)
+    assert num_pairs == (36 * 36 + (num_tiles - 1) * 25 + 1) / 2
+
+
 def test_groups_on_a_gpu_take_all_pairs_at_once(monkeypatch):
     guide, rows = clustered(20, 20, 521)
     want = nearest(guide, rows, 10)
