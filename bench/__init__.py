@@ -62,7 +62,7 @@ class Options:
             the best right peer's grew by more than a tenth, and name where
     """
 
-    op: tuple[Literal["all", "scale", "ranks"] | Op, ...] = ("all",)
+    op: tuple[Literal["all", "small", "scale", "ranks"] | Op, ...] = ("all",)
     workload: tuple[Work, ...] = ()
     rounds: int | None = None
     quick: bool = False
@@ -89,7 +89,7 @@ def run(options: Options) -> int:
         require(has_folder, name, "a file in an existing folder", str(path))
     before = None
     if options.against is not None:
-        has_peers = not {"scale", "ranks"} & {*options.op}
+        has_peers = not {"small", "scale", "ranks"} & {*options.op}
         require(has_peers, "against", "ops or a workload", options.op)
         before = against.read(options.against)
     measured, text = _measure(options)
@@ -102,10 +102,12 @@ def run(options: Options) -> int:
 
 def _measure(options: Options) -> tuple[Any, str]:
     """The measurements and the printed table."""
-    from bench import published, ranks, scale
+    from bench import published, ranks, scale, small
 
     if "ranks" in options.op:
         return ranks.run(options.quick)
+    if "small" in options.op:
+        return small.run(options.quick, options.seconds)
     if "scale" in options.op:
         return scale.run(options.quick, options.seconds, options.plot)
     megabytes = 128 if options.quick else 512

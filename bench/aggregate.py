@@ -9,6 +9,7 @@ Symbols: N models of P parameters; M results, each a mixture of K models.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bench.problem import (
@@ -83,6 +84,10 @@ def problem(size: Size) -> Problem | None:
         # A code base without a sparse form multiplies by weights of zero.
         single = dense.float()
         providers["torch.mm"] = lambda: torch.mm(single, x, out=out)
+        providers["torch.mm, fresh result"] = lambda: single @ x
+        providers["F.embedding_bag, fresh result"] = lambda: F.embedding_bag(
+            index, x, per_sample_weights=weight, mode="sum"
+        )
         if x.is_cuda:
             providers |= sparse_calls(single, x)
     return Problem(

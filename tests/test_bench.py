@@ -13,7 +13,7 @@ from entry_points import sentence
 
 import bench
 import pflcore
-from bench import problem, published, scale, table, workload
+from bench import problem, published, scale, small, table, workload
 
 LIMITS = {"read": 10.0, "write": 5.0, "fma": 4.0, "sub_fma": 8.0}
 MACHINE = table.Machine("a processor", 2, "plain", LIMITS, {"torch": "2"}, "today")
@@ -63,12 +63,12 @@ def test_every_provider_is_right(name):
     for size in itertools.islice(
         (s for s in module.sizes(True) if s.get("N", 10) <= 10), 6
     ):
-        small = module.problem({**size, **({"P": 3001} if "P" in size else {})})
-        assert small is not None
-        assert next(iter(small.providers)) == "pflcore"
-        for provider, call in small.providers.items():
+        case = module.problem({**size, **({"P": 3001} if "P" in size else {})})
+        assert case is not None
+        assert next(iter(case.providers)) == "pflcore"
+        for provider, call in case.providers.items():
             try:
-                error = small.error(call())
+                error = case.error(call())
             except ImportError:
                 continue
             if not (
@@ -156,6 +156,46 @@ def test_command_line_writes_json_and_markdown(tmp_path, capsys):
     assert "weights" in output
     with sentence(".*existing folder"):
         bench.main(["--json", str(tmp_path / "none" / "x.json")])
+
+
+def test_small_sizes_have_right_peers():
+    for case in small.cases((2, 6), (65,)):
+        result = case.problem.providers[case.provider]()
+        assert case.problem.error(result) < 2e-6, case.op
+        assert case.smallest.providers[case.provider]() is not None
+        assert small.peers(case), case.op
+
+
+def test_small_sizes_are_less_the_call_and_beside_the_best_peer(monkeypatch):
+    case = next(small.cases((2,), (65,)))
+    calls = dict.fromkeys(("torch.mm", "torch.other"), lambda: None)
+    monkeypatch.setattr(small, "peers", lambda case: calls)
+    seconds = [9e-6, 6e-6, 4e-6, 3e-6, 2e-6]  # whole, call, cdist, peers
+    monkeypatch.setattr(small, "minima", lambda calls, budget: seconds)
+
+    row = small.measure(case, 1.0)
+
+    got = (row.call, row.of_cdist, row.kernel, row.torch, row.of_torch)
+    assert got == pytest.approx((6.0, 1.5, 3.0, 2.0, 1.5))
+    assert (row.op, row.n, row.p, row.peer) == ("one result", 2, 65, "torch.other")
+
+
+def test_calls_of_a_small_size_take_turns():
+    turns = []
+    least = small.minima([lambda: turns.append("a"), lambda: turns.append("b")], 0.0)
+    assert "".join(turns) == 3 * (3 * "a" + 3 * "b")
+    assert len(least) == 2 and all(0 < seconds < 1 for seconds in least)
+
+
+def test_command_line_measures_small_sizes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(table.Machine, "measure", lambda *a: MACHINE)
+    before = torch.get_num_threads()
+    output, measurements, text = command(
+        tmp_path, capsys, "--quick --seconds 0 --op small"
+    )
+    assert len(measurements["rows"]) == output.count("torch.") == text.count("torch.")
+    assert {row["threads"] for row in measurements["rows"]} == {1}
+    assert torch.get_num_threads() == before
 
 
 SMALL = dict(n=6, cohort=3, samples=60, tests=13, batch=4, rounds=2, data="made up")

@@ -46,18 +46,22 @@ struct Plan {
   // sparse: result m sums entries first[m] .. first[m + 1), each with its weight and its place in
   // `row`, the rows of x that are read, ascending
   std::vector<int64_t> first, place, row;
-  bool packed = true;  // panels go through the buffer
-  bool stream = false;
+  bool packed = true;   // panels go through the buffer
+  bool stream = false;  // results are written past the caches
+  bool direct = false;  // sums go from registers to the results, which have their type
 
   int64_t reads() const {
     return job.sparse ? static_cast<int64_t>(row.size()) : job.n;
   }  // rows of x
 };
 
-// Rows of register blocks: 32 vector registers hold 6 x 4 sums, 16 hold 6 x 2.
+// Rows of register blocks, and the vectors of a row that a block of so many rows takes at a time:
+// 32 vector registers hold 6 x 4 sums, 16 hold 6 x 2. One row alone takes 256 bytes.
 constexpr int kMaxBlock = 6;
-template <int bytes>
-constexpr int kAcross = kRoomy<bytes> ? 4 : 2;
+template <int bytes, int block>
+constexpr int kAcross = block == 1                    ? std::min(256 / bytes, 8)
+                        : kRoomy<bytes> || block == 2 ? 4
+                                                      : 2;
 
 template <class T>
 PFL_INLINE void fetch_panel(const T* from) {
@@ -85,21 +89,46 @@ PFL_INLINE void pack(A* panel, const Aggregate& job, const int64_t* row, int64_t
   });
 }
 
-// sum[r, 0..64) = sum_n weight[n, r] * x[n, 0..64) for `block` result rows.
+// The place for a block of results: memory of their type, row by row. Where there is a `base`, it
+// is added to the sums.
+template <class A>
+struct Place {
+  A* to;
+  int64_t stride;
+  const A* base;
+  int64_t base_stride;
+};
+
+// Writes the sums of a block, `column` columns into its panel.
+template <int bytes, class A, int block, int across>
+PFL_INLINE void put_block(const Place<A>& place, int64_t column,
+                          Vec<A, bytes> (&acc)[block][across]) {
+  constexpr int lanes = bytes / sizeof(A);
+  if (place.base) {
+    const A* const base = place.base + column;
+    PFL_EACH(r, block,
+             PFL_EACH(c, across, Vec<A, bytes> v;
+                      const A* const at = base + r * place.base_stride + c * lanes;
+                      __builtin_prefetch(at + kPanel); load(v, at); acc[r][c] += v));
+  }
+  A* const to = place.to + column;
+  PFL_EACH(r, block, PFL_EACH(c, across, store(to + r * place.stride + c * lanes, acc[r][c])));
+}
+
+// sum_n weight[n, r] * x[n, 0..width) for `block` result rows; the width is whole panels.
 template <int bytes, class A, int block>
-PFL_INLINE void dense_block(A* sum, int64_t sum_stride, const A* x, int64_t stride, int64_t n,
-                            const A* weight, int64_t ahead) {
-  constexpr int lanes = bytes / sizeof(A), across = kAcross<bytes>;
-  for (int64_t column = 0; column < kPanel; column += across * lanes) {
+PFL_INLINE void dense_block(const Place<A>& place, int64_t width, const A* x, int64_t stride,
+                            int64_t n, const A* weight, int64_t ahead) {
+  constexpr int lanes = bytes / sizeof(A), across = kAcross<bytes, block>;
+  for (int64_t column = 0; column < width; column += across * lanes) {
     Vec<A, bytes> acc[block][across];
     clear(acc);
     sum_outer<block, across>(acc, n, weight, 1, block, [&](int64_t i, int c) PFL_LAMBDA {
       const A* const at = x + i * stride + column + c * lanes;
-      if (ahead) __builtin_prefetch(at + ahead);
+      if (ahead && c * bytes % 64 == 0) __builtin_prefetch(at + ahead);
       return at;
     });
-    PFL_EACH(r, block,
-             PFL_EACH(c, across, store(sum + r * sum_stride + column + c * lanes, acc[r][c])));
+    put_block<bytes, A, block, across>(place, column, acc);
   }
 }
 
@@ -109,9 +138,9 @@ enum class Rows { numbered, in_order, apart };
 
 // The same sum over a list of `n` entries, for one result row.
 template <int bytes, class A, Rows rows>
-PFL_INLINE void sparse(A* sum, const A* x, const int64_t* offset, const int64_t* place,
+PFL_INLINE void sparse(const Place<A>& to, const A* x, const int64_t* offset, const int64_t* place,
                        const A* weight, int64_t n, int64_t ahead) {
-  constexpr int lanes = bytes / sizeof(A), across = 256 / bytes < 8 ? 256 / bytes : 8;
+  constexpr int lanes = bytes / sizeof(A), across = kAcross<bytes, 1>;
   for (int64_t column = 0; column < kPanel; column += across * lanes) {
     Vec<A, bytes> acc[1][across];
     clear(acc);
@@ -120,10 +149,10 @@ PFL_INLINE void sparse(A* sum, const A* x, const int64_t* offset, const int64_t*
                            : rows == Rows::in_order ? i * kPanel
                                                     : place[i] * kPanel;
       const A* const at = x + from + column + c * lanes;
-      if (ahead) __builtin_prefetch(at + ahead);
+      if (ahead && c * bytes % 64 == 0) __builtin_prefetch(at + ahead);
       return at;
     });
-    PFL_EACH(c, across, store(sum + column + c * lanes, acc[0][c]));
+    put_block<bytes, A, 1, across>(to, column, acc);
   }
 }
 
@@ -206,6 +235,15 @@ struct Target {
   A* kept;  // a line for each result row
   int64_t column, width;
   bool first, last;  // panel
+
+  bool direct() const { return plan.direct && width >= kPanel; }
+  // The panel's part of the results from `row` on.
+  Place<A> place(int64_t row) const {
+    const Aggregate& job = plan.job;
+    const A* const base = static_cast<const A*>(job.base);
+    return {static_cast<A*>(job.out) + row * job.out_row + column, job.out_row,
+            base ? base + row * job.base_row + column : nullptr, job.base_row};
+  }
 };
 
 template <int bytes, class A>
@@ -245,7 +283,8 @@ PFL_INLINE void dense_panel(const Target<A>& to, A* panel, double* total, A* sum
   constexpr int64_t sum_stride = kPanel + 64 / sizeof(A);
   const Plan<A>& plan = to.plan;
   const Aggregate& job = plan.job;
-  const bool through = plan.packed || to.width < kPanel, single = job.n <= kChunk;
+  const bool through = plan.packed || to.width < kPanel, single = job.n <= kChunk,
+             direct = single && to.direct();
   // what is worth fetching while this panel is worked on: the next one, or, where that many rows
   // would not stay, this one further down
   const int64_t ahead = job.n > 8 * kChunk ? 8 * job.updates_row : to.last ? 0 : kPanel;
@@ -263,11 +302,13 @@ PFL_INLINE void dense_panel(const Target<A>& to, A* panel, double* total, A* sum
       for (int64_t row = top; row < bottom; row += plan.block) {
         const int64_t count = std::min<int64_t>(plan.block, job.m - row);
         const A* const weight = plan.weight.data() + row * job.n + first * count;
+        const Place<A> place = direct ? to.place(row) : Place<A>{sum, sum_stride, nullptr, 0};
         fixed<kMaxBlock>(count, [&](auto block) PFL_LAMBDA {
-          dense_block<bytes, A, block>(sum, sum_stride, x, through ? kPanel : job.updates_row, some,
-                                       weight, through ? 0 : ahead);
+          dense_block<bytes, A, block>(place, std::max(to.width, kPanel), x,
+                                       through ? kPanel : job.updates_row, some, weight,
+                                       through ? 0 : ahead);
         });
-        for (int64_t r = 0; r < count; r++) {
+        for (int64_t r = 0; !direct && r < count; r++) {
           if (single)
             finish<bytes, A>(to, row + r, sum + r * sum_stride);
           else
@@ -297,27 +338,28 @@ PFL_INLINE void sparse_panel(const Target<A>& to, A* panel, double* total, A* su
   for (int64_t row = 0; row < job.m; row++) {
     int64_t entry = plan.first[row];
     const int64_t end = plan.first[row + 1];
-    const bool single = end - entry <= kChunk;
+    const bool single = end - entry <= kChunk, direct = single && to.direct();
+    const Place<A> goal = direct ? to.place(row) : Place<A>{sum, 0, nullptr, 0};
     if (!single) std::fill(total, total + kPanel, 0.0);
     do {
       const int64_t some = std::min(kChunk, end - entry);
       const int64_t* const place = plan.place.data() + entry;
       const A* const weight = plan.weight.data() + entry;
       if (!through) {
-        sparse<bytes, A, Rows::apart>(sum, x, offset, place, weight, some, ahead);
+        sparse<bytes, A, Rows::apart>(goal, x, offset, place, weight, some, ahead);
       } else if (all) {
-        sparse<bytes, A, Rows::numbered>(sum, x, nullptr, place, weight, some, 0);
+        sparse<bytes, A, Rows::numbered>(goal, x, nullptr, place, weight, some, 0);
       } else {
         for (int64_t i = 0; i < some; i++)
           pack<bytes, A>(panel + i * kPanel, job, plan.row.data(), place[i], place[i] + 1,
                          to.column, to.width, ahead);
-        sparse<bytes, A, Rows::in_order>(sum, x, nullptr, place, weight, some, 0);
+        sparse<bytes, A, Rows::in_order>(goal, x, nullptr, place, weight, some, 0);
       }
       if (!single) add_panel<bytes, A>(total, sum);
       entry += some;
     } while (entry < end);
     if (!single) copy_as<bytes>(sum, total, kPanel);
-    finish<bytes, A>(to, row, sum);
+    if (!direct) finish<bytes, A>(to, row, sum);
   }
 }
 
@@ -334,13 +376,18 @@ PFL_INLINE void columns(const Plan<A>& plan, int64_t begin, int64_t end) {
   std::vector<int64_t> offset;
   if (!plan.packed && job.sparse)
     for (int64_t r : plan.row) offset.push_back(r * job.updates_row);
-  for (int64_t column = begin; column < end; column += kPanel) {
+  // Rows that stay in the caches need not be fetched panel by panel: where nothing is packed
+  // either, one panel is as wide as all.
+  const bool cached = plan.reads() * job.p * int64_t{sizeof(A)} < kStreamBytes;
+  const bool whole = cached && !job.sparse && plan.direct && !plan.packed && job.n <= kChunk;
+  const int64_t step = whole ? std::max((end - begin) / kPanel, int64_t{1}) * kPanel : kPanel;
+  for (int64_t column = begin; column < end; column += step) {
     const Target<A> to{plan,
                        kept.data,
                        column,
-                       std::min(kPanel, end - column),
+                       std::min(step, end - column),
                        column == begin,
-                       column + kPanel >= end};
+                       column + step >= end};
     if (job.sparse)
       sparse_panel<bytes, A>(to, panel.data, total.data, sum, offset.data());
     else
@@ -389,8 +436,9 @@ Plan<A> make_plan(const Aggregate& job) {
     }
     plan.packed = !same_type || blocks > 1;
   }
-  plan.stream = job.out_dtype == (std::is_same_v<A, double> ? Dtype::f64 : Dtype::f32) &&
-                job.m * job.p * size_of(job.out_dtype) >= kStreamBytes;
+  const bool same_result = job.out_dtype == (std::is_same_v<A, double> ? Dtype::f64 : Dtype::f32);
+  plan.stream = same_result && job.m * job.p * size_of(job.out_dtype) >= kStreamBytes;
+  plan.direct = same_result && !plan.stream;
   return plan;
 }
 

@@ -4,8 +4,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "../check.h"
 #include "../inputs.h"
@@ -52,12 +54,31 @@ Tensor allocated(const Tensor& like, int64_t elements, const Allocate& allocate)
   }
 }
 
+// An empty tensor on the device of `like`. It is taken from torch's C interface: to call an op of
+// torch by its name takes some microseconds, as long as a small call of ours does.
 template <class Sizes = std::initializer_list<int64_t>>
 Tensor make(const Tensor& like, const Sizes& sizes,
             std::optional<ScalarType> dtype = std::nullopt) {
-  int64_t elements = 1;
-  for (const int64_t size : sizes) elements *= size;
-  return allocated(like, elements, [&] { return torch::stable::new_empty(like, sizes, dtype); });
+  const std::vector<int64_t> shape(sizes.begin(), sizes.end());
+  std::vector<int64_t> strides(shape.size());
+  int64_t elements = 1, stride = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= std::max<int64_t>(shape[i], 1);
+    elements *= shape[i];
+  }
+  int32_t device = 0, index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  const auto type = torch::stable::detail::to<int32_t>(
+      torch::stable::detail::from(dtype.value_or(like.scalar_type())));
+  return allocated(like, elements, [&] {
+    AtenTensorHandle made = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()),
+                                                           shape.data(), strides.data(), type,
+                                                           device, index, &made));
+    return Tensor(made);
+  });
 }
 
 inline Tensor dense(const Tensor& t) {
@@ -83,8 +104,6 @@ inline bool same_view(const Tensor& a, const Tensor& b) {
          a.size(1) == b.size(1) && a.stride(0) == b.stride(0) && a.stride(1) == b.stride(1);
 }
 
-inline Tensor dense_as(const Tensor& t, ScalarType dtype) { return dense(converted(t, dtype)); }
-
 template <class T>
 const T* data(const Tensor& t) {
   return static_cast<const T*>(t.const_data_ptr());
@@ -92,6 +111,15 @@ const T* data(const Tensor& t) {
 template <class T>
 T* mutable_data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
+}
+
+inline Tensor dense_as(const Tensor& t, ScalarType dtype) {
+  const bool widens = t.scalar_type() == ScalarType::Float && dtype == ScalarType::Double;
+  if (!widens || !t.is_cpu() || !t.is_contiguous()) return dense(converted(t, dtype));
+  // Weights are few numbers, which are copied before torch's own conversion has been called.
+  const Tensor out = make(t, t.sizes(), dtype);
+  std::copy_n(data<float>(t), t.numel(), mutable_data<double>(out));
+  return out;
 }
 
 // run(a zero of the tensor's type).

@@ -28,6 +28,7 @@ from ._check import (
     spans_overlap,
 )
 from ._library import (
+    call_op,
     define,
     fake_nothing,
     in_forward_ad,
@@ -80,13 +81,13 @@ def aggregate(
     check_aggregate(updates, weight, index, base, lr, out)
     warn_of_references()
     arguments = (updates, weight, index, base, lr, bool(precise))
+    if out is not None:
+        _op_out(*arguments, out)
+        mark_written(out)
+        return out
     if in_forward_ad():
         return _formula(*arguments)
-    if out is None:
-        return _op(*arguments)
-    _op_out(*arguments, out)
-    mark_written(out)
-    return out
+    return call_op(_op, *arguments)
 
 
 def check_aggregate(
@@ -124,17 +125,17 @@ def check_out(
     updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any
 ) -> None:
     """Raises ValueError for an `out` that the op cannot write."""
-    shape = [weight.shape[0], updates.shape[1]]
+    shape = (weight.shape[0], updates.shape[1])
     dtype = updates.dtype if base is None else base.dtype
     fits = (
         isinstance(out, Tensor)
         and out.dtype == dtype
         and out.device == updates.device
-        and list(out.shape) == shape
+        and out.shape == shape
     )
     if not fits:
         kind = f"{str(dtype).removeprefix('torch.')} on {updates.device}"
-        reject("aggregate(out)", f"a tensor {shape} of {kind}", out)
+        reject("aggregate(out)", f"a tensor {list(shape)} of {kind}", out)
     if in_forward_ad():
         expected = "None in forward-mode differentiation"
         reject("aggregate(out)", expected, out, remedy="leave out away")
@@ -143,28 +144,41 @@ def check_out(
     check_writable("aggregate", "out", out)
     if torch.compiler.is_compiling():
         return
-    if out.is_neg() or out.is_conj():
+    if out.is_neg():
         expected = "memory that holds its numbers as they are"
         got = Words("a view of their negatives or conjugates")
         reject("aggregate(out)", expected, got)
-    tensors = (updates, weight, base, out)
-    if torch.is_grad_enabled() and any(_requires_grad(t) for t in tensors):
+    if torch.is_grad_enabled() and _requires_grad(updates, weight, base, out):
         expected = "None where a gradient is wanted"
         remedy = "leave out away or use torch.no_grad()"
         reject("aggregate(out)", expected, out, remedy=remedy)
+    _check_memory(out, updates, weight, index, base)
+
+
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    """True where one of the tensors requires grad."""
+    for t in tensors:  # noqa: SIM110 (a generator takes twice as long)
+        if t is not None and t.requires_grad:
+            return True
+    return False
+
+
+def _check_memory(
+    out: Tensor,
+    updates: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    base: Tensor | None,
+) -> None:
+    """Raises ValueError where `out` shares memory with an input other than `base`."""
     span = memory_span(out)
     for name, t in (("updates", updates), ("weight", weight), ("index", index)):
-        if spans_overlap(span, memory_span(t)):
+        if t is not None and spans_overlap(span, memory_span(t)):
             reject("aggregate(out)", "memory of its own", Words(f"memory of {name}"))
     overlaps_base = base is not None and spans_overlap(span, memory_span(base))
     if base is not None and overlaps_base and not same_view(out, base):
         expected = "memory of its own or base itself"
         reject("aggregate(out)", expected, Words("a part of base's memory"))
-
-
-def _requires_grad(t: Tensor | None) -> bool:
-    """True for a tensor that requires grad."""
-    return t is not None and t.requires_grad
 
 
 def result_dtypes(

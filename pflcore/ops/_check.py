@@ -19,6 +19,8 @@ from torch.nn import Parameter
 
 from pflcore.check import Words, reject
 
+# Numbers that Python compares sooner than an op of torch is called.
+FEW_NUMBERS = 64
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -122,21 +124,30 @@ def check_index_range(op: str, name: str, index: Tensor, n: int) -> None:
     """
     if not is_readable(index) or index.numel() == 0:
         return
-    smallest, largest = index.aminmax()
-    low = int(smallest)
-    high = int(largest)
+    low, high = value_range(index)
     if low < 0 or high >= n:
         expected = f"numbers from 0 to {n - 1}"
         reject(f"{op}({name})", expected, Words(f"{low} to {high}"))
 
 
+def value_range(index: Tensor) -> tuple[int, int]:
+    """The smallest and the largest number of an index that is not empty."""
+    if index.numel() <= FEW_NUMBERS and index.dim() == 2:
+        rows = index.tolist()
+        return min(map(min, rows)), max(map(max, rows))
+    smallest, largest = index.aminmax()
+    return int(smallest), int(largest)
+
+
 def check_writable(op: str, name: str, t: Tensor) -> None:
     """Raises ValueError unless rows are contiguous and do not overlap."""
-    if t.numel() and t.shape[1] > 1 and t.stride(1) != 1:
+    if t.is_contiguous() or not t.numel():
+        return
+    if t.shape[1] > 1 and t.stride(1) != 1:
         strides = Words(f"strides {list(t.stride())}")
         remedy = f"use {name}.contiguous()"
         reject(f"{op}({name})", "contiguous rows", strides, remedy=remedy)
-    if t.numel() and t.shape[0] > 1 and t.stride(0) < t.shape[1]:
+    if t.shape[0] > 1 and t.stride(0) < t.shape[1]:
         strides = Words(f"strides {list(t.stride())}")
         remedy = f"use {name}.clone()"
         reject(f"{op}({name})", "rows that do not overlap", strides, remedy=remedy)
@@ -147,11 +158,7 @@ def is_readable(t: Tensor) -> bool:
 
     They can in a CPU tensor that nothing traces, without `vmap` or `grad` around it.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and t.device.type == "cpu"
-        and memory_span(t) is not None
-    )
+    return not torch.compiler.is_compiling() and t.is_cpu and memory_span(t) is not None
 
 
 def memory_span(t: Tensor | None) -> tuple[int, int] | None:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.nn import Parameter
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -165,6 +166,41 @@ def in_forward_ad() -> bool:
     functorch = torch._C._functorch
     interpreters = functorch.get_interpreter_stack() or ()
     return any(i.key() == functorch.TransformType.Grad for i in interpreters)
+
+
+def call_op(op: Callable[..., R], *arguments: Any) -> R:
+    """The result of an op, past autograd where no gradient is wanted.
+
+    Autograd's body of an op is torch's Python. It takes some six microseconds, which is
+    longer than a small op. Where no argument requires grad it only passes the call on.
+    """
+    if _may_need_autograd(arguments):
+        return op(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
+
+
+def _may_need_autograd(arguments: Sequence[Any]) -> bool:
+    """True unless autograd would only pass a call on.
+
+    Whatever stands above autograd in torch's dispatcher, or replaces a call, sees it as
+    it is: compilers, `torch.func`, tensor subclasses and modes that replace functions.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_torch_function_mode_enabled()
+    ):
+        return True
+    is_recorded = torch.is_grad_enabled()
+    for argument in arguments:
+        if not isinstance(argument, Tensor):
+            continue
+        if type(argument) is not Tensor and type(argument) is not Parameter:
+            return True
+        if is_recorded and argument.requires_grad:
+            return True
+    return False
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pflcore.check import reject
 
 from ._check import check_matrix, is_int
-from ._library import define, in_forward_ad, lib, warn_of_references
+from ._library import call_op, define, in_forward_ad, lib, warn_of_references
 
 # Columns that the reference sorts together, so that their block stays in a CPU's cache.
 SORT_BLOCK_COLUMNS = 1 << 14
@@ -64,7 +64,7 @@ def trimmed_mean(
     warn_of_references()
     if in_forward_ad():
         return reference(rows, removed)
-    return _op(rows, removed)
+    return call_op(_op, rows, removed)
 
 
 def sorting_network(n: int) -> Iterator[tuple[int, int]]:

@@ -17,8 +17,21 @@ from torch import Tensor
 
 from pflcore.check import reject
 
-from ._check import check_index, check_matrix, check_same_kind, is_readable
-from ._library import define, in_forward_ad, lib, save_inputs, warn_of_references
+from ._check import (
+    check_index,
+    check_matrix,
+    check_same_kind,
+    is_readable,
+    value_range,
+)
+from ._library import (
+    call_op,
+    define,
+    in_forward_ad,
+    lib,
+    save_inputs,
+    warn_of_references,
+)
 from ._sums import scatter_add
 
 OP = "pairwise_sqdist"
@@ -74,7 +87,7 @@ def pairwise_sqdist(
     if in_forward_ad() and len(a):
         other = a if b is None else b
         return _plain_sqdist(a, other, index)
-    return _op(a, b, index)
+    return call_op(_op, a, b, index)
 
 
 def check_sqdist(a: Any, b: Any, index: Any) -> None:
@@ -97,7 +110,7 @@ def _check_pairs(a: Tensor, b: Tensor, index: Any) -> None:
         reject(f"{OP}(index)", f"[{len(a)}, L], a list for each row of a", index)
     if not is_readable(index) or index.numel() == 0:
         return
-    largest = int(index.max())
+    _, largest = value_range(index)
     if largest >= len(b):
         expected = f"numbers below {len(b)}, the number of rows"
         remedy = "use a negative number for padding"

@@ -23,6 +23,32 @@ every_dtype = pytest.mark.parametrize("dtype", FLOATS)
 
 
 @isa
+@kernels
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("m", [1, 2, 3, 6, 7, 13])
+def test_bits_do_not_depend_on_other_results_or_columns(dtype, m):
+    """A number has the same bits however many results and columns there are.
+
+    Kernels hold rows in a buffer or not, and take few or many results and columns at a
+    time.
+    """
+    updates = randn(1, 10, 3 * 64 + 5).to(dtype)
+    weight = randn(2, m, 10)
+    base = randn(3, m, 3 * 64 + 5).to(dtype)
+
+    whole = aggregate(updates, weight, base=base)
+
+    for row in range(m):
+        got = aggregate(updates, weight[row : row + 1], base=base[row])
+        assert torch.equal(got[0], whole[row])
+    for end in (1, 64, 65, 128):
+        got = aggregate(updates[:, :end], weight, base=base[:, :end])
+        assert torch.equal(got, whole[:, :end])
+    out = base.clone()
+    assert torch.equal(aggregate(updates, weight, base=out, out=out), whole)
+
+
+@isa
 @every_dtype
 def test_precise_survives_cancellation(dtype):
     """With precise=True, 1 + 1e8 - 1e8 is 1.

@@ -38,6 +38,33 @@ class Kept(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+def test_calls_pass_autograd_only_where_it_adds_nothing():
+    plain = torch.ones(2, 3)
+    wanted = torch.ones(2, 3, requires_grad=True)
+
+    def needs_autograd(t):
+        return library._may_need_autograd((plain, None, 1.0, t))
+
+    assert not needs_autograd(plain) and needs_autograd(wanted)
+    assert needs_autograd(plain.as_subclass(type("Own", (Tensor,), {})))
+    with torch.no_grad():
+        assert not needs_autograd(wanted)
+    with torch.device("cpu"):  # a mode that replaces functions
+        assert needs_autograd(plain)
+    seen = []
+    torch.func.vmap(lambda row: seen.append(needs_autograd(row)) or row)(plain)
+    assert seen == [True]
+
+
+def test_modes_see_calls_that_pass_autograd():
+    with Kept() as kept:
+        ops.pairwise_sqdist(torch.ones(2, 3))
+        ops.aggregate(torch.ones(2, 3), torch.ones(1, 2))
+        ops.trimmed_mean(torch.ones(2, 3), 0)
+    names = [name for name, _ in kept.calls]
+    assert names == ["pairwise_sqdist", "aggregate", "trimmed_mean"]
+
+
 def ugly():
     """Calls ops with layouts, lists and dtypes missing in the laws."""
     rows = randn(1, 9, 4)
