@@ -157,12 +157,17 @@ struct Plan {
         case ChainLayer::batch_norm: {
           BatchNorm& q = b.batch_norm;
           demand(l[0] > 0 && b.features() % l[0] == 0 && (l[2] >= 0) == (l[3] >= 0));
-          q = {b.features() / l[0], l[0], batch,      kNone,     l[4],
-               l[5],                l.field[1], l.field[6], l[2] >= 0, l[7] != 0};
+          const bool is_image = l[0] == h * w;
+          q.channels = b.features() / l[0], q.h = is_image ? h : l[0], q.w = is_image ? w : 1;
+          q.batch = batch, q.act = kNone, q.mean_at = l[4], q.variance_at = l[5];
+          q.eps = l.field[1], q.momentum = l.field[6], q.affine = l[2] >= 0, q.frozen = l[7] != 0;
           for (int64_t at : {q.mean_at, q.variance_at})
             demand(at >= 0 && q.channels <= program.b && at <= program.b - q.channels);
           if (q.affine) take(b, q.channels, q.channels, q.channels, l[2], l[3]);
           if (fusable()) q.act = layers[++i][0];
+          q.pooled = is_image && h > 1 && w > 1 && halves() && layers[i + 1][0] == kMax;
+          if (q.pooled) h = q.hq(), w = q.wq(), i++;
+          if (q.pooled && q.act == kNone && fusable()) q.act = layers[++i][0];
           whole = whole || !q.frozen;
           break;
         }
@@ -196,6 +201,7 @@ template <class T>
 struct Space {                         // of one block
   T *y, *dy, *d, *z, *factor, *stats;  // `d`: slopes or dz
   ConvSpace<T> conv;
+  BatchNormSpace<T> batch_norm;
 };
 
 template <class T, int bytes>
@@ -441,7 +447,12 @@ class Worker {
       } else if (b.kind == ChainLayer::norm) {
         s.stats = room(b.norm.groups * 2 * up(batch, lanes));
       } else if (b.kind == ChainLayer::batch_norm) {
-        s.stats = room(2 * b.batch_norm.channels);
+        const BatchNorm& n = b.batch_norm;
+        outs = n.channels * n.hq() * n.wq();
+        s.batch_norm.stats = room(2 * n.channels);
+        s.batch_norm.winner =
+            arena_.template take<uint8_t>(n.pooled ? outs * batch + kSlack : 0);
+        s.batch_norm.hat = n.pooled ? plain(outs) : nullptr;
       }
       s.y = plain(outs), s.dy = plain(outs);
     }
@@ -569,7 +580,7 @@ class Worker {
           break;
         case ChainLayer::batch_norm:
           batch_norm_forward<T, bytes>(b.batch_norm, train_ && !b.batch_norm.frozen, x, w, bias,
-                                       running_, s.stats, s.y);
+                                       running_, s.batch_norm, s.y);
           break;
         default:
           scale_features<T, bytes>(b.features(), plan.batch, w, x, s.y);
@@ -619,7 +630,7 @@ class Worker {
           break;
         case ChainLayer::batch_norm:
           batch_norm_backward<T, bytes>(b.batch_norm, train_ && !b.batch_norm.frozen, x, s.y,
-                                        s.stats, s.dy, w, into, dw, db, dx);
+                                        s.batch_norm, s.dy, w, into, dw, db, dx);
           break;
         default:
           if (dx) scale_features<T, bytes>(b.features(), plan.batch, w, s.dy, dx);
