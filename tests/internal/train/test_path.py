@@ -99,6 +99,27 @@ def test_the_trial_sees_small_differences(size):
         exact.expected[mode] = right
 
 
+@pytest.mark.parametrize("error, fits", [(0.0, True), (0.1, False)])
+def test_a_number_next_to_a_tie_is_no_difference(error, fits):
+    """A slope that rounding switches on or off is allowed, and nothing more."""
+    net = Net(mlp)
+    probe = make_probe(net, federation())
+    data = probe.clients.context.data
+    sample = data.x[data.lists("train")[0][0]]
+    weight = probe.w[0, net.slices["0.weight"]].view(5, 6)
+    bias = net.slices["0.bias"].start
+    probe.w[0, bias] = -weight[0] @ sample  # so that its first ReLU gets about 0
+    other = probe.w.clone()
+    other[0, bias] -= 1e-6
+    probe.w[0, bias] += 1e-6
+    probe.expected = probe.reference(other)
+    gap = probe.reference(probe.w)["training"][1] - probe.expected["training"][1]
+    assert gap.abs().max() > 0.005 * probe.expected["training"][1].abs().max()
+    probe.expected["training"][1][1] += error
+
+    assert (probe.difference(Engine("loop")) is None) == fits
+
+
 def test_an_error_in_the_models_own_dtype_is_raised(monkeypatch):
     def fail_in_float32(net, data):
         if net.dtype == torch.float32:
