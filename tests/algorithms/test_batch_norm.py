@@ -158,7 +158,7 @@ def test_a_runs_models_have_the_statistics_that_it_was_evaluated_with(name, poli
 @pytest.mark.skipif(not pflcore.backend().kernels, reason="the kernels are not loaded")
 @pytest.mark.parametrize(
     "algorithm, policy",
-    [("fedavg", "average"), ("fedavg", "local"), ("hypcluster", "rule")],
+    [("fedavg", "average"), ("fedavg", "local"), ("hypcluster", "auto")],
 )
 def test_a_chain_moves_the_statistics_that_the_module_moves(algorithm, policy):
     """Models and statistics are those of the module under each policy.
@@ -181,7 +181,8 @@ def test_a_chain_moves_the_statistics_that_the_module_moves(algorithm, policy):
             engine=engine,
         )
         history = run.run()
-        assert run.header()["path"]["form"] == ("chain" if engine == "chain" else "module")
+        form = {"chain": "chain", "loop": "module"}[engine]
+        assert run.header()["path"]["form"] == form
         runs[engine] = [history.model(i).tensors() for i in range(3)]
     for got, want in zip(*runs.values(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
