@@ -166,11 +166,13 @@ Tensor chain_train_cpu(const Tensor& w, const Tensor& program, const std::string
   return typed(op, w, run, program, loss_name, c, h, width, x, y, relabel, statistics);
 }
 
-std::tuple<Tensor, Tensor, Tensor> chain_grad_cpu(
-    const Tensor& w, const Tensor& program, const std::string& loss_name, int64_t c, int64_t h,
-    int64_t width, const Tensor& x, const Tensor& y, const OptionalTensor& relabel,
-    const Tensor& order_in, const Tensor& size_in, const OptionalTensor& seeds_in,
-    const OptionalTensor& statistics, bool train) {
+std::tuple<Tensor, Tensor, Tensor> chain_grad_cpu(const Tensor& w, const Tensor& program,
+                                                  const std::string& loss_name, int64_t c,
+                                                  int64_t h, int64_t width, const Tensor& x,
+                                                  const Tensor& y, const OptionalTensor& relabel,
+                                                  const Tensor& order_in, const Tensor& size_in,
+                                                  const OptionalTensor& seeds_in,
+                                                  const OptionalTensor& statistics, bool train) {
   constexpr const char* op = "chain_grad";
   const auto run = [&](const auto& args) -> std::tuple<Tensor, Tensor, Tensor> {
     using T = typename std::decay_t<decltype(args)>::T;

@@ -121,7 +121,7 @@ struct ChainEval : ChainProblem<T> {
   int64_t s, w_row;
   const T* statistics;
   int64_t statistics_row;
-  bool one_model;  // all rows are one, and so are their statistics
+  bool one_model;                // all rows are one, and so are their statistics
   const int64_t *order, *begin;  // [n] places, client after client; [s + 1] where each one's begin
   double* loss;                  // [n]
   uint8_t* right;                // [n]

@@ -371,8 +371,8 @@ PFL_INLINE void batch_norm_windows(const BatchNorm& q, const T* x, T mean, T sca
       top = best * weight + bias;
       PFL_EACH(e, 3, load(v, from + (e + 1) / 2 * line + (e + 1) % 2 * q.batch);
                v = (v - mean) * scale; const V z = v * weight + bias;
-               const I later = (z > top) | (z != z); top = later ? z : top;
-               best = later ? v : best; place = later ? I{} + (e + 1) : place);
+               const I later = (z > top) | (z != z); top = later ? z : top; best = later ? v : best;
+               place = later ? I{} + (e + 1) : place);
       activate<T, bytes>(q.act, top);
       const int64_t at = k * q.batch + b;
       store(y + at, top);
@@ -436,8 +436,7 @@ PFL_TARGET void batch_norm_forward(const BatchNorm& q, bool train, const T* x, c
 // Only a window's winner has a slope; rows and columns that no window has are not left out.
 template <class T, int bytes>
 PFL_INLINE void batch_norm_unpool(const BatchNorm& q, const T* x, const T* y, const T* dy,
-                                  const uint8_t* winner, T mean, T factor, T shift, T pull,
-                                  T* dx) {
+                                  const uint8_t* winner, T mean, T factor, T shift, T pull, T* dx) {
   using V = Vec<T, bytes>;
   using I = decltype(V{} < V{});
   constexpr int64_t lanes = bytes / sizeof(T);

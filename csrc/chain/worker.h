@@ -450,8 +450,7 @@ class Worker {
         const BatchNorm& n = b.batch_norm;
         outs = n.channels * n.hq() * n.wq();
         s.batch_norm.stats = room(2 * n.channels);
-        s.batch_norm.winner =
-            arena_.template take<uint8_t>(n.pooled ? outs * batch + kSlack : 0);
+        s.batch_norm.winner = arena_.template take<uint8_t>(n.pooled ? outs * batch + kSlack : 0);
         s.batch_norm.hat = n.pooled ? plain(outs) : nullptr;
       }
       s.y = plain(outs), s.dy = plain(outs);
@@ -506,7 +505,8 @@ class Worker {
   bool gradient(const ChainProblem<T>& a, int64_t s, const int64_t* place, int64_t count,
                 int64_t ahead, Into<T> into, double& loss) {
     const bool whole = layout_.whole && train_;
-    const int64_t tiles = whole ? 1 : (count + most_ - 1) / most_, tile = (count + tiles - 1) / tiles;
+    const int64_t tiles = whole ? 1 : (count + most_ - 1) / most_,
+                  tile = (count + tiles - 1) / tiles;
     for (int64_t first = 0; first < count; first += tile) {
       const int64_t some = std::min(tile, count - first);
       Plan& plan = use(some);
@@ -718,7 +718,7 @@ class Worker {
   Numbers<T> target_, loss_, w_, g_, shift_, mask_, anchor_, velocity_, mean_, square_, sum_,
       spare_;
   Numbers<T> statistics_;
-  T* running_ = nullptr;          // a row of statistics
+  T* running_ = nullptr;  // a row of statistics
   bool train_ = false;
   std::optional<uint64_t> seed_;  // of dropout's masks; none: nothing is dropped
 };

@@ -127,7 +127,7 @@ class EngineProbe:
             replace(clients, round=1).fit(0.5 * self.w, epochs=1, lr=1.0)
         relative, absolute = self._tolerances()
         for mode, values in self._computed(clients).items():
-            # Evaluation has no new running statistics, nor has a net without batch norm.
+            # Evaluation has no new statistics, nor has a net without batch norm.
             triples = zip(VALUE_NAMES, values, self.expected[mode], strict=False)
             for place, (name, got, want) in enumerate(triples):
                 gap = _describe_gap(got, want, relative, absolute)
