@@ -49,6 +49,29 @@ def test_bits_do_not_depend_on_other_results_or_columns(dtype, m):
 
 
 @isa
+@kernels
+@pytest.mark.parametrize("dtype", [F32, F16])
+@pytest.mark.parametrize("n", [15, 16, 29, 129])
+def test_one_result_of_large_rows_has_the_same_bits(n, dtype):
+    """One result has its bits among seven, where rows exceed the caches.
+
+    A kernel reads many large rows a few at a time there. Two million columns of one
+    row are results that are written past the caches.
+    """
+    columns = 2_100_000 if (n, dtype) == (16, F32) else 160_003
+    updates = randn(1, n, columns).to(dtype)
+    weight, base = randn(2, 7, n), randn(3, columns).to(dtype)
+
+    whole = aggregate(updates, weight, base=base)
+
+    assert torch.equal(aggregate(updates, weight[4:5], base=base), whole[4:5])
+    assert torch.equal(aggregate(updates, weight[4:5]), aggregate(updates, weight)[4:5])
+    home = torch.zeros(columns + 3, dtype=dtype)
+    got = aggregate(updates, weight[4:5], base=base, out=home[3:][None])
+    assert torch.equal(got, whole[4:5]) and not home[:3].any()
+
+
+@isa
 @every_dtype
 def test_precise_survives_cancellation(dtype):
     """With precise=True, 1 + 1e8 - 1e8 is 1.
