@@ -80,6 +80,7 @@ FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
         "fedfomo": (ARXIV + "2012.08565",),
         "l2c": (DOI + "10.1109/CVPR52688.2022.00954",),
         "fedala": (ARXIV + "2212.01197",),
+        "pfedhn": (ARXIV + "2103.04628",),
     },
     "clusters": {
         "hypcluster": (ARXIV + "2002.10619", ARXIV + "2006.04088"),

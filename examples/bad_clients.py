@@ -48,7 +48,12 @@ DEEP = (
     "fedrep",
     "fedbabu",
     "fedbn",
+    "gpfl",
     "factorized_waffle",
+    "fedproto",
+    "fedpac",
+    "fedas",
+    "feddbe",
 )
 ABOUT = f"""# Bad clients
 

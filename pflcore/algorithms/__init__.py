@@ -32,6 +32,7 @@ from pflcore.algorithms._local_losses import MOON, FedNTD
 from pflcore.algorithms._mixtures import APFL, FedALA
 from pflcore.algorithms._peers import L2C, FedFomo
 from pflcore.algorithms._pfedgraph import PFedGraph, project_to_simplex
+from pflcore.algorithms._pfedhn import PFedHN
 from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
@@ -104,6 +105,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedcac": FedCAC,
     "fedfomo": FedFomo,
     "l2c": L2C,
+    # a network of models
+    "pfedhn": PFedHN,
     # clusters
     "hypcluster": HypCluster,
     "ensemble": Ensemble,
@@ -183,6 +186,7 @@ __all__ = [
     "MixingWeights",
     "Mocha",
     "PFedGraph",
+    "PFedHN",
     "PFedMe",
     "Payload",
     "PerFedAvg",

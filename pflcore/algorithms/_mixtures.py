@@ -35,7 +35,6 @@ from pflcore.algorithms._protocol import (
 from pflcore.check import (
     Fraction,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveInt,
     UnitFloat,
     Weighting,
@@ -236,7 +235,8 @@ class FedALA(FedAvg):
     The other options are those of `FedAvg`.
 
     Args:
-        layers: Number of the last parameter tensors that are mixed by W. 0 mixes all.
+        layers: Number of the last parameter tensors that are mixed by W. None mixes
+            all.
         eta: Step size of W.
         sample: Fraction of the client's training samples on which W is learned,
             above 0, at most 1.
@@ -247,7 +247,7 @@ class FedALA(FedAvg):
         max_epochs: Most epochs of the first learning of W.
     """
 
-    layers: NonNegativeInt = 0
+    layers: PositiveInt | None = None
     eta: NonNegativeFloat = 1.0
     sample: Fraction = 0.8
     window: AtLeastTwo = 10
@@ -260,7 +260,9 @@ class FedALA(FedAvg):
         return super().traits._replace(batch_norm=super().traits.batch_norm[::-1])
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
-        mixed_sizes = net.sizes[-self.layers :]  # all of them for 0 layers
+        mixed_sizes = net.sizes
+        if self.layers is not None:
+            mixed_sizes = net.sizes[-self.layers :]
         ones = net.w0.new_ones(1, sum(mixed_sizes))
         return {"theta": down["x"], "W": ones, "begun": ones.new_zeros(1, 1)}
 

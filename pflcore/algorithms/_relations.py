@@ -272,11 +272,12 @@ class HeurFedAMP(FedAMP):
     Args:
         sigma: Factor of the cosines in the softmax. The larger it is, the more the
             closest models weigh.
-        xi_self: Weight xi_ii of a client's own model, from 0 to 1. 0 takes 1 / N.
+        xi_self: Weight xi_ii of a client's own model, above 0, at most 1. None takes
+            1 / N.
     """
 
     sigma: PositiveFloat = 5.0
-    xi_self: UnitFloat = 0.0
+    xi_self: Fraction | None = None
 
     def mixing_matrix(self, sqdist: Tensor, norm2: Tensor, has_model: Tensor) -> Tensor:
         no_pair = ~mixing_mask(has_model)
@@ -284,7 +285,7 @@ class HeurFedAMP(FedAMP):
         share = (self.sigma * cosine).softmax(1)
         share = share.nan_to_num(0.0)  # NaN: a row without others
         own_weight = self.xi_self
-        if own_weight == 0:
+        if own_weight is None:
             own_weight = 1 / len(has_model)
         return _with_own_weight((1 - own_weight) * share)
 

@@ -28,9 +28,11 @@ from pflcore.algorithms import ALGORITHMS
 from pflcore.check import require
 from pflcore.cli._data import data
 from pflcore.cli._diff import diff
+from pflcore.cli._failure import RunFailed, first_line
 from pflcore.cli._options import allow_own_modules
 from pflcore.cli._predict import predict
-from pflcore.cli._run import RunFailed, compare, first_line, report, run
+from pflcore.cli._report import report
+from pflcore.cli._run import compare, run
 from pflcore.cli._tune import tune_command
 from pflcore.ops import __version__, backend
 from pflcore.ops._library import other_torch

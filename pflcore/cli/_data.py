@@ -11,7 +11,7 @@ from pflcore.check import checked, require
 from pflcore.cli import _experiment as experiment
 from pflcore.cli._experiment import Options, options_subset
 from pflcore.cli._options import dataclass_of_arguments, option_fields, parse
-from pflcore.cli._run import OutputOptions
+from pflcore.cli._output import OutputOptions
 from pflcore.data._catalogue import DATA_SETS, ORIGINS, PARTITION_FACTS
 from pflcore.data._partition import options_of
 from pflcore.results._files import safe_write

@@ -27,8 +27,9 @@ from pflcore.cli._config import (
     write_config,
 )
 from pflcore.cli._experiment import Job, Options, options_subset
+from pflcore.cli._folder import new_folder
+from pflcore.cli._groups import chosen_groups, cut_of
 from pflcore.cli._options import allow_own_modules, flags_of, parse
-from pflcore.cli._run import chosen_groups, cut_of, new_folder
 from pflcore.data import SOURCES, TABULAR
 from pflcore.data._protocols import StudyProtocol, cross_silo
 from pflcore.results._files import write_text

@@ -61,6 +61,9 @@ NOT_IDENTITY = (
 # Fields of a federation that decide no result.
 NO_SAMPLES = ("name", "facts", "columns", "class_names")
 VERSIONS = {"pflcore": __version__, "torch": torch.__version__}
+# Options that are None where version 0.1.0 had 0, by algorithm. They refuse 0 since
+# then, so that a 0 in a file has no other meaning.
+FORMER_ZEROS = {"heurfedamp": "xi_self", "fedala": "layers"}
 # Keys of records that are also names of an attribute: of the options, of an outcome.
 RUN_FIELDS = ("training", "clients", "rounds", "participation", "seed")
 OUTCOME_FIELDS = ("dropped", "void", "bytes_down", "bytes_up", "train_loss", "clipped")
@@ -206,6 +209,7 @@ class RunDescription:
             played: The number of rounds that the other run has played.
         """
         there = _without_made_with(other)
+        there["options"] = current_options(there.get("algorithm"), there.get("options"))
         here = _without_made_with(self.identity())
         rounds = there.pop("rounds", None), here.pop("rounds")
         difference = first_difference(there, here)
@@ -504,6 +508,14 @@ def _digest_bytes(tensor: Tensor) -> memoryview:
         tensor = tensor[::stride]
     numbers = tensor.detach().cpu().contiguous().reshape(-1)
     return numbers.view(torch.uint8).numpy().data
+
+
+def current_options(algorithm: Any, options: Any) -> Any:
+    """The options of an algorithm in a file, with None in place of a former 0."""
+    name = FORMER_ZEROS.get(str(algorithm))
+    if isinstance(options, dict) and options.get(name) == 0:
+        return {**options, name: None}
+    return options
 
 
 def first_difference(

@@ -86,11 +86,13 @@ apfl | alpha | 1.5 | 1
 apfl | alpha | -0.1 | 0
 ditto | personal_epochs | 0 | 1
 factorized_waffle | tau | 0 | 0.1
+fedala | layers | 0 | 1
 fedala | window | 1 | 2
 fedala | sample | 0 | 1
 fedavg | server_lr | -1 | 0
 fedadam | beta1 | 1 | 0.99
 finetune | finetune_epochs | -1 | 0
+heurfedamp | xi_self | 0 | 1
 fedrep | private | [] | "body"
 fedrep | private | 3 | "body"
 """

@@ -135,6 +135,8 @@ def played(cls):
             sizes = {**SIZES, "P": net.size, "b": len(net.b0)}
             if hasattr(alg, "k"):
                 sizes["k"] = alg.k
+            if hasattr(alg, "hidden_size"):
+                sizes["H"] = alg.hidden_size
             rounds.append((alg, seen, sizes))
     return rounds
 

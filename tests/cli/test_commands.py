@@ -51,7 +51,7 @@ def pictures(tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as without:
-        without.setattr("pflcore.cli._run._draw_federation", lambda *_: Path("none"))
+        without.setattr("pflcore.cli._report._draw_federation", lambda *_: Path("none"))
         without.setattr("pflcore.results._run_pictures.draw", lambda *_: [])
         yield without.undo
 

@@ -469,6 +469,22 @@ def test_what_differs_is_named(tmp_path):
         loaded(tmp_path, "ditto", hardware=Hardware(clients_per_block=5))
 
 
+@pytest.mark.parametrize(
+    "name, option", [("heurfedamp", "xi_self"), ("fedala", "layers")]
+)
+def test_a_zero_of_version_0_1_is_todays_none(name, option, tmp_path):
+    saved(tmp_path, algorithm=name)
+    tensors, facts = checkpoint.load(tmp_path)
+    options = facts["run"]["options"]
+    assert options[option] is None
+    options[option] = 0.0
+    checkpoint.save(tmp_path, tensors, facts)
+
+    loaded(tmp_path, name)
+    words = f"another run: {option} is None there and 1 here"
+    refused(lambda: loaded(tmp_path, ALGORITHMS[name](**{option: 1})), words)
+
+
 class Own(nn.Module):
     """A loss that holds a function, whose address differs in every process."""
 

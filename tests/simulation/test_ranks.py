@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from parts.forks import run_ranks
 from parts.rank_resume import resume_all
 from parts.ranks import play_all
 from places import ROOT
@@ -42,10 +44,14 @@ def run_torchrun(count, *words):
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
-def digests_of_ranks(count, cases, folder):
+def digests_of_ranks(count, cases, folder, torchrun=False):
     """The digests of the cases on each of `count` ranks."""
-    run = run_torchrun(count, PROGRAM, json.dumps(cases), folder)
-    assert run.returncode == 0, run.stderr[-5000:]
+    words = (PROGRAM, json.dumps(cases), folder)
+    if torchrun:
+        run = run_torchrun(count, *words)
+        assert run.returncode == 0, run.stderr[-5000:]
+    else:
+        assert run_ranks(count, *words) == [0] * count
     files = [Path(folder, f"digests-{rank}.json") for rank in range(count)]
     return [json.loads(file.read_text()) for file in files]
 
@@ -55,10 +61,10 @@ def without_checkpoints(digests):
     return {k: v for k, v in digests.items() if not k.startswith("checkpoint")}
 
 
-def assert_equal_digests(count, cases, folder):
+def assert_equal_digests(count, cases, folder, torchrun=False):
     """Asserts that every rank shared the runs, and has the digests of this process."""
     want = play_all(cases)
-    by_rank = digests_of_ranks(count, cases, folder)
+    by_rank = digests_of_ranks(count, cases, folder, torchrun)
     for rank, got in enumerate(by_rank):
         *numbers, bytes_received = got.pop("ranks")
         assert numbers == [rank, count] and bytes_received > 0
@@ -92,7 +98,7 @@ QUICK_CASES = [
 
 
 def test_two_ranks_have_the_bits_of_one_process(tmp_path):
-    assert_equal_digests(2, QUICK_CASES, tmp_path)
+    assert_equal_digests(2, QUICK_CASES, tmp_path, torchrun=True)
 
 
 # Every algorithm once, and six of them in other shapes.
@@ -124,10 +130,8 @@ RESUMED_CASES = [
 ]
 
 
-def resumed_digests(count, cases, folder, *options):
-    """What each of `count` ranks has when the cases have gone on from the folder."""
-    run = run_torchrun(count, *options, RESUME, json.dumps(cases), folder)
-    assert run.returncode == 0, run.stderr[-5000:]
+def resumed_digests(count, folder):
+    """What each of `count` ranks had when the cases had gone on from the folder."""
     files = [Path(folder, f"resumed-{rank}.json") for rank in range(count)]
     return [json.loads(file.read_text()) for file in files]
 
@@ -138,7 +142,9 @@ def test_fewer_ranks_take_up_a_run_of_more(tmp_path):
 
     for count, after in ((3, 2), (2, 4)):
         cases = [case | {"stop_after": after} for case in RESUMED_CASES]
-        for rank in resumed_digests(count, cases, tmp_path):
+        codes = run_ranks(count, RESUME, json.dumps(cases), tmp_path)
+        assert codes == [0] * count
+        for rank in resumed_digests(count, tmp_path):
             assert [run["rounds"] for run in rank] == [after] * len(cases)
     got = resume_all(RESUMED_CASES, tmp_path)
 
@@ -151,7 +157,9 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path):
     want = resume_all([case], tmp_path / "whole")
 
     cases = [case | {"kill_after": 3}]
-    by_rank = resumed_digests(3, cases, tmp_path, "--max-restarts=1")
+    run = run_torchrun(3, "--max-restarts=1", RESUME, json.dumps(cases), tmp_path)
+    assert run.returncode == 0, run.stderr[-5000:]
+    by_rank = resumed_digests(3, tmp_path)
 
     assert (tmp_path / "killed").exists()
     assert by_rank == [want] * 3
@@ -173,17 +181,17 @@ TOLD_FAULTS = {
 
 
 def faults_of_ranks(ranks, faults, folder):
-    """The faults as each of `ranks` of three saw them, and the run of torchrun."""
-    run = run_torchrun(3, FAULTS, folder, *faults)
+    """The faults as each of `ranks` of three saw them, and the three exit codes."""
+    codes = run_ranks(3, FAULTS, folder, *faults)
     files = [Path(folder, f"faults-{rank}.json") for rank in ranks]
-    return [json.loads(file.read_text()) for file in files], run
+    return [json.loads(file.read_text()) for file in files], codes
 
 
 @pytest.mark.deep("three processes")
 def test_an_error_of_one_rank_ends_all_alike(tmp_path):
-    seen, run = faults_of_ranks(range(3), TOLD_FAULTS, tmp_path)
+    seen, codes = faults_of_ranks(range(3), TOLD_FAULTS, tmp_path)
 
-    assert run.returncode == 0, run.stderr[-5000:]
+    assert codes == [0, 0, 0]
     for fault, words in TOLD_FAULTS.items():
         first, second, third = (faults[fault] for faults in seen)
         assert first["digest"] == second["digest"] == third["digest"], fault
@@ -198,9 +206,9 @@ def test_an_error_of_one_rank_ends_all_alike(tmp_path):
 
 @pytest.mark.deep("three processes")
 def test_a_killed_rank_ends_the_others_in_one_sentence(tmp_path):
-    seen, run = faults_of_ranks((0, 2), ["killed"], tmp_path)
+    seen, codes = faults_of_ranks((0, 2), ["killed"], tmp_path)
 
-    assert run.returncode != 0 and "SIGKILL" in run.stderr
+    assert codes == [0, -signal.SIGKILL, 0]
     for faults in seen:
         assert faults["killed"]["rounds"] == 2
         assert "another rank has ended" in faults["killed"]["error"]

@@ -123,7 +123,7 @@ class AdaptiveStart:
 
 
 def fedala(
-    clients, cohorts, start, eta, window, threshold, sample, layers=0
+    clients, cohorts, start, eta, window, threshold, sample, layers=None
 ) -> Iterator[dict]:
     """FedALA (Zhang et al. 2023, Algorithm 1): local training from an adapted start.
 

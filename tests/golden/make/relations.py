@@ -35,13 +35,13 @@ def fedamp_weights(w, has_model, alpha=1.0, sigma=1.0) -> np.ndarray:
     return xi + np.diag(1 - xi.sum(1))
 
 
-def heurfedamp_weights(w, has_model, sigma=5.0, xi_self=0.0) -> np.ndarray:
+def heurfedamp_weights(w, has_model, sigma=5.0, xi_self=None) -> np.ndarray:
     """HeurFedAMP (Huang et al. 2021): `xi_ij ~ exp(sigma cos(w_i, w_j))`.
 
     The client's own weight is xi_self, or 1 / N; a cosine with a model of zeros is 0.
     """
     n = len(w)
-    own = xi_self or 1 / n
+    own = 1 / n if xi_self is None else xi_self
     xi = np.zeros((n, n))
     for i in range(n):
         others = [j for j in range(n) if j != i and has_model[i] and has_model[j]]

@@ -11,7 +11,8 @@ from small import swept
 from pflcore import Training, cli
 from pflcore.algorithms import ALGORITHMS
 from pflcore.cli import _experiment as experiment
-from pflcore.cli import _run as play
+from pflcore.cli import _run as commands
+from pflcore.cli._folder import new_folder
 from pflcore.results.record import read
 
 pytest.importorskip("tyro")
@@ -42,7 +43,7 @@ def test_ctrl_c_between_two_runs(monkeypatch):
 
 
 def test_two_runs_that_start_at_once_take_two_folders():
-    made = [play.new_folder(["fedavg"], "digits", "A*") for _ in range(3)]
+    made = [new_folder(["fedavg"], "digits", "A*") for _ in range(3)]
     want = ["fedavg-digits-Astar", "fedavg-digits-Astar-2", "fedavg-digits-Astar-3"]
     assert [p.name for p in made] == want and all(p.is_dir() for p in made)
 
@@ -90,7 +91,7 @@ def test_every_algorithm_explains_its_options_and_keeps_its_defaults(
         assert (flag in out) == (option in own)
     assert ALGORITHMS[name].__doc__.split()[0] in out
     seen = []
-    monkeypatch.setattr(play, "_run_jobs", lambda todo, *_: seen.extend(todo) or 0)
+    monkeypatch.setattr(commands, "run_jobs", lambda todo, *_: seen.extend(todo) or 0)
     for words in (f"run {name}", f"compare --algorithms {name}"):
         command(words)
         job = seen.pop()

@@ -13,7 +13,7 @@ from pflcore.algorithms import class_of
 from pflcore.cli._config import config_text, read_config
 from pflcore.cli._experiment import Options
 from pflcore.cli._options import flags_of, parse
-from pflcore.cli._run import OutputOptions
+from pflcore.cli._output import OutputOptions
 from pflcore.train import Training
 
 pytest.importorskip("tyro")

@@ -18,7 +18,8 @@ from pflcore.cli._options import (
     option_fields,
     parse,
 )
-from pflcore.cli._run import CompareOptions, OutputOptions
+from pflcore.cli._output import OutputOptions
+from pflcore.cli._run import CompareOptions
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES
 from pflcore.train import Training
 

@@ -6,7 +6,6 @@ in an error of one sentence, and no other file is lost.
 
 import inspect
 import json
-import multiprocessing
 import random
 import signal
 import time
@@ -14,12 +13,14 @@ import time
 import pytest
 import torch
 from parts.checkpoint import DATA, make
+from parts.forks import forking_context
 from parts.memory import fails
 from small import equals, layers
 
 from pflcore import cli
 from pflcore.results import _run_pictures as pictures
 from pflcore.results.record import RecordWriter
+from pflcore.simulation import checkpoint
 from pflcore.simulation._evaluate import has_custom_predict
 
 # the command line -----------------------------------------------------------
@@ -46,24 +47,9 @@ def count(record):
     return record.read_bytes().count(b"\n") if record.exists() else 0
 
 
-@pytest.fixture
-def forks():
-    """Processes that start in milliseconds.
-
-    Their parent has imported all modules and computed nothing.
-    """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        pytest.skip("no fork here")
-    context = multiprocessing.get_context("forkserver")
-    ours = ["pflcore.cli", "pflcore.cli._experiment", "pflcore.results.table"]
-    context.set_forkserver_preload(
-        ["pytest", "tyro", "tqdm", "matplotlib.pyplot", *ours]
-    )
-    yield context
-
-
 @pytest.mark.deep("another process")
-def test_a_killed_run_ends_as_the_unbroken_one(tmp_path, no_pictures, forks, capfd):
+def test_a_killed_run_ends_as_the_unbroken_one(tmp_path, no_pictures, capfd):
+    forks = forking_context()
     assert cli.main([*COMPARE, "--out", str(tmp_path / "whole")]) == 0
     want = lines_of(tmp_path / "whole")
     rng = random.Random(0)
@@ -122,6 +108,17 @@ def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(
         assert (tmp_path / "record.jsonl").read_bytes() == before
     (tmp_path / "checkpoint.safetensors").unlink()
     assert cli.main(argv) == 2 and "without a checkpoint" in capsys.readouterr().err
+
+
+def test_a_folder_with_a_zero_of_version_0_1_goes_on(tmp_path, no_pictures):
+    argv = f"run heurfedamp {SMALL} --out {tmp_path} --resume".split()
+    assert cli.main([*argv, "--rounds", "2"]) == 0
+    tensors, facts = checkpoint.load(tmp_path)
+    (run,) = facts["command"]["runs"].values()
+    run["options"]["xi_self"] = 0.0
+    checkpoint.save(tmp_path, tensors, facts)
+    assert cli.main([*argv, "--rounds", "3"]) == 0
+    assert len(lines_of(tmp_path)) == 4  # a header and three rounds
 
 
 def test_a_damaged_folder_is_left_as_it_is(tmp_path, no_pictures, capsys, monkeypatch):

@@ -1,0 +1,107 @@
+"""The options of a command's output, and the files that its folder holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pflcore.check import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenUnitFloat,
+    PositiveInt,
+    checked,
+)
+from pflcore.cli._config import CONFIG_FILE
+from pflcore.cli._track import TrackerName
+from pflcore.results import _run_pictures as pictures
+from pflcore.results._pictures import FORMATS
+from pflcore.results.table import Format
+
+CHECKPOINTS = "checkpoints"  # the folder of the runs' checkpoints
+RECORD_FILE = "record.jsonl"
+FEDERATION_PICTURE = "federation.png"  # which client holds which samples
+# The file of the table in each format, and the start of what `write_report` writes
+# into it.
+TABLE_FILES = {
+    "md": ("table.md", "### "),
+    "latex": ("table.tex", "% pflcore"),
+    "csv": ("table.csv", "setting,"),
+}
+OUTPUT_FILES = (
+    RECORD_FILE,
+    CONFIG_FILE,
+    *(name for name, _ in TABLE_FILES.values()),
+    *(FEDERATION_PICTURE.replace(".png", suffix) for suffix in FORMATS),
+    *(name + suffix for name in pictures.PICTURE_NAMES for suffix in FORMATS),
+)
+
+
+@checked
+@dataclass(frozen=True)
+class ReportOptions:
+    """The folder of the table and the pictures, and what they show.
+
+    Args:
+        out: folder; if not said, a new one below runs/, or the first record's
+        baseline: an algorithm; adds to the table the percent of clients that are worse
+            off than with it
+        last: number of rounds in "mean of last"
+        format: format of the table: md for table.md, latex for table.tex (package
+            booktabs), csv for table.csv (mean and deviation in columns of their own)
+        columns: columns of the table in this order; all if not said: best, final,
+            last_mean, std, worst_decile, the run's metrics, hurt (with --baseline),
+            bytes, note
+        privacy_delta: delta of the line below the table that has the epsilon of
+            runs with --defence dp; one over the number of clients with training samples
+            if not said
+        overwrite: begin anew in a folder that is not empty; its record, its checkpoints
+            and a table that belongs to no record are moved to names that end in .1,
+            .2, ...
+    """
+
+    out: Path | None = None
+    baseline: str | None = None
+    last: PositiveInt = 10
+    format: Format = "md"
+    columns: tuple[str, ...] = ()
+    privacy_delta: OpenUnitFloat | None = None
+    overwrite: bool = False
+
+    @property
+    def table_file(self) -> str:
+        """The name of the table's file."""
+        return TABLE_FILES[self.format][0]
+
+
+@checked
+@dataclass(frozen=True)
+class OutputOptions(ReportOptions):
+    """The folder of record.jsonl, table and the pictures, and its checkpoints.
+
+    Args:
+        resume: go on with the record in the folder, from its last checkpoint; begin
+            where the folder has no record; with more --rounds a run that is over goes
+            on, too
+        checkpoint_every: rounds between checkpoints; 0: by time alone
+        checkpoint_minutes: minutes between checkpoints; 0: by rounds alone
+        keep_checkpoint: keep the last checkpoint of a run that is over, from which it
+            can go on to more rounds; it has the rows of all clients that took part
+        track: service that gets each round's numbers, too: tensorboard (into
+            tensorboard/ of the folder), wandb (WANDB_PROJECT, WANDB_MODE) or mlflow
+            (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME)
+        export: write every client's personalized model into models/ of the folder, for
+            `pflcore predict`; not those of runs that --resume finds complete
+        quiet: show no progress bar
+        dry_run: print what would run, where the clients' rows would be and the memory
+            that it takes; write nothing
+    """
+
+    resume: bool = False
+    checkpoint_every: NonNegativeInt = 0
+    checkpoint_minutes: NonNegativeFloat = 10.0
+    keep_checkpoint: bool = True
+    track: TrackerName | None = None
+    export: bool = False
+    quiet: bool = False
+    dry_run: bool = False
