@@ -22,6 +22,7 @@ WHOLE: tuple[tuple[str, str, int, int, Facts], ...] = (
     ("mlp", "made up", 20, 1000, {"clip_grad": 1.0}),
     ("mlp", "made up", 20, 1000, {"local_optimizer": "adamw"}),
     ("lenet5", "made up", 20, 1000, {}),
+    ("cifar_cnn", "made-up photos", 20, 100, {}),
 )
 OPTIONS = ("clip_grad", "local_optimizer")
 

@@ -25,7 +25,8 @@ from pflcore.train._workers import single_threaded
 BATCH = 20
 LR = 0.005
 FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-py"}
-SHAPES = {"cifar10": (3, 32, 32), "rows": (28,)}  # Other data have MNIST's shape.
+# Other data have MNIST's shape.
+SHAPES = {"cifar10": (3, 32, 32), "made-up photos": (3, 32, 32), "rows": (28,)}
 # Models with options of their own, by their names in the tables.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tutorial": ("cnn", {"channels": (6, 16), "hidden": (120, 84)}),
@@ -42,8 +43,8 @@ class Workload:
     Args:
         name: its name in the table
         model: a model of pflcore.nn.models, or a name of `MODELS`
-        data: "mnist", "cifar10", "made up" for numbers of MNIST's shape, or "rows" for
-            28 numbers a sample
+        data: "mnist", "cifar10", "made up" for numbers of MNIST's shape, "made-up
+            photos" for those of CIFAR-10's, or "rows" for 28 numbers a sample
         n: clients
         cohort: clients of a round
         samples: training samples of all clients together

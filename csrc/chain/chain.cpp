@@ -43,7 +43,7 @@ struct ChainArgs {
 
   ChainArgs(const char* op, const Tensor& w, const Tensor& program_in, const std::string& loss_name,
             int64_t c, int64_t h, int64_t width, const Tensor& x_in, const Tensor& y_in,
-            const OptionalTensor& relabel_in)
+            const OptionalTensor& relabel_in, const OptionalTensor& statistics)
       : x(dense(x_in)), y(dense(y_in)), relabel(whole_numbers(relabel_in)) {
     const cpu::chain::Loss loss = problem.loss_kind = loss_of(op, loss_name);
     cpu::ChainProgram& program = problem.program;
@@ -58,6 +58,13 @@ struct ChainArgs {
       for (double& f : l.field) f = *from++;
     }
     program.c = c, program.h = h, program.w = width, program.q = w.size(1);
+    if (statistics) {
+      PFL_CHECK(statistics->dim() == 2 && statistics->size(0) == w.size(0) &&
+                    (statistics->size(1) <= 1 || statistics->stride(1) == 1) &&
+                    statistics->scalar_type() == w.scalar_type(),
+                op, ": expected statistics [S, b] of w's dtype, with contiguous rows");
+      program.b = statistics->size(1);
+    }
     PFL_CHECK(c > 0 && h > 0 && width > 0 && x.dim() >= 1, op,
               ": expected samples of at least one feature");
     const int64_t n = x.size(0), features = c * h * width;
@@ -110,7 +117,8 @@ Tensor chain_train_cpu(const Tensor& w, const Tensor& program, const std::string
                        const OptionalTensor& seeds_in, double lr, const OptionalTensor& shift,
                        const OptionalTensor& mask, double mu, const OptionalTensor& mu_rows,
                        const OptionalTensor& anchor, double momentum, double weight_decay,
-                       double clip, const OptionalTensor& adamw, const OptionalTensor& grad_sum) {
+                       double clip, const OptionalTensor& adamw, const OptionalTensor& grad_sum,
+                       const OptionalTensor& statistics, bool merge_single) {
   constexpr const char* op = "chain_train_";
   const auto run = [&](const auto& args) {
     using T = typename std::decay_t<decltype(args)>::T;
@@ -130,7 +138,7 @@ Tensor chain_train_cpu(const Tensor& w, const Tensor& program, const std::string
     a.sgd = sgd.step;
     a.order = whole(order), a.passes = order.size(1), a.longest = order.size(2);
     a.size = whole(size), a.steps = whole(steps), a.batch = batch, a.drop_last = drop_last,
-    a.seeds = whole(seeds), a.clip = clip;
+    a.seeds = whole(seeds), a.merge_single = merge_single, a.clip = clip;
     if (adamw) {
       PFL_CHECK(adamw->numel() == 3, op, ": expected two betas and eps of AdamW");
       const Tensor rates = dense_as(*adamw, ScalarType::Double);
@@ -143,6 +151,10 @@ Tensor chain_train_cpu(const Tensor& w, const Tensor& program, const std::string
                 op, ": expected a contiguous grad_sum of w's shape and dtype");
       a.grad_sum = mutable_data<T>(*grad_sum);
     }
+    if (statistics) {
+      PFL_CHECK(statistics->is_contiguous(), op, ": expected contiguous statistics");
+      a.statistics = mutable_data<T>(*statistics);
+    }
     Tensor loss = make(w, {s}, ScalarType::Double);
     a.loss = mutable_data<double>(loss);
     torch::stable::zero_(loss);
@@ -151,16 +163,18 @@ Tensor chain_train_cpu(const Tensor& w, const Tensor& program, const std::string
         kRange);
     return loss;
   };
-  return typed(op, w, run, program, loss_name, c, h, width, x, y, relabel);
+  return typed(op, w, run, program, loss_name, c, h, width, x, y, relabel, statistics);
 }
 
-std::tuple<Tensor, Tensor> chain_grad_cpu(const Tensor& w, const Tensor& program,
-                                          const std::string& loss_name, int64_t c, int64_t h,
-                                          int64_t width, const Tensor& x, const Tensor& y,
-                                          const OptionalTensor& relabel, const Tensor& order_in,
-                                          const Tensor& size_in, const OptionalTensor& seeds_in) {
+std::tuple<Tensor, Tensor, Tensor> chain_grad_cpu(const Tensor& w, const Tensor& program,
+                                                  const std::string& loss_name, int64_t c,
+                                                  int64_t h, int64_t width, const Tensor& x,
+                                                  const Tensor& y, const OptionalTensor& relabel,
+                                                  const Tensor& order_in, const Tensor& size_in,
+                                                  const OptionalTensor& seeds_in,
+                                                  const OptionalTensor& statistics, bool train) {
   constexpr const char* op = "chain_grad";
-  const auto run = [&](const auto& args) -> std::tuple<Tensor, Tensor> {
+  const auto run = [&](const auto& args) -> std::tuple<Tensor, Tensor, Tensor> {
     using T = typename std::decay_t<decltype(args)>::T;
     const int64_t s = w.size(0);
     const Tensor order = dense_as(order_in, ScalarType::Long),
@@ -169,16 +183,22 @@ std::tuple<Tensor, Tensor> chain_grad_cpu(const Tensor& w, const Tensor& program
     PFL_CHECK(order.dim() == 2 && order.size(0) == s && size.numel() == s, op,
               ": expected order [S, n] and a size for each client");
     PFL_CHECK(!seeds || seeds->numel() == s, op, ": expected seeds [S]");
-    Tensor grad = make(w, {s, w.size(1)}), loss = make(w, {s}, ScalarType::Double);
+    const int64_t b = args.problem.program.b;
+    Tensor grad = make(w, {s, w.size(1)}), loss = make(w, {s}, ScalarType::Double),
+           moved = make(w, {s, b});
+    for (int64_t i = 0; b && i < s; i++)
+      std::copy_n(data<T>(*statistics) + i * row_stride(*statistics), b,
+                  mutable_data<T>(moved) + i * b);
     cpu::ChainGrad<T> a{args.problem};
     a.w = data<T>(w), a.s = s, a.w_row = row_stride(w);
     a.order = whole(order), a.longest = order.size(1), a.size = whole(size), a.seeds = whole(seeds);
-    a.grad = mutable_data<T>(grad), a.loss = mutable_data<double>(loss);
+    a.train = train, a.grad = mutable_data<T>(grad), a.statistics = mutable_data<T>(moved),
+    a.loss = mutable_data<double>(loss);
     PFL_CHECK(cpu::chain_grad(a, TorchParallel{3 * args.work * static_cast<double>(order.numel())}),
               op, kRange);
-    return {grad, loss};
+    return {grad, loss, moved};
   };
-  return typed(op, w, run, program, loss_name, c, h, width, x, y, relabel);
+  return typed(op, w, run, program, loss_name, c, h, width, x, y, relabel, statistics);
 }
 
 std::tuple<Tensor, Tensor, Tensor> chain_eval_cpu(const Tensor& w, const Tensor& program,
@@ -186,7 +206,8 @@ std::tuple<Tensor, Tensor, Tensor> chain_eval_cpu(const Tensor& w, const Tensor&
                                                   int64_t h, int64_t width, const Tensor& x,
                                                   const Tensor& y, const OptionalTensor& relabel,
                                                   const Tensor& order_in, const Tensor& begin_in,
-                                                  int64_t classes) {
+                                                  int64_t classes,
+                                                  const OptionalTensor& statistics) {
   constexpr const char* op = "chain_eval";
   const auto run = [&](const auto& args) -> std::tuple<Tensor, Tensor, Tensor> {
     using T = typename std::decay_t<decltype(args)>::T;
@@ -205,6 +226,9 @@ std::tuple<Tensor, Tensor, Tensor> chain_eval_cpu(const Tensor& w, const Tensor&
     cpu::ChainEval<T> a{args.problem};
     a.w = data<T>(w), a.s = s;
     a.w_row = s > 1 ? w.stride(0) : w.size(1);
+    if (statistics)
+      a.statistics = data<T>(*statistics), a.statistics_row = s > 1 ? statistics->stride(0) : 0;
+    a.one_model = a.w_row == 0 && a.statistics_row == 0;
     a.order = whole(order), a.begin = whole(begin);
     a.classes = classes;
     a.loss = mutable_data<double>(loss), a.right = mutable_data<uint8_t>(right);
@@ -212,7 +236,7 @@ std::tuple<Tensor, Tensor, Tensor> chain_eval_cpu(const Tensor& w, const Tensor&
     PFL_CHECK(cpu::chain_eval(a, TorchParallel{args.work * static_cast<double>(n)}), op, kRange);
     return {loss, right, scores};
   };
-  return typed(op, w, run, program, loss_name, c, h, width, x, y, relabel);
+  return typed(op, w, run, program, loss_name, c, h, width, x, y, relabel, statistics);
 }
 
 }  // namespace

@@ -23,20 +23,25 @@ enum class Loss : int64_t { cross_entropy, squared, half_squared, hinge, binary_
 // pflcore/ops/_chain.py writes them, and its KINDS has the order of `Kind`. A weight is the number
 // of its first column in a row; a bias of -1 is none. Fields that a kind does not have are 0.
 //
-//   kind     0          1              2             3           4          5        6       7
-//   linear   outputs    weight         bias
-//   conv     outputs    kernel height  kernel width  stride      pad above  pad left weight  bias
-//   pool     1 max,     window height  window width  step down   step
-//            2 mean                                              across
-//   act      1 ReLU, 2 tanh, 3 sigmoid, 4 GELU
+//   kind        0        1             2            3         4         5         6        7
+//   linear      outputs  weight        bias
+//   conv        outputs  kernel height kernel width stride    pad above pad left  weight   bias
+//   pool        1 max,   window height window width step down step
+//               2 mean                                        across
+//   act         1 ReLU, 2 tanh, 3 sigmoid, 4 GELU
 //   flatten
-//   dropout  p
-//   norm     groups     features per   eps           weight      bias
-//                       weight
-//   scale    factors
-//   leaky    factor below 0
+//   dropout     p
+//   norm        groups   features per  eps          weight    bias
+//                        weight
+//   scale       factors
+//   leaky       factor below 0
+//   batch_norm  features eps           weight       bias      running   running   momentum 1 frozen
+//               per                                           mean      variance
+//               channel
+// The running statistics are columns of a row of statistics. Frozen ones never change, and
+// normalize in training, too.
 struct ChainLayer {
-  enum Kind : int64_t { linear, conv, pool, act, flatten, dropout, norm, scale, leaky };
+  enum Kind : int64_t { linear, conv, pool, act, flatten, dropout, norm, scale, leaky, batch_norm };
   int64_t kind;
   double field[8];
   int64_t operator[](int i) const { return static_cast<int64_t>(field[i]); }
@@ -46,8 +51,10 @@ struct ChainProgram {
   std::vector<ChainLayer> layers;
   int64_t c, h, w;  // of one input
   int64_t q;        // a row's length
+  int64_t b;        // the length of a row of statistics
   bool same(const ChainProgram& o) const {
-    return c == o.c && h == o.h && w == o.w && q == o.q && layers.size() == o.layers.size() &&
+    return c == o.c && h == o.h && w == o.w && q == o.q && b == o.b &&
+           layers.size() == o.layers.size() &&
            std::memcmp(layers.data(), o.layers.data(), layers.size() * sizeof(ChainLayer)) == 0;
   }
 };
@@ -86,10 +93,12 @@ struct ChainTrain : ChainProblem<T> {
   int64_t batch;
   bool drop_last;
   const int64_t* seeds;  // [s, passes], for dropout; nullptr: no dropout
+  bool merge_single;     // a last batch of one sample joins the one before it
   double clip;           // the largest norm of a gradient; infinite: any
   AdamW adamw;
-  T* grad_sum;   // [s, q], added to; nullptr: not asked for
-  double* loss;  // [s] sum of the batches' mean losses
+  T* grad_sum;    // [s, q], added to; nullptr: not asked for
+  T* statistics;  // [s, b], moved by every batch
+  double* loss;   // [s] sum of the batches' mean losses
 };
 
 template <class T>
@@ -99,15 +108,20 @@ struct ChainGrad : ChainProblem<T> {
   const int64_t* order;
   int64_t longest;       // [s, longest]
   const int64_t* size;   // [s]
-  const int64_t* seeds;  // [s]; nullptr: evaluation mode
+  const int64_t* seeds;  // [s]; nullptr: nothing is dropped
+  bool train;            // false: evaluation mode, in which no statistics move
   T* grad;               // [s, q]
+  T* statistics;         // [s, b]
   double* loss;          // [s] mean losses
 };
 
 template <class T>
 struct ChainEval : ChainProblem<T> {
   const T* w;
-  int64_t s, w_row;              // w_row 0: one model for all
+  int64_t s, w_row;
+  const T* statistics;
+  int64_t statistics_row;
+  bool one_model;                // all rows are one, and so are their statistics
   const int64_t *order, *begin;  // [n] places, client after client; [s + 1] where each one's begin
   double* loss;                  // [n]
   uint8_t* right;                // [n]
@@ -168,11 +182,11 @@ bool chain_eval(const ChainEval<T>& a, const Parallel& parallel) {
   };
   constexpr int64_t most = 512;  // samples of a part
   std::vector<Part> parts;
-  for (int64_t s = 0; s < (a.w_row == 0 ? 1 : a.s); s++) {
-    const int64_t end = a.begin[a.w_row == 0 ? a.s : s + 1];
+  for (int64_t s = 0; s < (a.one_model ? 1 : a.s); s++) {
+    const int64_t end = a.begin[a.one_model ? a.s : s + 1];
     int64_t owner = s;
     for (int64_t at = a.begin[s]; at < end; at += most) {
-      while (a.w_row == 0 && owner + 1 < a.s && at >= a.begin[owner + 1]) owner++;
+      while (a.one_model && owner + 1 < a.s && at >= a.begin[owner + 1]) owner++;
       parts.push_back({owner, at, std::min(end, at + most)});
     }
   }

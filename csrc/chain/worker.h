@@ -38,6 +38,7 @@ struct Block {
   Linear linear{};
   Pool pool{};
   Norm norm{};
+  BatchNorm batch_norm{};
 };
 
 inline void demand(bool fits) {
@@ -52,6 +53,7 @@ struct Plan {
   std::vector<Block> blocks;
   int64_t features, classes, batch, weights = 0;  // `weights`: of the private layout
   bool narrow = false, has_conv = false;
+  bool whole = false;  // a layer needs all samples of a batch at once
 
   Plan(const ChainProgram& program, int64_t samples, int64_t vector, int64_t tile)
       : features(program.c * program.h * program.w), batch(samples) {
@@ -152,6 +154,23 @@ struct Plan {
         case ChainLayer::leaky:
           b.factor = l.field[0];
           break;
+        case ChainLayer::batch_norm: {
+          BatchNorm& q = b.batch_norm;
+          demand(l[0] > 0 && b.features() % l[0] == 0 && (l[2] >= 0) == (l[3] >= 0));
+          const bool is_image = l[0] == h * w;
+          q.channels = b.features() / l[0], q.h = is_image ? h : l[0], q.w = is_image ? w : 1;
+          q.batch = batch, q.act = kNone, q.mean_at = l[4], q.variance_at = l[5];
+          q.eps = l.field[1], q.momentum = l.field[6], q.affine = l[2] >= 0, q.frozen = l[7] != 0;
+          for (int64_t at : {q.mean_at, q.variance_at})
+            demand(at >= 0 && q.channels <= program.b && at <= program.b - q.channels);
+          if (q.affine) take(b, q.channels, q.channels, q.channels, l[2], l[3]);
+          if (fusable()) q.act = layers[++i][0];
+          q.pooled = is_image && h > 1 && w > 1 && halves() && layers[i + 1][0] == kMax;
+          if (q.pooled) h = q.hq(), w = q.wq(), i++;
+          if (q.pooled && q.act == kNone && fusable()) q.act = layers[++i][0];
+          whole = whole || !q.frozen;
+          break;
+        }
         default:
           demand(false);
       }
@@ -182,6 +201,7 @@ template <class T>
 struct Space {                         // of one block
   T *y, *dy, *d, *z, *factor, *stats;  // `d`: slopes or dz
   ConvSpace<T> conv;
+  BatchNormSpace<T> batch_norm;
 };
 
 template <class T, int bytes>
@@ -223,9 +243,11 @@ class Worker {
     const int64_t n = a.size[s], size = std::min(a.batch, n), q = program_.q;
     if (n < 0 || n > a.longest) return false;
     if (n == 0) return a.steps[s] == 0;
-    const int64_t cuts = a.drop_last ? n / size : (n + size - 1) / size;
+    const bool merges = a.merge_single && !a.drop_last && n > size && n % size == 1;
+    const int64_t cuts = a.drop_last || merges ? n / size : (n + size - 1) / size;
     if (a.steps[s] > cuts * a.passes) return false;
     begin(g.w + s * g.w_row);
+    train_ = true, running_ = a.statistics + s * program_.b;
     const auto own = [&](Numbers<T>& to, const T* from, int64_t row) -> const T* {
       if (!from) return nullptr;
       read(to, from + s * row);
@@ -248,11 +270,14 @@ class Worker {
     const bool clipped = a.clip < std::numeric_limits<double>::infinity();
     const bool plain = !(row.shift || row.mask || row.anchor || row.buffer || row.decay != 0 ||
                          clipped || a.adamw.on || a.grad_sum || layout_.narrow);
-    const bool direct = plain && size <= most_;  // gradients move the weights as they are made
+    // Gradients of a single tile move the weights as they are made.
+    const bool direct = plain && (layout_.whole || size <= most_);
     double total = 0;
     bool fine = true;
     for (int64_t k = 0; k < a.steps[s] && fine; k++) {
-      const int64_t pass = k / cuts, first = k % cuts * size, count = std::min(size, n - first);
+      const int64_t pass = k / cuts, first = k % cuts * size;
+      const bool last = merges && k % cuts == cuts - 1;
+      const int64_t count = last ? size + 1 : std::min(size, n - first);
       const int64_t* const place = a.order + (s * a.passes + pass) * a.longest + first;
       seed_ = {};
       if (a.seeds) seed_ = static_cast<uint64_t>(a.seeds[s * a.passes + pass]) + k % cuts;
@@ -289,6 +314,7 @@ class Worker {
     begin(a.w + s * a.w_row);
     seed_ = {};
     if (a.seeds) seed_ = static_cast<uint64_t>(a.seeds[s]);
+    train_ = a.train, running_ = a.statistics + s * program_.b;
     if (!gradient(a, s, a.order + s * a.longest, n, 0, {}, a.loss[s])) return false;
     write(g_, a.grad + s * program_.q, false);
     return true;
@@ -300,6 +326,9 @@ class Worker {
     if (first >= last) return true;
     read(w_, a.w + s * a.w_row);
     seed_ = {};
+    const T* const statistics = a.statistics + s * a.statistics_row;
+    statistics_.assign(statistics, statistics + program_.b);
+    train_ = false, running_ = statistics_.data();
     int64_t owner = s;
     for (int64_t at = first; at < last;) {
       int64_t some = most_;
@@ -307,7 +336,7 @@ class Worker {
       Plan& plan = use(some);
       if (a.scores && a.classes != plan.classes) return false;
       for (int64_t i = 0; i < some; i++) {
-        while (a.w_row == 0 && at + i >= a.begin[owner + 1]) owner++;
+        while (a.one_model && at + i >= a.begin[owner + 1]) owner++;
         if (!find(a, owner, a.order + at + i, i, last - at - i)) return false;
       }
       gather();
@@ -417,6 +446,12 @@ class Worker {
         s.factor = plain(outs);
       } else if (b.kind == ChainLayer::norm) {
         s.stats = room(b.norm.groups * 2 * up(batch, lanes));
+      } else if (b.kind == ChainLayer::batch_norm) {
+        const BatchNorm& n = b.batch_norm;
+        outs = n.channels * n.hq() * n.wq();
+        s.batch_norm.stats = room(2 * n.channels);
+        s.batch_norm.winner = arena_.template take<uint8_t>(n.pooled ? outs * batch + kSlack : 0);
+        s.batch_norm.hat = n.pooled ? plain(outs) : nullptr;
       }
       s.y = plain(outs), s.dy = plain(outs);
     }
@@ -469,7 +504,9 @@ class Worker {
   // the batch that come next.
   bool gradient(const ChainProblem<T>& a, int64_t s, const int64_t* place, int64_t count,
                 int64_t ahead, Into<T> into, double& loss) {
-    const int64_t tiles = (count + most_ - 1) / most_, tile = (count + tiles - 1) / tiles;
+    const bool whole = layout_.whole && train_;
+    const int64_t tiles = whole ? 1 : (count + most_ - 1) / most_,
+                  tile = (count + tiles - 1) / tiles;
     for (int64_t first = 0; first < count; first += tile) {
       const int64_t some = std::min(tile, count - first);
       Plan& plan = use(some);
@@ -541,6 +578,10 @@ class Worker {
         case ChainLayer::leaky:
           leaky_forward<T, bytes>(static_cast<T>(b.factor), x, s.y, n);
           break;
+        case ChainLayer::batch_norm:
+          batch_norm_forward<T, bytes>(b.batch_norm, train_ && !b.batch_norm.frozen, x, w, bias,
+                                       running_, s.batch_norm, s.y);
+          break;
         default:
           scale_features<T, bytes>(b.features(), plan.batch, w, x, s.y);
           break;
@@ -586,6 +627,10 @@ class Worker {
           break;
         case ChainLayer::leaky:
           leaky_backward<T, bytes>(static_cast<T>(b.factor), x, s.dy, dx, n);
+          break;
+        case ChainLayer::batch_norm:
+          batch_norm_backward<T, bytes>(b.batch_norm, train_ && !b.batch_norm.frozen, x, s.y,
+                                        s.batch_norm, s.dy, w, into, dw, db, dx);
           break;
         default:
           if (dx) scale_features<T, bytes>(b.features(), plan.batch, w, s.dy, dx);
@@ -672,6 +717,9 @@ class Worker {
   std::vector<const T*> at_;
   Numbers<T> target_, loss_, w_, g_, shift_, mask_, anchor_, velocity_, mean_, square_, sum_,
       spare_;
+  Numbers<T> statistics_;
+  T* running_ = nullptr;  // a row of statistics
+  bool train_ = false;
   std::optional<uint64_t> seed_;  // of dropout's masks; none: nothing is dropped
 };
 

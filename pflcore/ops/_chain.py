@@ -40,6 +40,7 @@ KINDS = (
     "norm",
     "scale",
     "leaky",
+    "batch_norm",
 )
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.relu,
@@ -76,6 +77,9 @@ def encode_layer(kind: str, *fields: float) -> list[float]:
     - norm: groups, features that share a weight, eps, weight, bias
     - scale: factors, one for each feature; a factor of 0 gives 0, also for NaN
     - leaky: the factor of numbers below 0
+    - batch_norm: features of a channel, eps, weight, bias, running mean, running
+      variance, momentum, and 1 if the running statistics never change. They are
+      numbers of columns of a row of statistics. Frozen ones normalize in training, too
 
     Args:
         kind: One of `KINDS`.
@@ -130,12 +134,14 @@ def forward_program(  # noqa: C901 (a kind of layer each)
     program: Tensor,  # [L, 9]
     w: Tensor,  # [s, Q]
     x: Tensor,  # [s, B, ...]
-    seeds: Tensor | None,  # [s]; None: evaluation mode
+    seeds: Tensor | None,  # [s]; None: nothing is dropped
+    statistics: Tensor | None = None,  # [s, b], changed in training
+    is_sample: Tensor | None = None,  # [s, B]; None: evaluation mode
 ) -> Tensor:  # [s, B, C]
     """The scores of the models `w`, each on its own samples.
 
-    With `seeds` the models are in training mode. Values between layers are
-    [s, B, features] or [s, B, C, H, W].
+    In training mode a batch norm's statistics are those of the samples where
+    `is_sample`. Values between layers are [s, B, features] or [s, B, C, H, W].
     """
     s = len(w)
     dropout_layers = 0  # layers that have drawn random numbers so far
@@ -182,10 +188,61 @@ def forward_program(  # noqa: C901 (a kind of layer each)
                 x = y.view(x.shape)
             case "leaky", _:
                 x = F.leaky_relu(x, field[0])
+            case "batch_norm", [share, _, weight, bias, *_]:
+                y = x.flatten(2).unflatten(2, (-1, share))
+                y = normalize_channels(y, field, statistics, is_sample)
+                if weight >= 0:
+                    channels = y.shape[2]
+                    y = y * part(weight, 1, channels, 1) + part(bias, 1, channels, 1)
+                x = y.reshape(x.shape)
             case _, [factors, *_]:  # scale
                 lam = part(factors, 1, x.shape[2])
                 x = torch.where(lam != 0, x * lam, 0.0)
     return x.flatten(2)
+
+
+def normalize_channels(
+    x: Tensor,  # [s, B, C, places]
+    fields: list[float],
+    statistics: Tensor | None,  # [s, b], changed in training
+    is_sample: Tensor | None,  # [s, B]; None: evaluation mode
+) -> Tensor:  # [s, B, C, places]
+    """The values of a batch norm's input, normalized by channel.
+
+    Args:
+        fields: The fields of the layer, see `encode_layer`.
+    """
+    assert statistics is not None
+    eps, momentum = fields[1], fields[6]
+    mean, variance, is_frozen = (int(fields[i]) for i in (4, 5, 7))
+    channels = x.shape[2]
+    means = statistics[:, mean : mean + channels]
+    variances = statistics[:, variance : variance + channels]
+    if is_sample is not None and not is_frozen:
+        means, variances = move_statistics(x, is_sample, means, variances, momentum)
+    deviations = (variances + eps).sqrt()[:, None, :, None]
+    return (x - means[:, None, :, None]) / deviations
+
+
+def move_statistics(
+    x: Tensor,  # [s, B, C, places]
+    is_sample: Tensor,  # [s, B]
+    running_means: Tensor,  # [s, C], changed
+    running_variances: Tensor,  # [s, C], changed
+    momentum: float,
+) -> tuple[Tensor, Tensor]:  # [s, C] each
+    """Means and variances of channels over a batch, which move the running ones."""
+    share = is_sample.to(x)[..., None, None]
+    count = is_sample.sum(1, keepdim=True).to(x) * x.shape[3]
+    means = (x * share).sum((1, 3)) / count.clamp(min=1)
+    squares = (x - means[:, None, :, None]).square() * share
+    variances = squares.sum((1, 3)) / count.clamp(min=1)
+    # The running variance is that of a sample, which has one number less.
+    unbiased = variances * count / (count - 1)
+    rate = (count > 0).to(x) * momentum
+    running_means.copy_(running_means.lerp(means.detach(), rate))
+    running_variances.copy_(running_variances.lerp(unbiased.detach(), rate))
+    return means, variances
 
 
 def apply_dropout(
@@ -235,9 +292,11 @@ def grad_reference(
     relabel: Tensor | None,  # [S, classes]
     order: Tensor,  # [S, longest] places in the pool
     size: Tensor,  # [S]
-    seeds: Tensor | None,  # [S]; None: evaluation mode
-) -> tuple[Tensor, Tensor]:  # [S, Q], [S] float64
-    """Gradients of the clients' mean losses, and these losses.
+    seeds: Tensor | None,  # [S]; None: nothing is dropped
+    statistics: Tensor | None = None,  # [S, b]
+    train: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # [S, Q], [S] float64, [S, b]
+    """Gradients of the clients' mean losses, these losses, and the new statistics.
 
     It is the specification of `chain_grad`.
 
@@ -250,14 +309,18 @@ def grad_reference(
         relabel: Each label of the pool as each client knows it; None for the same.
         order: The places of each client's samples.
         size: The number of places that each client takes.
+        statistics: The statistics of all batch norms, in the columns that the program
+            names; None for b = 0.
+        train: True where the batch's statistics normalize, and move the running ones.
     """
+    statistics = w.new_empty(len(w), 0) if statistics is None else statistics.clone()
     grad = torch.zeros_like(w)
     loss = torch.zeros(len(w), dtype=torch.float64, device=w.device)
     counts = size.to(w.device)[:, None]
     step = REFERENCE_CHUNK_SAMPLES
-    if seeds is not None:
-        # Dropout's random numbers depend on a sample's place in the whole batch, so
-        # that the batch cannot be cut.
+    if seeds is not None or (train and statistics.shape[1]):
+        # Dropout's random numbers depend on a sample's place in the whole batch, and
+        # batch norm on all of its samples, so that the batch cannot be cut.
         step = max(1, order.shape[1])
     for first in range(0, order.shape[1], step):
         index = order[:, first : first + step]
@@ -270,14 +333,15 @@ def grad_reference(
         samples = x[index].reshape(*index.shape, c, h, wide)
         with torch.enable_grad():
             rows = w.detach().requires_grad_()
-            scores = forward_program(program, rows, samples, seeds)
+            counted = is_sample if train else None
+            scores = forward_program(program, rows, samples, seeds, statistics, counted)
             losses = sample_losses(loss_name, scores, labels)
             # A position without a sample does not count, whatever its loss.
             total = torch.where(weight != 0, losses * weight, 0.0).sum(1)
             (chunk_grad,) = torch.autograd.grad(total.sum(), rows)
         grad += chunk_grad
         loss += total.detach().double()
-    return grad, loss
+    return grad, loss, statistics
 
 
 # registration -----------------------------------------------------------------
@@ -294,15 +358,18 @@ def _fake_sgd(w: Tensor, *args: Any) -> Tensor:
     return w.new_empty(len(w), dtype=torch.float64)
 
 
-def _fake_grad(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """The shapes and dtypes of gradients [S, Q] and losses [S]."""
-    return w.new_empty(w.shape), _fake_sgd(w)
+def _fake_grad(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The shapes and dtypes of gradients [S, Q], losses [S] and statistics [S, b]."""
+    # The dispatcher leaves out arguments that have their default.
+    statistics = args[11] if len(args) > 11 else None
+    columns = 0 if statistics is None else statistics.shape[1]
+    return w.new_empty(w.shape), _fake_sgd(w), w.new_empty(len(w), columns)
 
 
 def _fake_eval(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The shapes and dtypes of losses [n], right answers [n] and scores."""
     order = args[8]
-    classes = args[-1]
+    classes = args[10]
     num_scores = len(order) if classes else 0
     scores = w.new_empty(num_scores, classes)
     return _fake_sgd(order), order.new_empty(len(order), dtype=torch.bool), scores
@@ -312,7 +379,8 @@ _chain_train_: Callable[..., Tensor] = define(
     f"chain_train_(Tensor(a!) w, {_HEAD}, Tensor size, Tensor steps, int batch_size, "
     "bool drop_last, Tensor? seeds, float lr, Tensor? shift, Tensor? mask, float mu, "
     "Tensor? mu_rows, Tensor? anchor, float momentum, float weight_decay, float clip, "
-    "Tensor? adamw, Tensor(b!)? grad_sum) -> Tensor",
+    "Tensor? adamw, Tensor(b!)? grad_sum, Tensor(c!)? statistics=None, "
+    "bool merge_single=False) -> Tensor",
     None,
     _fake_sgd,
 )
@@ -326,10 +394,12 @@ def has_kernels(device: torch.device) -> bool:
 def chain_train_(
     w: Tensor,  # [S, Q], changed
     *args: Any,
+    statistics: Tensor | None = None,  # [S, b], changed
+    merge_single: bool = False,
 ) -> Tensor:  # [S] float64
     """Takes all steps of local training on the rows `w`, in place.
 
-    Autograd learns that `w` and the sums of gradients were changed.
+    Autograd learns that `w`, the sums of gradients and the statistics were changed.
 
     Args:
         args: The program, loss, c, h, width, x, y and relabel of `grad_reference`; then
@@ -345,27 +415,31 @@ def chain_train_(
             - for steps of AdamW the rates [3] float64: the betas of the mean and of
               the mean square, and eps; None for steps of SGD
             - the tensor [S, Q] to which gradients are added, or None
+        statistics: See `grad_reference`.
+        merge_single: True where a last batch of one sample joins the one before it.
 
     Returns:
         The sum of each client's mean losses of its minibatches.
     """
-    loss = _chain_train_(w, *args)
-    mark_written(w, args[-1])
+    loss = _chain_train_(w, *args, statistics, merge_single)
+    mark_written(w, args[-1], statistics)
     return loss
 
 
 chain_grad = define(
-    f"chain_grad(Tensor w, {_HEAD}, Tensor size, Tensor? seeds) -> (Tensor, Tensor)",
+    f"chain_grad(Tensor w, {_HEAD}, Tensor size, Tensor? seeds, Tensor? statistics=None"
+    ", bool train=False) -> (Tensor, Tensor, Tensor)",
     grad_reference,
     _fake_grad,
 )
 # It returns losses [n] float64, right answers [n] and scores [n, classes] of the rows
 # `w` [S, Q]. One row may be expanded to all clients. Behind the arguments of every op
 # stand the places of the samples in the pool [n], client after client; the first of
-# each client's places [S + 1], on the CPU; the number of classes, or 0 for no scores.
+# each client's places [S + 1], on the CPU; the number of classes, or 0 for no scores;
+# the statistics [S, b] of `grad_reference`, which may be expanded, too.
 chain_eval: Callable[..., tuple[Tensor, Tensor, Tensor]] = define(
-    f"chain_eval(Tensor w, {_HEAD}, Tensor begin, int classes) -> (Tensor, Tensor, "
-    "Tensor)",
+    f"chain_eval(Tensor w, {_HEAD}, Tensor begin, int classes, Tensor? statistics=None)"
+    " -> (Tensor, Tensor, Tensor)",
     None,
     _fake_eval,
 )

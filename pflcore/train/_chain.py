@@ -9,8 +9,8 @@ model is no chain where its forward pass
 
 - calls another function, or calls the functions in no simple sequence,
 - has hooks, or uses a tied or frozen weight,
-- differs between training and evaluation by more than dropout, or between sizes of the
-  batch.
+- differs between training and evaluation by more than dropout and batch norm's mode, or
+  between sizes of the batch.
 
 The trial before round 1 (`_select_engine`) tells whether the program computes what the
 model computes.
@@ -58,6 +58,8 @@ SHAPE_QUERIES = (
 KERNEL_SAMPLES = 128
 KERNEL_CONV_SAMPLES = 32
 KERNEL_MAX_BYTES = 1 << 26  # of activations in one thread
+# The same where a batch is not cut. Of larger batches torch is faster.
+WHOLE_BATCH_MAX_BYTES = 1 << 27
 HOOK_DICTS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -89,11 +91,14 @@ class LayerCall(NamedTuple):
         into: The shape of the input, of one sample.
         out: The shape of the output, of one sample.
         at: Gives the first column of a weight in a row, and -1 for None.
+        statistic_at: Gives the first column of a buffer in a row of statistics, and
+            True where it is a constant.
     """
 
     into: Shape
     out: Shape
     at: Callable[[Tensor | None], int]
+    statistic_at: Callable[[Tensor], tuple[int, bool]]
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,10 @@ class Chain:
         classes: The number of the model's outputs.
         dropout: True where the model drops out, so that training needs seeds.
         has_conv: True where there is a convolution.
+        normalizes_batches: True where there is a batch norm that training does not
+            leave in evaluation mode, so that a batch is not cut.
+        fixed_statistics: The statistics of batch norms in evaluation mode, [k]. They
+            are constants, and follow the model's buffers in a row of statistics.
         numbers_per_sample: The numbers that a forward pass has of one sample: the
             sample itself and the outputs of all layers.
     """
@@ -117,6 +126,8 @@ class Chain:
     classes: int
     dropout: bool
     has_conv: bool
+    normalizes_batches: bool
+    fixed_statistics: Tensor
     numbers_per_sample: int
 
     def activation_bytes(self, batch: int, itemsize: int) -> int:
@@ -124,11 +135,13 @@ class Chain:
 
         A minibatch has `batch` samples, and a number takes `itemsize` bytes.
         """
-        max_samples = KERNEL_CONV_SAMPLES if self.has_conv else KERNEL_SAMPLES
-        samples = min(batch, max_samples)
         # Of each number between the layers a thread keeps about three: activations and
         # gradients.
-        return min(KERNEL_MAX_BYTES, 3 * self.numbers_per_sample * samples * itemsize)
+        sample_bytes = 3 * self.numbers_per_sample * itemsize
+        if self.normalizes_batches:
+            return batch * sample_bytes
+        max_samples = KERNEL_CONV_SAMPLES if self.has_conv else KERNEL_SAMPLES
+        return min(KERNEL_MAX_BYTES, min(batch, max_samples) * sample_bytes)
 
     @property
     def fixed_args(self) -> tuple[Any, ...]:
@@ -145,11 +158,22 @@ class Chain:
         client_labels = None if relabel is None else relabel[clients]
         return (*self.fixed_args, data.x, data.y, client_labels)
 
+    def kernel_statistics(self, buffers: Tensor) -> Tensor | None:
+        """Rows [s, b + k] of statistics for the kernels, from buffers [s, b].
 
-def find_chain(net: Net, data: Federation) -> Chain:
+        It is None for a model without batch norm.
+        """
+        if not self.normalizes_batches and not len(self.fixed_statistics):
+            return None
+        fixed = self.fixed_statistics.to(buffers).expand(len(buffers), -1)
+        return torch.cat([buffers, fixed], 1)
+
+
+def find_chain(net: Net, data: Federation, batch_size: int) -> Chain:
     """The chain that computes what `net` computes on the samples of `data`.
 
-    Raises NotAChain where the model is no chain, or the data do not fit the kernels.
+    Raises NotAChain where the model is no chain, or the data or their minibatches of
+    `batch_size` samples do not fit the kernels.
     """
     x = data.x
     y = data.y
@@ -162,6 +186,12 @@ def find_chain(net: Net, data: Federation) -> Chain:
     require(fits, f"targets of {y.dtype} and shape {list(y.shape)}")
     fits = has_kernels(data.device) or not chain.has_conv
     require(fits, "convolutions without the CPU's kernels")
+    fits = has_kernels(data.device) or not chain.normalizes_batches
+    require(fits, "batch norm without the CPU's kernels")
+    batch = min(batch_size, int(data.size("train").max()))
+    batch_bytes = chain.activation_bytes(batch, x.element_size())
+    fits = batch_bytes <= WHOLE_BATCH_MAX_BYTES
+    require(fits, f"batch norm on batches of {batch} samples, where torch is faster")
     return chain
 
 
@@ -178,7 +208,6 @@ def compile_chain(net: Net, shape: Shape) -> Chain:
     """
     loss = loss_name(net.loss_fn)
     require(LOSSES.get(loss) is net.loss_fn, "a loss of one's own")
-    require(not net.buffer_names, "buffers")
     require(len(shape) in (1, 3) and all(shape), f"samples of shape {list(shape)}")
     _check_no_hooks(net.module)
     # Two passes whose modes and batches differ must have the same lines, up to dropout.
@@ -193,6 +222,8 @@ def compile_chain(net: Net, shape: Shape) -> Chain:
     lines = recorder.lines
     scores = tuple(recorder.last.shape[1:])
     require(set(recorder.used) == {*net.names}, "weights that the chain does not use")
+    statistics = {*net.buffer_names} == set(recorder.used_buffers)
+    require(statistics, "buffers that are no batch norm's")
     require(len(scores) == 1, f"scores of shape {list(scores)}")
     takes_labels = loss == "cross_entropy"
     has_one_score = scores == (1,)
@@ -210,6 +241,8 @@ def compile_chain(net: Net, shape: Shape) -> Chain:
         classes=scores[0],
         dropout="dropout" in kinds,
         has_conv="conv" in kinds,
+        normalizes_batches=bool(net.buffer_names),
+        fixed_statistics=torch.cat([net.b0[:0], *recorder.fixed_statistics]),
         numbers_per_sample=recorder.numbers,
     )
 
@@ -247,6 +280,9 @@ class _Recorder(TorchFunctionMode):
         numbers: The numbers of one sample between all layers.
         lines: The lines of the program.
         used: The names of the weights that the calls used.
+        used_buffers: The names of the buffers that they used, without the constant
+            ones.
+        fixed_statistics: The constant buffers that they used.
     """
 
     def __init__(self, net: Net, x: Tensor) -> None:
@@ -256,6 +292,8 @@ class _Recorder(TorchFunctionMode):
         self.numbers = x[0].numel()
         self.lines: list[tuple[Any, ...]] = []
         self.used: list[str] = []
+        self.used_buffers: list[str] = []
+        self.fixed_statistics: list[Tensor] = []
         self.copy = copy.deepcopy(net.module)
         self.names: dict[int, str] = {}  # of trained parameters, by `id`
         for name, parameter in self.copy.named_parameters():
@@ -291,7 +329,9 @@ class _Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             out = function(*args, **options)
             into = tuple(self.last.shape[1:])
-            call = LayerCall(into, tuple(out.shape[1:]), self.weight_offset)
+            call = LayerCall(
+                into, tuple(out.shape[1:]), self.weight_offset, self.statistic_offset
+            )
             self.lines += layer_lines(call, *args[1:], **options)
             self.numbers += out[0].numel()
         self.last = out
@@ -306,6 +346,18 @@ class _Recorder(TorchFunctionMode):
         require(is_new, "a frozen weight, or one that stands in two places")
         self.used.append(name)
         return int(self.net.slices[name].start)
+
+    def statistic_offset(self, buffer: Tensor) -> tuple[int, bool]:
+        """The first column of a buffer in a row, and True for a constant."""
+        net = self.net
+        (name,) = [k for k, b in self.copy.named_buffers() if b is buffer]
+        if name in net.buffer_names:
+            require(name not in self.used_buffers, "a batch norm in two places")
+            self.used_buffers.append(name)
+            return sum(net.buffer_sizes[: net.buffer_names.index(name)]), False
+        self.fixed_statistics.append(buffer.detach())
+        fixed_sizes = [len(b) for b in self.fixed_statistics[:-1]]
+        return len(net.b0) + sum(fixed_sizes), True
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -501,6 +553,18 @@ def _layer_norm(
     yield "norm", 1, 1, eps, c.at(weight), c.at(bias)
 
 
+def _batch_norm(m: nn.BatchNorm1d | nn.BatchNorm2d, c: LayerCall) -> Lines:
+    """The line of a batch norm."""
+    # Without them an evaluation depends on which samples share a batch.
+    if m.running_mean is None or m.running_var is None:
+        raise NotAChain("batch norm without running statistics")
+    weights = (c.at(m.weight), c.at(m.bias))
+    mean, is_frozen = c.statistic_at(m.running_mean)
+    variance, _ = c.statistic_at(m.running_var)
+    form = (prod(c.into[1:]), m.eps)
+    yield "batch_norm", *form, *weights, mean, variance, m.momentum, is_frozen
+
+
 def _log_softmax(
     c: LayerCall, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Lines:
@@ -512,6 +576,8 @@ def _log_softmax(
 OWN_LAYERS: dict[type[nn.Module], Callable[..., Lines]] = {
     Dropout: _dropout,
     FactorizedLinear: _factorized,
+    nn.BatchNorm1d: _batch_norm,
+    nn.BatchNorm2d: _batch_norm,
 }
 VIEW_FUNCTIONS = (
     Tensor.view,

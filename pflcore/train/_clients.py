@@ -511,7 +511,9 @@ class Clients:
         by_chain = self.context.engine.chain is not None and predict is predict_row
         if by_chain and has_kernels(model["w"].device):
             lists = self.sample_lists(split)
-            values = evaluate_by_kernels(self.context, model["w"], lists, self._relabel)
+            values = evaluate_by_kernels(
+                self.context, model["w"], lists, self._relabel, self.buffers
+            )
             return values if self._has_accuracy else (values[0], None)
         pairs = self.scores(model, split, predict)
         return self.loss_and_accuracy(pairs, split, self._evaluation_groups(model))
@@ -565,13 +567,15 @@ class Clients:
         zero for a client without samples of the split.
         """
         lists = self.sample_lists(split)
-        if self.context.engine.chain is not None:
-            return gradients_by_kernels(self.context, w, lists, self._relabel)
+        train = split == "train" and bool(self.net.buffer_names)
+        if self.context.engine.chain is not None and not train:
+            return gradients_by_kernels(
+                self.context, w, lists, self._relabel, self.buffers
+            )
         key = (self.context.seed, self.round, "grad")
         seeds = torch.from_numpy(client_seeds(self.ids, *key).view(np.int64))
         seeds = to_device(seeds, w.device)
         labels = self.labels(split).split(lists.size.tolist())
-        train = split == "train" and bool(self.net.buffer_names)
 
         def client_gradient(i: int) -> Tensor:
             buffers = self.buffers[i : i + 1]

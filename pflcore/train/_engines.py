@@ -279,7 +279,7 @@ def chain_graph_function(chain: Chain, data: Federation) -> GraphFunction:
             relabel = inputs.get("relabel")
             samples = (*chain.fixed_args, data.x, data.y, relabel)
             pool = (*samples, inputs["places"])
-        grads, losses = chain_grad(
+        grads, losses, _ = chain_grad(
             inputs["w"], *pool, inputs["size"], inputs.get("seeds")
         )
         return {"losses": losses, "g": grads}
@@ -397,7 +397,11 @@ class Chunk:
         else:
             pool = batch_as_pool(chain, *self.samples(step, which))
         counts = self.batches.sample_counts(step)
-        grads, losses = chain_grad(w.detach(), *pool, counts, seeds)
+        statistics = chain.kernel_statistics(self.buffers[step.clients])
+        grads, losses, moved = chain_grad(
+            w.detach(), *pool, counts, seeds, statistics, train=True
+        )
+        self.buffers[step.clients] = moved[:, : self.buffers.shape[1]]
         return losses, grads
 
     def _autograd_gradient(

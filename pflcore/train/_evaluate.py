@@ -255,15 +255,20 @@ def evaluate_by_kernels(
     w: Tensor,  # [S, P]
     lists: Ragged,  # places of each client's samples
     relabel: Tensor | None,  # [S, C]
+    buffers: Tensor,  # [S, b]
 ) -> tuple[Tensor, Tensor]:  # [S], [S] float64
     """Each client's mean loss and accuracy, by the chain's kernels."""
     classes = 0  # so the op returns no scores
 
-    def evaluate_part(w: Tensor, pool: tuple[Any, ...], part: Ragged) -> Tensor:
-        losses, hits, _ = chain_eval(w, *pool, part.flat, part.begin, classes)
+    def evaluate_part(
+        w: Tensor, statistics: Tensor | None, pool: tuple[Any, ...], part: Ragged
+    ) -> Tensor:
+        losses, hits, _ = chain_eval(
+            w, *pool, part.flat, part.begin, classes, statistics
+        )
         return torch.stack([losses, hits.double()])
 
-    parts = _map_chain(context, w, lists, relabel, evaluate_part)
+    parts = _map_chain(context, w, buffers, lists, relabel, evaluate_part)
     losses, hits = torch.cat(parts, 1)
     return client_means(losses, lists), client_means(hits, lists)
 
@@ -273,32 +278,45 @@ def gradients_by_kernels(
     w: Tensor,  # [S, P]
     lists: Ragged,  # places of each client's samples
     relabel: Tensor | None,  # [S, C]
+    buffers: Tensor,  # [S, b]
 ) -> Tensor:  # [S, P]
-    """Each client's mean gradient, by the chain's op."""
+    """Each client's mean gradient in evaluation mode, by the chain's op."""
 
-    def part_gradients(w: Tensor, pool: tuple[Any, ...], part: Ragged) -> Tensor:
+    def part_gradients(
+        w: Tensor, statistics: Tensor | None, pool: tuple[Any, ...], part: Ragged
+    ) -> Tensor:
         index = pad_sequence(list(part), batch_first=True)
         counts = to_device(part.size, index.device)
-        grads, _ = chain_grad(w, *pool, index, counts, None)  # no seeds: evaluation
+        seeds = None  # nothing is dropped
+        grads, _, _ = chain_grad(w, *pool, index, counts, seeds, statistics)
         return grads
 
-    return torch.cat(_map_chain(context, w, lists, relabel, part_gradients))
+    return torch.cat(_map_chain(context, w, buffers, lists, relabel, part_gradients))
 
 
 def _map_chain(
     context: TrainContext,
     w: Tensor,  # [S, P]
+    buffers: Tensor,  # [S, b]
     lists: Ragged,
     relabel: Tensor | None,  # [S, C]
-    function: Callable[[Tensor, tuple[Any, ...], Ragged], Tensor],
+    function: Callable[[Tensor, Tensor | None, tuple[Any, ...], Ragged], Tensor],
 ) -> list[Tensor]:
-    """Results of `function(rows, kernel arguments, lists)` on parts of the cohort."""
+    """Results of a function on parts of the cohort.
+
+    Its arguments are (rows, statistics, kernel arguments, lists).
+    """
     chain = context.engine.chain
     assert chain is not None
+    statistics = chain.kernel_statistics(buffers)
+    if statistics is not None and bool((statistics == statistics[:1]).all()):
+        # An expanded row tells the kernels that all clients have the same.
+        statistics = statistics[:1].expand(len(w), -1)
 
     def part_result(clients: slice) -> Tensor:
         arguments = chain.kernel_args(context.data, relabel, clients)
-        return function(w[clients], arguments, lists[clients])
+        part_statistics = None if statistics is None else statistics[clients]
+        return function(w[clients], part_statistics, arguments, lists[clients])
 
     parts = even_sample_slices(lists, context.net.size)
     return context.workers.map(part_result, parts)

@@ -232,7 +232,21 @@ def train_by_kernels(
     if training.local_optimizer == "adamw":
         rates = (*(training.betas or DEFAULT_BETAS), training.eps or DEFAULT_EPS)
         adamw = torch.tensor(rates, dtype=torch.float64)
-    return chain_train_(w, *pool, *cuts, *step_terms, max_norm, adamw, grad_sums)
+    statistics = chain.kernel_statistics(chunk.buffers)
+    losses = chain_train_(
+        w,
+        *pool,
+        *cuts,
+        *step_terms,
+        max_norm,
+        adamw,
+        grad_sums,
+        statistics=statistics,
+        merge_single=chunk.net.merge_last_sample,
+    )
+    if statistics is not None:
+        chunk.buffers.copy_(statistics[:, : chunk.buffers.shape[1]])
+    return losses
 
 
 class SGD:

@@ -42,7 +42,7 @@ from pflcore.train._gpu_flags import NO_TF32_FLAGS, REPEATABLE_FLAGS
 from pflcore.train._graphs import GradientGraphs
 from pflcore.train._net import Net
 from pflcore.train._probe import EngineProbe, first_mismatch, make_probes
-from pflcore.train._training import Precision, Training, autocast
+from pflcore.train._training import Training, autocast
 from pflcore.train._validate import MismatchError
 from pflcore.train._workers import Workers, single_threaded
 
@@ -91,7 +91,7 @@ def make_context(  # noqa: PLR0913 (the options of a run)
         net = net.with_fields(data.fields)
         prepare_net(net, data, training)
         probes = make_probes(net, data, training.precision)
-        selected = select_engine(net, data, probes, engine, training.precision)
+        selected = select_engine(net, data, probes, engine, training)
         gradient_graphs = None
         if data.device.type == "cuda":
             gradient_graphs = verified_graphs(probes, selected, graphs)
@@ -130,7 +130,7 @@ def select_engine(
     data: Federation,
     probes: list[EngineProbe],
     name: str,
-    precision: Precision = None,
+    training: Training,
 ) -> Engine:
     """The engine called `name`; for "auto" the first one that matches.
 
@@ -147,8 +147,8 @@ def select_engine(
     if name == "vmap":
         return _required_vmap(probes)
     trial = ChainTrial(None, NO_CHAIN_OF_BF16)
-    if precision is None:
-        trial = try_chain(net, data, probes)
+    if training.precision is None:
+        trial = try_chain(net, data, probes, training)
     if trial.chain is None and name == "chain":
         raise MismatchError(
             f"engine: 'chain' cannot train this model: {trial.reason}; take 'auto'."
@@ -218,14 +218,16 @@ class ChainTrial(NamedTuple):
     reason: str
 
 
-def try_chain(net: Net, data: Federation, probes: list[EngineProbe]) -> ChainTrial:
+def try_chain(
+    net: Net, data: Federation, probes: list[EngineProbe], training: Training
+) -> ChainTrial:
     """The chain of the model that matches the probes, with the reason.
 
     Warns where a chain was found whose numbers differ: that is an error of this
     library, while a model without a chain is not.
     """
     try:
-        chain = find_chain(net, data)
+        chain = find_chain(net, data, training.batch_size)
     except NotAChain as error:
         return ChainTrial(None, f"no chain of layers that the kernels know: {error}")
     # The kernels compute these gradients, whichever engine carries the chain.

@@ -3,14 +3,18 @@
 They are averaged as the models are mixed, local, or a cluster's own.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn as nn
 from entry_points import spread
 from parts.edges import normal
-from small import after, at_work, near, some
+from parts.user import simulation
+from small import after, at_work, images, layers, near, some
 
-from pflcore import Simulation, step
+import pflcore
+from pflcore import Simulation, Training, step
 from pflcore.algorithms import (
     SFL,
     Ensemble,
@@ -149,3 +153,38 @@ def test_a_runs_models_have_the_statistics_that_it_was_evaluated_with(name, poli
         x, y = s.data.client(i, "test")
         loss = float(nn.functional.cross_entropy(history.model(i)(x), y))
         assert loss == pytest.approx(history.rounds[-1]["eval"]["loss"][i], rel=1e-5)
+
+
+@pytest.mark.skipif(not pflcore.backend().kernels, reason="the kernels are not loaded")
+@pytest.mark.parametrize(
+    "algorithm, policy",
+    [("fedavg", "average"), ("fedavg", "local"), ("hypcluster", "auto")],
+)
+def test_a_chain_moves_the_statistics_that_the_module_moves(algorithm, policy):
+    """Models and statistics are those of the module under each policy.
+
+    A batch norm that stays in evaluation mode keeps its own. The last of a client's 17
+    samples joins the batch before it.
+    """
+    model = layers("BatchNorm1d 6, Linear 6 5, BatchNorm1d 5, ReLU, Linear 5 4")
+    model[0].running_mean.fill_(0.5)
+    model[0].eval()
+    data = images((17, 24, 9), (6,))
+    runs = {}
+    for engine in ("chain", "loop"):
+        run = simulation(
+            algorithm,
+            replace(data, x=data.x.double()),
+            model=model.double(),
+            training=Training(lr=0.1, batch_size=8, epochs=2),
+            batch_norm=policy,
+            engine=engine,
+        )
+        history = run.run()
+        form = {"chain": "chain", "loop": "module"}[engine]
+        assert run.header()["path"]["form"] == form
+        runs[engine] = [history.model(i).tensors() for i in range(3)]
+    for got, want in zip(*runs.values(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+        assert torch.equal(got["0.running_mean"], model[0].running_mean)
+        assert not torch.equal(got["2.running_mean"], model[2].running_mean)

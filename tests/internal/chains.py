@@ -28,7 +28,15 @@ MODELS = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def layer(kind, taken=(), options=None):
-    """A layer of pflcore if it has this kind, else of torch."""
+    """A layer of pflcore if it has this kind, else of torch.
+
+    The kind "FrozenBatchNorm2d" is a batch norm that stays in evaluation mode.
+    """
+    if kind == "FrozenBatchNorm2d":
+        frozen = nn.BatchNorm2d(*taken).eval()
+        frozen.running_mean.normal_()
+        frozen.running_var.uniform_(0.5, 2)
+        return frozen
     cls = getattr(pflcore.nn, kind, None) or getattr(nn, kind)
     return cls(*taken, **(options or {}))
 
@@ -38,7 +46,7 @@ KINDS = [(m, "cross_entropy") for m in MODELS if m != "mlp, one output"]
 KINDS += [("mlp, one output", c) for c in sorted(set(LOSSES) - {"cross_entropy"})]
 
 
-def by_steps(w, *args):
+def by_steps(w, *args, statistics=None, merge_single=False):
     """The result of `chain_train_`, computed step by step from gradients."""
     *head, names = args[:8]
     order, size, steps, batch, drop_last, seeds = args[8:14]
@@ -54,13 +62,19 @@ def by_steps(w, *args):
         shift_i, anchor_i, mu_i, names_i = (
             t if t is None else t[some] for t in (shift, anchor, mu, names)
         )
-        cuts = n // whole if drop_last else -(n // -whole)
+        bounds = [*range(0, n, whole), n]
+        if n % whole and (drop_last or (merge_single and n % whole == 1)):
+            del bounds[-1 if drop_last else -2]
+        cuts = len(bounds) - 1
         for k in range(int(steps[i])):
             epoch, turn = divmod(k, cuts)
-            at = order[some, epoch, turn * whole : min(n, (turn + 1) * whole)]
+            at = order[some, epoch, bounds[turn] : bounds[turn + 1]]
             seed = None if seeds is None else seeds[some, epoch] + turn
             own = (*head, names_i, at, torch.tensor([at.shape[1]]), seed)
-            grad, value = grad_reference(w[some], *own)
+            moving = None if statistics is None else statistics[some]
+            grad, value, moved = grad_reference(w[some], *own, moving, train=True)
+            if statistics is not None:
+                statistics[some] = moved
             grad = clipped(grad, clip)
             loss[some] += value
             if sums is not None:
@@ -119,7 +133,10 @@ class Problem:
         longest = max(sizes)
         self.w = self.net.w0 + randn(seed, n, self.net.size, dtype=dtype, scale=0.05)
         self.chain = compile_chain(self.net, tuple(shape))
-        self.sizes, self.passes, self.dtype = torch.tensor(sizes), passes, dtype
+        buffers = self.net.b0 + randn(seed + 5, n, len(self.net.b0), dtype=dtype).abs()
+        self.statistics = self.chain.kernel_statistics(buffers)
+        self.sizes = torch.tensor(sizes)
+        self.passes, self.dtype = passes, dtype
         self.x, self.y, self.names = (
             randn(seed + 1, pool, *shape, dtype=dtype),
             None,
@@ -148,16 +165,28 @@ class Problem:
         one = copy(self)
         some = slice(i, i + 1)
         one.w, one.order, one.sizes = self.w[some], self.order[some], self.sizes[some]
-        one.names, one.seeds = (
-            None if t is None else t[some] for t in (self.names, self.seeds)
+        one.names, one.seeds, one.statistics = (
+            None if t is None else t[some]
+            for t in (self.names, self.seeds, self.statistics)
         )
         return one
 
+    @property
+    def merges(self):
+        """True where a last batch of one sample joins the one before it."""
+        return self.chain.normalizes_batches
+
     def most(self, batch, drop_last=False):
         whole = self.sizes.clamp(max=batch)
-        return self.passes * (
-            self.sizes // whole if drop_last else -(self.sizes // -whole)
-        )
+        cuts = self.sizes // whole
+        rest = self.sizes % whole
+        if not drop_last:
+            cuts += rest > int(self.merges)
+        return self.passes * cuts
+
+    def moving(self, dtype):
+        """A copy of the statistics, which training moves, or None."""
+        return None if self.statistics is None else self.statistics.to(dtype, copy=True)
 
     def train(
         self,
@@ -186,15 +215,24 @@ class Problem:
             o.get("decay", 0.0),
         )
         end = (o.get("clip", INF), o.get("adamw"), o.get("sums"))
-        loss = op(w, *self.head(w.dtype), *plan, *how, *end)
+        moving = self.moving(w.dtype)
+        options = {"statistics": moving, "merge_single": self.merges}
+        loss = op(w, *self.head(w.dtype), *plan, *how, *end, **options)
+        self.moved = w[:, :0] if moving is None else moving
         return w, loss
 
-    def grad(self, op=chain.chain_grad, dtype=None, seeds=None):
-        """Gradients and losses on each client's samples."""
+    def grad(self, op=chain.chain_grad, dtype=None, seeds=None, train=False):
+        """Gradients and losses on each client's samples, and the statistics behind."""
         w = self.w.to(dtype or self.dtype)
-        return op(w, *self.head(dtype), self.order[:, 0], self.sizes, seeds)
+        whole = (self.order[:, 0], self.sizes, seeds, self.moving(w.dtype), train)
+        return op(w, *self.head(dtype), *whole)
 
     def evaluate(self, rows, op=chain.chain_eval, classes=None, dtype=None):
         classes = self.chain.classes if classes is None else classes
         w = rows.to(dtype or self.dtype)
-        return op(w, *self.head(dtype), self.places, self.begin, classes)
+        statistics = self.moving(w.dtype)
+        if statistics is not None and (rows == rows[:1]).all():
+            one = statistics[:1].expand(len(rows), -1)
+            statistics = one if rows.stride(0) == 0 else one.contiguous()
+        ends = (self.places, self.begin, classes, statistics)
+        return op(w, *self.head(dtype), *ends)

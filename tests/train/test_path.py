@@ -160,6 +160,18 @@ LOOP = ("loop", "module")
 VECTORS = {  # model, (engine, form), shape of the samples
     "mlp": (mlp, CHAIN),
     "an activation twice": (repeated, CHAIN),
+    "batch norm": (lambda: layers("Linear 6 5, BatchNorm1d 5, Linear 5 4"), CHAIN),
+    "batch norm of images": (
+        lambda: layers(
+            "Conv2d 1 4 3, BatchNorm2d 4, ReLU, MaxPool2d 2, Flatten, Linear 36 4"
+        ),
+        ("loop", "chain"),
+        (1, 8, 8),
+    ),
+    "no running statistics": (
+        lambda: Own(lambda m, x: F.batch_norm(m.layer(x), None, None, training=True)),
+        VMAP,
+    ),
     "a layer twice": (tied, VMAP),
     "a subclass": (lambda: nn.Sequential(nn.Linear(6, 4), Smooth()), VMAP),
     "forward hook": (lambda: nn.Sequential(hooked(nn.Linear(6, 4))), VMAP),

@@ -85,6 +85,10 @@ def ugly():
 
 
 def chains():
+    p = Problem("batch norm of numbers", [3, 2])
+    p.train(batch=2)
+    p.grad(train=True)
+    p.evaluate(p.w)
     p = Problem("linear", [3, 2])
     rows = dict(
         zip(("shift", "anchor", "sums"), randn(2, 3, *p.w.shape).float(), strict=True)

@@ -149,7 +149,8 @@ void typed(const int64_t* word, const Run& run) {
   word[sizeof(T<float>) / 8] ? run(from<T<double>>(word)) : run(from<T<float>>(word));
 }
 
-// The layers, their number, the sizes of an input and of a row, and then a chain's other fields.
+// The layers, their number, the sizes of an input, of a row and of a row of statistics, and then a
+// chain's other fields.
 template <class Chain>
 Chain chain_of(const int64_t* word) {
   Chain out{};
@@ -159,9 +160,9 @@ Chain chain_of(const int64_t* word) {
     std::copy(line + 1, line + 9, out.program.layers.back().field);
   }
   out.program.c = word[2], out.program.h = word[3], out.program.w = word[4],
-  out.program.q = word[5];
+  out.program.q = word[5], out.program.b = word[6];
   char* const rest = reinterpret_cast<char*>(&out.loss_kind);
-  std::memcpy(rest, word + 6, static_cast<size_t>(reinterpret_cast<char*>(&out + 1) - rest));
+  std::memcpy(rest, word + 7, static_cast<size_t>(reinterpret_cast<char*>(&out + 1) - rest));
   return out;
 }
 

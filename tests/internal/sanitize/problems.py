@@ -120,7 +120,9 @@ def chains():
     """Problems of each model, with whole data and batches, and with options."""
     fresh = kernels.fresh
     for turn, (model, loss_name) in enumerate(KINDS):
-        p = Problem(model, [45, 13, 1], passes=2, relabel=turn % 2, loss_name=loss_name)
+        # A batch norm cannot train on one sample.
+        sizes = [41, 13, 2] if "batch norm" in model else [45, 13, 1]
+        p = Problem(model, sizes, passes=2, relabel=turn % 2, loss_name=loss_name)
         program, _, *shape, x, y, names = p.head()
         s, q = p.w.shape
         classes = p.chain.classes
@@ -133,7 +135,8 @@ def chains():
             names,
             0 if names is None else classes,
         ]
-        head = [program, len(program), *shape, q, LOSSES.index(loss_name), *data]
+        b = 0 if p.statistics is None else p.statistics.shape[1]
+        head = [program, len(program), *shape, q, b, LOSSES.index(loss_name), *data]
         for batch, options in ((5, False), (40, True)):
             shift, anchor, sums = (randn(k, s, q, dtype=F32) for k in range(3))
             rich = (
@@ -149,23 +152,22 @@ def chains():
             # The chain makes the momentum buffer itself.
             step[-3:-1] = None, 0
             drop = bool(options and turn % 2)
-            plan = [p.order, 2, 45, p.sizes, p.most(batch, drop), batch, drop, p.seeds]
+            cuts = [p.sizes, p.most(batch, drop), batch, drop, p.seeds, int(p.merges)]
+            plan = [p.order, 2, sizes[0], *cuts]
             adamw = [int(options and not turn % 3), 0.9, 0.99, 1e-8]
-            end = [sums if options else None, fresh(1, s)]
+            end = [sums if options else None, p.statistics, fresh(1, s)]
             clip = 1.0 if options else INF
             kernels.call("chain", [*head, *step, *plan, clip, *adamw, *end])
-        one_pass = [p.order[:, 0].contiguous(), 45, p.sizes, None]
-        kernels.call(
-            "chain grad",
-            [*head, p.w, s, q, *one_pass, fresh(s, q, dtype=F32), fresh(1, s)],
-        )
+        one_pass = [p.order[:, 0].contiguous(), sizes[0], p.sizes, None]
+        for train in (0, 1):
+            results = [fresh(s, q, dtype=F32), p.statistics, fresh(1, s)]
+            kernels.call("chain grad", [*head, p.w, s, q, *one_pass, train, *results])
         n = len(p.places)
         for row in (q, 0):
             right = torch.full((n,), 255, dtype=torch.uint8)
             results = [fresh(1, n), right, fresh(n, classes, dtype=F32), classes]
-            kernels.call(
-                "chain eval", [*head, p.w, s, row, p.places, p.begin, *results]
-            )
+            rows = [p.w, s, row, p.statistics, b if row else 0, int(row == 0)]
+            kernels.call("chain eval", [*head, *rows, p.places, p.begin, *results])
 
 
 def write(path):

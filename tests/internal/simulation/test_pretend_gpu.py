@@ -164,8 +164,9 @@ def test_every_op_has_a_kernel_or_a_body_or_neither():
 def on_card(op, gpu):
     """Calls a chain's op with tensors of the GPU, except the program."""
 
-    def call(w, program, *rest):
-        return op(w.to(gpu), program, *tree_map_only(Tensor, lambda t: t.to(gpu), rest))
+    def call(w, program, *rest, **options):
+        rest, options = tree_map_only(Tensor, lambda t: t.to(gpu), (rest, options))
+        return op(w.to(gpu), program, *rest, **options)
 
     return call
 

@@ -29,7 +29,7 @@ from pflcore.train._select_engine import make_context
 def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
     right = evaluation.chain_grad
     monkeypatch.setattr(
-        evaluation, "chain_grad", lambda *a: (1.001 * right(*a)[0], right(*a)[1])
+        evaluation, "chain_grad", lambda *a: (1.001 * right(*a)[0], *right(*a)[1:])
     )
     said = "the chain found for this model is not the model: its gradient is another"
     with pytest.warns(UserWarning, match=f"^pflcore: {said}"):
@@ -44,6 +44,7 @@ def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
         ("mlp", {"momentum": 0.5}),
         ("conv", {"local_optimizer": "adamw", "lr": 0.01}),
         ("dropout", {"momentum": 0.5}),
+        ("batch norm", {"momentum": 0.5}),
         ("mlp", {"local_optimizer": "adamw", "betas": (0.5, 0.9), "eps": 1e-3}),
     ],
 )
@@ -70,6 +71,7 @@ def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model, opt
                 done.w,
                 done.grad,
                 done.loss,
+                done.buffers,
                 *at_work(setting).evaluate({"w": start}, "train"),
             )
         )
@@ -80,7 +82,7 @@ def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model, opt
 def test_the_trial_sees_small_differences(size):
     net = Net(mlp)
     data = federation()
-    chain = find_chain(net, data)
+    chain = find_chain(net, data, batch_size=20)
     engines = Engine("loop"), Engine("vmap"), Engine("loop", chain)
     exact, own = make_probes(net, data)
     assert exact.w.dtype == torch.float64 and own.w.dtype == torch.float32
@@ -95,6 +97,27 @@ def test_the_trial_sees_small_differences(size):
                 in exact.difference(engines[0]).words
             )
         exact.expected[mode] = right
+
+
+@pytest.mark.parametrize("error, fits", [(0.0, True), (0.1, False)])
+def test_a_number_next_to_a_tie_is_no_difference(error, fits):
+    """A slope that rounding switches on or off is allowed, and nothing more."""
+    net = Net(mlp)
+    probe = make_probe(net, federation())
+    data = probe.clients.context.data
+    sample = data.x[data.lists("train")[0][0]]
+    weight = probe.w[0, net.slices["0.weight"]].view(5, 6)
+    bias = net.slices["0.bias"].start
+    probe.w[0, bias] = -weight[0] @ sample  # so that its first ReLU gets about 0
+    other = probe.w.clone()
+    other[0, bias] -= 1e-6
+    probe.w[0, bias] += 1e-6
+    probe.expected = probe.reference(other)
+    gap = probe.reference(probe.w)["training"][1] - probe.expected["training"][1]
+    assert gap.abs().max() > 0.005 * probe.expected["training"][1].abs().max()
+    probe.expected["training"][1][1] += error
+
+    assert (probe.difference(Engine("loop")) is None) == fits
 
 
 def test_an_error_in_the_models_own_dtype_is_raised(monkeypatch):
@@ -142,6 +165,45 @@ def test_an_even_kernel_with_same_padding_is_no_part_of_a_chain():
 
     with pytest.raises(NotAChain, match="an even kernel with padding='same'"):
         compile_chain(net, (1, 4, 4))
+
+
+def test_batch_norm_of_the_batch_alone_is_no_part_of_a_chain():
+    norm = nn.BatchNorm1d(5, track_running_stats=False)
+    net = Net(nn.Sequential(nn.Linear(6, 5), norm, nn.Linear(5, 4)))
+
+    with pytest.raises(NotAChain, match="batch norm without running statistics"):
+        compile_chain(net, (6,))
+
+
+def test_batch_norm_of_large_batches_is_no_part_of_a_chain():
+    net = Net(body("Linear 6 9999, BatchNorm1d 9999, Linear 9999 K"))
+    data = images((600, 2), (6,))
+    small = make_context(net, data, Training(batch_size=20)).engine
+    large = make_context(net, data, Training(batch_size=580)).engine
+
+    assert small.form == "chain"
+    assert "batch norm on batches of 580 samples, where torch is faster" in large.reason
+
+
+def test_a_batch_norm_in_evaluation_mode_trains_as_a_chain():
+    model = body(BODIES["batch norm"][0])
+    model[1].eval()
+    setting = make_context(Net(model), federation(), Training())
+    assert setting.engine.form == "chain"
+
+
+def test_the_trial_sees_other_running_statistics():
+    net = Net(body(BODIES["batch norm"][0]))
+    data = federation()
+    chain = find_chain(net, data, batch_size=20)
+    engines = Engine("loop"), Engine("vmap"), Engine("loop", chain)
+    exact, own = make_probes(net, data)
+    assert all(t.difference(e) is None for t in (exact, own) for e in engines)
+    exact.expected["training"][2] += 1e-6
+
+    for engine in engines:
+        words = exact.difference(engine).words
+        assert "its row of running statistics is another in training mode" in words
 
 
 def test_the_global_generators_are_left_alone():
