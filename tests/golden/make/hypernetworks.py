@@ -32,7 +32,7 @@ def pfedhn(
 
     All parameters of the hypernetwork and v_i move along the slope of `r_i . h(v_i)`,
     where r_i leads from h(v_i) to the model that client i trained. The step's size is
-    `server_lr |r_i|^2` over the squared length of the slope; a fixed one is `server_lr`.
+    `server_lr |r_i|^2` over the squared length of the slope, or a fixed `server_lr`.
     """
     given = start["server"]
     phi, output, v = (np.array(given[key]) for key in ("phi", "output", "v"))
