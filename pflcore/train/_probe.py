@@ -54,6 +54,7 @@ from pflcore.train._clients import Clients
 from pflcore.train._context import TrainContext
 from pflcore.train._engines import Engine
 from pflcore.train._first_batch import spread_samples
+from pflcore.train._gpu_flags import NO_TF32_FLAGS
 from pflcore.train._graphs import GradientGraphs
 from pflcore.train._net import Net, scores_of
 from pflcore.train._training import Precision, Training, autocast
@@ -153,8 +154,10 @@ class EngineProbe:
         for _ in range(ROUNDED_PAIRS):
             bits = torch.randint(0, 2, self.w.shape, generator=generator)
             errors = self.w * share * (2 * bits - 1).to(self.w)
-            upper = self.reference(self.w + errors)
-            lower = self.reference(self.w - errors)
+            # TF32 would round the weights to far fewer digits than they are off by.
+            with NO_TF32_FLAGS.set_for(self.w.device):
+                upper = self.reference(self.w + errors)
+                lower = self.reference(self.w - errors)
             for mode, values in upper.items():
                 pairs = zip(values, lower[mode], strict=True)
                 gaps = [_largest_gap(a, b) for a, b in pairs]
