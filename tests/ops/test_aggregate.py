@@ -22,7 +22,6 @@ every_dtype = pytest.mark.parametrize("dtype", FLOATS)
 # --- accuracy ---------------------------------------------------------------
 
 
-@isa
 @kernels
 @pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.mark.parametrize("m", [1, 2, 3, 6, 7, 13])
@@ -48,7 +47,6 @@ def test_bits_do_not_depend_on_other_results_or_columns(dtype, m):
     assert torch.equal(aggregate(updates, weight, base=out, out=out), whole)
 
 
-@isa
 @kernels
 @pytest.mark.parametrize("dtype", [F32, F16])
 @pytest.mark.parametrize("n", [15, 16, 29, 129])
