@@ -1,17 +1,19 @@
 // Register blocks of squared distances: 4 x 4 pairs of rows over a strip of columns, for each
 // instruction set. Knows nothing of torch.
 //
-// A float32 sum has 16 lanes on every instruction set, in one vector or several, and each lane takes
-// 10 products. Then the vectors are added lane by lane, and the lanes are folded into one another
-// until the sums of the 16 pairs lie side by side, and are added to float64 totals: a block costs
-// the same over few columns as over many. Everywhere lanes that are 8 apart are added first, then 4,
-// 2 and 1, so that the order is one, and instruction sets differ by fused multiply-adds alone.
+// A float32 sum has 16 lanes on every instruction set, in one vector or several, and each lane
+// takes 10 products. Then the vectors are added lane by lane, and the lanes are folded into one
+// another until the sums of the 16 pairs lie side by side, and are added to float64 totals: a block
+// costs the same over few columns as over many. Everywhere lanes that are 8 apart are added first,
+// then 4, 2 and 1, so that the order is one, and instruction sets differ by fused multiply-adds
+// alone.
 //
 // The bound: with u = 2^-24, a rounded difference is (a - b) (1 + e) with |e| <= u, and its square
 // has that factor twice. A product meets at most 10 roundings in its lane: its own, or that of its
-// fused addition, and one in each of the 9 additions after it; the first one is added to zero, which
-// is exact. Then it meets 4 in the tree. No term is negative, so the sum of 160 products has a
-// relative error of at most (1 + u)^16 - 1 < 9.54e-7; so has the total, but for float64's roundings.
+// fused addition, and one in each of the 9 additions after it; the first one is added to zero,
+// which is exact. Then it meets 4 in the tree. No term is negative, so the sum of 160 products has
+// a relative error of at most (1 + u)^16 - 1 < 9.54e-7; so has the total, but for float64's
+// roundings.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -22,10 +24,10 @@
 namespace pflcore::cpu {
 namespace sqdist_detail {
 
-constexpr int64_t kTile = 4;   // rows of a register block
-constexpr int kProducts = 10;  // in a float32 lane
-constexpr int kLanes = 16;     // of a float32 sum
-constexpr int kLevels = 4;     // of the tree that adds the lanes up
+constexpr int64_t kTile = 4;                    // rows of a register block
+constexpr int kProducts = 10;                   // in a float32 lane
+constexpr int kLanes = 16;                      // of a float32 sum
+constexpr int kLevels = 4;                      // of the tree that adds the lanes up
 constexpr int64_t kGroup = kProducts * kLanes;  // columns between two flushes to float64
 static_assert(1 << kLevels == kLanes);
 static_assert((2 + kProducts + kLevels) * 0x1p-24 < 1e-6, "the relative error that is promised");
@@ -94,7 +96,8 @@ PFL_INLINE void step(F (&acc)[room][kTile], const float* const* a, const float* 
 // acc[i][j] = sums over a group of columns from `at` on: `vectors` of them, of kProducts products
 // in each lane, are added lane by lane. Without `whole` only `products` are taken, and those left
 // out are zeros, which change no bit.
-template <int bytes, bool triangle, bool whole, int rows, int vectors = 4 * kLanes / bytes, int room>
+template <int bytes, bool triangle, bool whole, int rows, int vectors = 4 * kLanes / bytes,
+          int room>
 PFL_INLINE void sum_group(Vec<float, bytes> (&acc)[room][kTile], const float* const* a,
                           const float* const* b, int64_t at, int64_t products) {
   if constexpr (vectors > 1) {
