@@ -380,9 +380,8 @@ PFL_INLINE void add_rows(A* sum, int64_t width, const T* x, int64_t stride, cons
 
 // One result of many rows, up to wide_columns of it. Its time is that of reading x, and memory is
 // read fastest in few and long runs: some rows at a time are added to the sums of many columns,
-// which stay in the first-level cache. Up to 15 rows side by side are as fast. Of more, an AVX2
-// machine reads half as much a second side by side, while the AVX-512 machine that was measured
-// read them so in .6 of torch.mm's time: there they stay side by side.
+// which stay in the first-level cache. Up to 15 rows side by side are as fast; more are read side
+// by side at half the rate, with AVX2 as with AVX-512.
 template <int bytes, class A>
 PFL_INLINE void wide_panel(const Target<A>& to, double* total, A* sum) {
   const Aggregate& job = to.plan.job;
@@ -430,7 +429,7 @@ PFL_INLINE void columns(const Plan<A>& plan, int64_t begin, int64_t end) {
   // either, one panel is as wide as all.
   const bool cached = plan.reads() * job.p * int64_t{sizeof(A)} < kStreamBytes;
   const bool whole = cached && !job.sparse && plan.direct && !plan.packed && job.n <= kChunk;
-  const bool wide = bytes < 64 && job.m == 1 && job.n > kBesides && !job.sparse && !whole;
+  const bool wide = job.m == 1 && job.n > kBesides && !job.sparse && !whole;
   const int64_t most_columns = whole ? end - begin : wide ? wide_columns : kPanel;
   int64_t step;
   for (int64_t column = begin; column < end; column += step) {
