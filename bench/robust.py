@@ -1,4 +1,4 @@
-"""Medians and trimmed means of client models: `trimmed_mean`, torch and numpy.
+"""Medians and trimmed means of client models: `trimmed_mean`, torch, numpy and byzfl.
 
 `aggregate` takes the mean of the same rows, which is not robust. It shows what
 robustness costs.
@@ -53,10 +53,17 @@ def problem(size: Size) -> Problem | None:
         kept = np.partition(x.numpy(), (f, n - f - 1), 0)[f : n - f]
         return kept.mean(0)
 
+    def by_byzfl() -> Any:
+        import byzfl
+
+        is_median = f == (n - 1) // 2
+        return (byzfl.Median() if is_median else byzfl.TrMean(f))(x)
+
     providers: Calls = {
         "pflcore": lambda: ops.trimmed_mean(x, f),
         "reference": lambda: reference.trimmed_mean(x, f),
         "torch.sort": by_sort,
+        "byzfl": by_byzfl,
     }
     if n % 2 == 0 and f == (n - 1) // 2:
         # Most code bases take torch's median, which is the lower of two in the middle.

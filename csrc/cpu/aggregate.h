@@ -35,9 +35,9 @@ constexpr int64_t kBlocks = 16;    // register blocks of results whose totals ar
 constexpr int64_t kBesides = 15;   // rows that wide_panel leaves to the other panels
 constexpr int64_t kWideBytes = 16 << 10;  // sums of one result alone: half a first-level cache
 constexpr int64_t kStreamBytes =
-    8 << 20;                          // results of this size and more are written past the caches
-constexpr double kPieceWork = 1e5;    // a piece: some five microseconds
-constexpr double kAloneWork = 2.5e6;  // some hundred microseconds: less is not worth another thread
+    8 << 20;                        // results of this size and more are written past the caches
+constexpr double kPieceWork = 1e5;  // a piece: some five microseconds
+constexpr double kAloneWork = 4e5;  // some fifty microseconds: less is not worth another thread
 #endif
 
 // The part that all pieces share and only read.

@@ -138,6 +138,7 @@ struct Window {
   int64_t down() const { return (mi + kTile - 1) / kTile; }
   int64_t across() const { return (nj + kTile - 1) / kTile; }
   int64_t tiles() const { return diagonal ? down() * (down() + 1) / 2 : down() * across(); }
+  int64_t pairs() const { return diagonal ? mi * (mi - 1) / 2 : mi * nj; }
 
   // The register blocks, band by band of rows, in a band column by column: the band stays in the
   // first-level cache, and the pages of the columns' rows are looked up once for all its blocks.
@@ -239,17 +240,25 @@ struct Worker {
       if (!w.diagonal) add(b, w.j0, w.nj);
       ahead.bytes = plan.block * static_cast<int64_t>(sizeof(In));
     }
-    const int64_t turns = w.tiles() * (up(columns, plan.strip) / plan.strip),
+    const bool alone = kind == Kind::narrow && w.pairs() == 1;
+    const int64_t strip = alone ? kTile * kGroup : plan.strip,
+                  turns = w.tiles() * (up(columns, strip) / strip),
                   pieces = (ahead.pieces() + turns - 1) / turns;
-    for (int64_t from = 0; from < columns; from += plan.strip)
+    for (int64_t from = 0; from < columns; from += strip)
       w.each([&](int64_t t, int64_t i, int64_t j) {
         ahead.fetch(pieces, now == Isa::avx512);
+        const int64_t to = std::min(columns, from + strip);
+        double* const total = sums + w.first + t * kTile * kTile;
+        if constexpr (kind == Kind::narrow)
+          if (alone) {
+            const int other = w.diagonal ? 1 : 0;  // of a diagonal block the first pair is (0, 1)
+            return sum_block<Kind::one, 1, T>(now, at_a, right + other, from, to, total + other);
+          }
         constexpr Kind half = kind == Kind::wide ? kind : Kind::triangle;
         auto* const sum = w.diagonal && i == j ? &sum_block<half, kTile, T>
                           : w.mi == 1          ? &sum_block<kind, 1, T>
                                                : &sum_block<kind, kTile, T>;
-        sum(now, at_a + i, right + j, from, std::min(columns, from + plan.strip),
-            sums + w.first + t * kTile * kTile);
+        sum(now, at_a + i, right + j, from, to, total);
       });
   }
 };

@@ -122,6 +122,33 @@ PFL_INLINE void sum_group(Vec<float, bytes> (&acc)[room][kTile], const float* co
   }
 }
 
+// acc[0][j] = sums over group j of a pair's columns, by the vectors and in the order of sum_group.
+template <int bytes, int vectors = 4 * kLanes / bytes, int room>
+PFL_INLINE void sum_groups(Vec<float, bytes> (&acc)[room][kTile], const float* a, const float* b) {
+  if constexpr (vectors > 1) {
+    sum_groups<bytes, vectors / 2>(acc, a, b);
+    Vec<float, bytes> others[room][kTile];
+    constexpr int64_t next = kLanes / vectors;
+    sum_groups<bytes, vectors / 2>(others, a + next, b + next);
+    PFL_UNROLL
+    for (int j = 0; j < kTile; ++j) acc[0][j] += others[0][j];
+  } else {
+    PFL_UNROLL
+    for (int i = 0; i < room; ++i) PFL_UNROLL
+    for (int j = 0; j < kTile; ++j) acc[i][j] = Vec<float, bytes>{};
+    for (int64_t at = 0; at < kGroup; at += kLanes) {
+      PFL_UNROLL
+      for (int j = 0; j < kTile; ++j) {
+        Vec<float, bytes> x, y;
+        load(x, a + at + j * kGroup);
+        load(y, b + at + j * kGroup);
+        x -= y;
+        acc[0][j] += x * x;
+      }
+    }
+  }
+}
+
 // sum[i][j] += sum over columns [begin, end), a multiple of kLanes, of (a_i - b_j)^2 in float32
 // lanes.
 template <int bytes, bool triangle, int rows>
@@ -137,6 +164,27 @@ PFL_INLINE void tile(const float* const* a, const float* const* b, int64_t begin
     sum_group<bytes, triangle, false, rows>(acc, a, b, c, (end - c) / kLanes);
     flush<bytes>(acc, sum);
   }
+}
+
+// sum += the same for one pair alone. Its sums over kTile groups of columns lie where those of four
+// pairs would, and are added one after another as everywhere.
+template <int bytes>
+PFL_INLINE void tile_of_one(const float* a, const float* b, int64_t begin, int64_t end,
+                            double* sum) {
+  constexpr int64_t together = kTile * kGroup;
+  Vec<float, bytes> acc[bytes / 16][kTile];
+  int64_t c = begin;
+  for (; c + together <= end; c += together) {
+    sum_groups<bytes>(acc, a + c, b + c);
+    double groups[bytes / 16 * kTile] = {};
+    flush<bytes>(acc, groups);
+    PFL_UNROLL
+    for (int j = 0; j < kTile; ++j) *sum += groups[j];
+  }
+  const float* const repeated[kTile] = {b, b, b, b};
+  double rest[bytes / 16 * kTile] = {*sum};
+  tile<bytes, false, 1>(&a, repeated, c, end, rest);
+  *sum = rest[0];
 }
 
 // Rows whose sums with kTile others fit the registers.
@@ -170,8 +218,9 @@ PFL_INLINE void tile_wide(const T* const* a, const T* const* b, int64_t begin, i
   for (int j = 0; j < kTile; ++j) sum[i * kTile + j] += sum_lanes<bytes>(total[i][j]);
 }
 
-// The kind of lanes: the type of the rows and that of the sums.
-enum class Kind { narrow, triangle, wide };
+// The kind of lanes: the type of the rows and that of the sums; and of narrow ones the pairs that
+// are wanted: all, those with j > i, or the first one alone.
+enum class Kind { narrow, triangle, one, wide };
 
 // sum[i][j] += sum over columns [begin, end) of (a_i - b_j)^2 for `rows` rows of a and kTile of b.
 template <Kind kind, int rows, class T>
@@ -181,6 +230,8 @@ void sum_block(Isa now, const T* const* a, const T* const* b, int64_t begin, int
       [&](auto bytes) PFL_LAMBDA {
         if constexpr (kind == Kind::wide) {
           tile_wide<bytes, rows>(a, b, begin, end, sum);
+        } else if constexpr (kind == Kind::one) {
+          tile_of_one<bytes>(a[0], b[0], begin, end, sum);
         } else {
           constexpr bool triangle = kind == Kind::triangle;
           constexpr int at_once = triangle ? rows : std::min(rows, kAtOnce<bytes>);

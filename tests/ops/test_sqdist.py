@@ -204,6 +204,23 @@ def test_bits_do_not_depend_on_the_other_rows(dtype, m, n, columns, pairs):
 
 @isa
 @every_dtype
+@pytest.mark.parametrize("columns", [1, 159, 639, 640, 641, 1440, 2560, 20_011])
+def test_a_pair_alone_has_the_bits_of_a_pair_among_others(dtype, columns):
+    """A kernel takes one pair alone by four groups of 160 columns at a time."""
+    a, b = matrices(5, 6, columns, dtype)
+    among = pairwise_sqdist(a)
+    two = pairwise_sqdist(a[2:4])
+    assert torch.equal(two, among[2:4, 2:4])
+    assert torch.equal(pairwise_sqdist(a[2:3], a[3:4]), among[2:3, 3:4])
+
+    full = pairwise_sqdist(a, b)
+    index = torch.tensor([[4], [0], [-1], [5], [1]])
+    assert torch.equal(pairwise_sqdist(a[1:2], b[3:4]), full[1:2, 3:4])
+    assert torch.equal(pairwise_sqdist(a, b, index), listed(full, index))
+
+
+@isa
+@every_dtype
 @every_shape
 def test_swapped_matrices_give_the_transpose(dtype, m, n, columns, pairs):
     a, b = matrices(m, n, columns, dtype)
