@@ -5,7 +5,8 @@ They are made of bench/papers/outcomes.json, which holds the rows of the plans
 
 - `python docs/make_leaderboard.py` makes the pages, and a test compares them.
 - `python docs/make_leaderboard.py FOLDER ...` first takes the rows from the folders of
-  `pflcore reproduce`, in the place of what the file has of these plans.
+  `pflcore reproduce`. A setting that a folder has rows of takes the place of what the
+  file has of it, so settings may be played in folders of their own, on any machine.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def outcome(row: Facts) -> dict[str, Any]:
 
 
 def take(folder: Path, outcomes: dict[str, Any]) -> None:
-    """Puts the result of a folder in the place of its plan's.
+    """Puts the results of a folder in the place of those of its plan and settings.
 
     Raises ValueError for the result of another plan.
     """
@@ -80,32 +81,33 @@ def take(folder: Path, outcomes: dict[str, Any]) -> None:
         raise ValueError(
             f"folder: expected a result of {known}, got {result['plan']!r} in {folder}."
         )
+    of_plan = outcomes.setdefault(abouts[result["plan"]], {})
     rows = [outcome(row) for row in result["rows"] if not row["variant"]]
-    outcomes[abouts[result["plan"]]] = {
-        "date": result["date"],
-        "machine": result["machine"],
-        "rows": rows,
-    }
+    for setting in {row["setting"]: None for row in rows}:
+        of_plan[setting] = {
+            "date": result["date"],
+            "machine": result["machine"],
+            "rows": [row for row in rows if row["setting"] == setting],
+        }
 
 
 def tables(plan: Facts, played: Facts) -> str:
     """A table for each setting of a plan; a row that was not played is empty."""
     lines = []
-    rows = {(row["setting"], row["method"]): row for row in played.get("rows", ())}
     for setting in plan["settings"]:
-        body = [
-            _cells(method, rows.get((setting, method))) for method in plan["methods"]
-        ]
-        some = [row for row in rows.values() if row["setting"] == setting]
-        runs = sum(row["seeds"] for row in some)
+        of_setting = played.get(setting, {"rows": []})
+        rows = {row["method"]: row for row in of_setting["rows"]}
+        body = [_cells(method, rows.get(method)) for method in plan["methods"]]
+        runs = sum(row["seeds"] for row in rows.values())
         planned = len(plan["methods"]) * len(plan["seeds"])
         columns = [i for i in range(len(HEAD)) if i == 0 or any(row[i] for row in body)]
-        lines += [f"**{setting}**: {runs} of {planned} runs are played.", ""]
-        if some:
-            shown = [[row[i] for i in columns] for row in [HEAD, *body]]
-            lines += [*markdown_table(shown), ""]
-    if played:
-        lines += [f"{played['date']}, {played['machine']}.", ""]
+        about = f"**{setting}**: {runs} of {planned} runs are played"
+        if not rows:
+            lines += [f"{about}.", ""]
+            continue
+        shown = [[row[i] for i in columns] for row in [HEAD, *body]]
+        about += f" ({of_setting['date']}, {of_setting['machine']})."
+        lines += [about, "", *markdown_table(shown), ""]
     return "\n".join(lines)
 
 
@@ -140,9 +142,9 @@ def lessons(plan: Facts, played: Facts) -> str:
     lines = []
     for setting in plan["settings"]:
         rows = []
-        for row in played.get("rows", ()):
+        for row in played.get(setting, {"rows": []})["rows"]:
             has_value = row["by_val"] is not None and not row["stopped"]
-            if row["setting"] == setting and row["seeds"] > 1 and has_value:
+            if row["seeds"] > 1 and has_value:
                 rows.append(row)
         lines += _lesson(setting, rows)
     if not lines:
