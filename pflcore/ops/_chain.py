@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -130,7 +131,35 @@ def hashed_integers(
     return logical_shift(words, 64 - RANDOM_BITS).view(*seed.shape, *shape)
 
 
-def forward_program(  # noqa: C901 (a kind of layer each)
+@dataclass
+class ForwardPass:
+    """What the layers of one forward pass share.
+
+    Values between layers are [s, B, features] or [s, B, C, H, W].
+
+    Attributes:
+        w: Rows of weights [s, Q].
+        seeds: Seeds of dropout [s]; None where nothing is dropped.
+        statistics: The running statistics [s, b], changed in training.
+        is_sample: True where a position holds a sample, [s, B]; None in evaluation
+            mode.
+        dropout_layers: The number of layers so far that have drawn random numbers.
+    """
+
+    w: Tensor
+    seeds: Tensor | None
+    statistics: Tensor | None
+    is_sample: Tensor | None
+    dropout_layers: int = 0
+
+    def part(self, first: float, *sizes: int) -> Tensor:  # [s, *sizes]
+        """The weights of this shape whose columns begin at `first`."""
+        start = int(first)
+        columns = self.w[:, start : start + math.prod(sizes)]
+        return columns.view(len(self.w), *sizes)
+
+
+def forward_program(
     program: Tensor,  # [L, 9]
     w: Tensor,  # [s, Q]
     x: Tensor,  # [s, B, ...]
@@ -141,64 +170,116 @@ def forward_program(  # noqa: C901 (a kind of layer each)
     """The scores of the models `w`, each on its own samples.
 
     In training mode a batch norm's statistics are those of the samples where
-    `is_sample`. Values between layers are [s, B, features] or [s, B, C, H, W].
+    `is_sample`.
     """
-    s = len(w)
-    dropout_layers = 0  # layers that have drawn random numbers so far
-
-    def part(first: int, *sizes: int) -> Tensor:  # [s, *sizes]
-        """The weights of this shape whose columns begin at `first`."""
-        return w[:, first : first + math.prod(sizes)].view(s, *sizes)
-
-    for kind, *field in program.tolist():
-        match KINDS[int(kind)], [int(f) for f in field]:
-            case "linear", [outputs, weight, bias, *_]:
-                x = x.flatten(2)
-                y = torch.bmm(x, part(weight, outputs, x.shape[2]).mT)
-                x = y if bias < 0 else y + part(bias, 1, outputs)
-            case "conv", [outputs, height, width, stride, above, left, weight, bias]:
-                # All clients in one convolution: each is a group of its channels.
-                filters = part(weight, outputs, x.shape[2], height, width).flatten(0, 1)
-                offsets = None if bias < 0 else part(bias, outputs).flatten()
-                images = x.transpose(0, 1).flatten(1, 2)
-                y = F.conv2d(images, filters, offsets, stride, (above, left), groups=s)
-                x = y.unflatten(1, (s, outputs)).transpose(0, 1)
-            case "pool", [form, height, width, down, across, *_]:
-                pool = F.max_pool2d if form == 1 else F.avg_pool2d
-                y = pool(x.flatten(0, 1), (height, width), (down, across))
-                x = y.unflatten(0, x.shape[:2])
-            case "act", [number, *_]:
-                x = ACTIVATIONS[number - 1](x)
-            case "flatten", _:
-                x = x.flatten(2)
-            case "dropout", _:
-                if seeds is not None:
-                    numbers = hashed_integers(seeds, dropout_layers, x.shape[1:])
-                    x = apply_dropout(x, field[0], numbers)
-                dropout_layers += 1
-            case "norm", [groups, share, _, weight, bias, *_]:
-                y = x.reshape(*x.shape[:2], groups, -1)
-                y = F.layer_norm(y, y.shape[-1:], eps=field[2]).flatten(2)
-                if weight >= 0:
-                    # Neighbouring features share a weight: those of a channel.
-                    count = y.shape[2] // share
-                    scale = part(weight, count).repeat_interleave(share, 1)
-                    offset = part(bias, count).repeat_interleave(share, 1)
-                    y = y * scale[:, None] + offset[:, None]
-                x = y.view(x.shape)
-            case "leaky", _:
-                x = F.leaky_relu(x, field[0])
-            case "batch_norm", [share, _, weight, bias, *_]:
-                y = x.flatten(2).unflatten(2, (-1, share))
-                y = normalize_channels(y, field, statistics, is_sample)
-                if weight >= 0:
-                    channels = y.shape[2]
-                    y = y * part(weight, 1, channels, 1) + part(bias, 1, channels, 1)
-                x = y.reshape(x.shape)
-            case _, [factors, *_]:  # scale
-                lam = part(factors, 1, x.shape[2])
-                x = torch.where(lam != 0, x * lam, 0.0)
+    run = ForwardPass(w, seeds, statistics, is_sample)
+    for kind, *fields in program.tolist():
+        x = FORWARDS[KINDS[int(kind)]](run, x, fields)
     return x.flatten(2)
+
+
+# One function for each kind of layer. It takes the pass, the layer's input and the
+# fields of its line, and returns its output.
+
+
+def linear_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
+    """The output of a linear layer on flattened features."""
+    outputs, weight, bias = (int(f) for f in fields[:3])
+    x = x.flatten(2)
+    y = torch.bmm(x, run.part(weight, outputs, x.shape[2]).mT)
+    return y if bias < 0 else y + run.part(bias, 1, outputs)
+
+
+def conv_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
+    """The output of a convolution."""
+    outputs, height, width, stride, above, left, weight, bias = map(int, fields)
+    s = len(x)
+    # All clients in one convolution: each is a group of its channels.
+    filters = run.part(weight, outputs, x.shape[2], height, width).flatten(0, 1)
+    offsets = None if bias < 0 else run.part(bias, outputs).flatten()
+    images = x.transpose(0, 1).flatten(1, 2)
+    y = F.conv2d(images, filters, offsets, stride, (above, left), groups=s)
+    by_client: Tensor = y.unflatten(1, (s, outputs))
+    return by_client.transpose(0, 1)
+
+
+def pool_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
+    """The output of a pooling layer."""
+    form, height, width, down, across = (int(f) for f in fields[:5])
+    pool = F.max_pool2d if form == 1 else F.avg_pool2d
+    y = pool(x.flatten(0, 1), (height, width), (down, across))
+    pooled: Tensor = y.unflatten(0, x.shape[:2])
+    return pooled
+
+
+def act_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
+    """The output of an activation."""
+    return ACTIVATIONS[int(fields[0]) - 1](x)
+
+
+def flatten_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
+    """The features of each sample as a vector."""
+    return x.flatten(2)
+
+
+def dropout_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
+    """The output of dropout, which is its input without seeds."""
+    if run.seeds is not None:
+        numbers = hashed_integers(run.seeds, run.dropout_layers, x.shape[1:])
+        x = apply_dropout(x, fields[0], numbers)
+    run.dropout_layers += 1
+    return x
+
+
+def norm_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
+    """The output of a group norm or a layer norm."""
+    groups, share, _, weight, bias = (int(f) for f in fields[:5])
+    y = x.reshape(*x.shape[:2], groups, -1)
+    y = F.layer_norm(y, y.shape[-1:], eps=fields[2]).flatten(2)
+    if weight >= 0:
+        # Neighbouring features share a weight: those of a channel.
+        count = y.shape[2] // share
+        scale = run.part(weight, count).repeat_interleave(share, 1)
+        offset = run.part(bias, count).repeat_interleave(share, 1)
+        y = y * scale[:, None] + offset[:, None]
+    return y.view(x.shape)
+
+
+def scale_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
+    """The features, each times its factor."""
+    factors = run.part(fields[0], 1, x.shape[2])
+    return torch.where(factors != 0, x * factors, 0.0)
+
+
+def leaky_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
+    """The output of a leaky ReLU."""
+    return F.leaky_relu(x, fields[0])
+
+
+def batch_norm_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
+    """The output of a batch norm."""
+    share, _, weight, bias = (int(f) for f in fields[:4])
+    y = x.flatten(2).unflatten(2, (-1, share))
+    y = normalize_channels(y, fields, run.statistics, run.is_sample)
+    if weight >= 0:
+        channels = y.shape[2]
+        offset = run.part(bias, 1, channels, 1)
+        y = y * run.part(weight, 1, channels, 1) + offset
+    return y.reshape(x.shape)
+
+
+FORWARDS: dict[str, Callable[[ForwardPass, Tensor, list[float]], Tensor]] = {
+    "linear": linear_forward,
+    "conv": conv_forward,
+    "pool": pool_forward,
+    "act": act_forward,
+    "flatten": flatten_forward,
+    "dropout": dropout_forward,
+    "norm": norm_forward,
+    "scale": scale_forward,
+    "leaky": leaky_forward,
+    "batch_norm": batch_norm_forward,
+}
 
 
 def normalize_channels(
