@@ -23,6 +23,11 @@ WHOLE: tuple[tuple[str, str, int, int, Facts], ...] = (
     ("mlp", "made up", 20, 1000, {"local_optimizer": "adamw"}),
     ("lenet5", "made up", 20, 1000, {}),
     ("cifar_cnn", "made-up photos", 20, 100, {}),
+    ("resnet8", "made-up photos", 4, 100, {}),
+    ("resnet18, 8 wide", "made-up photos", 4, 100, {}),
+    ("resnet18, 8 wide, group norm", "made-up photos", 4, 100, {}),
+    # No chain: torch's wide convolutions are faster.
+    ("resnet18, 16 wide", "made-up photos", 4, 100, {}),
 )
 OPTIONS = ("clip_grad", "local_optimizer")
 

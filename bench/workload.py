@@ -30,6 +30,8 @@ SHAPES = {"cifar10": (3, 32, 32), "made-up photos": (3, 32, 32), "rows": (28,)}
 # Models with options of their own, by their names in the tables.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tutorial": ("cnn", {"channels": (6, 16), "hidden": (120, 84)}),
+    "resnet18, 8 wide": ("resnet18", {"width": 8}),
+    "resnet18, 8 wide, group norm": ("resnet18", {"width": 8, "norm": "group"}),
     "resnet18, 16 wide": ("resnet18", {"width": 16}),
 }
 

@@ -78,6 +78,11 @@ struct ChainArgs {
               ": expected relabel [S, C]");
     int64_t outputs = features;
     double image = static_cast<double>(h * width);
+    struct Line {
+      int64_t outputs, c;
+      double image;
+    };
+    std::vector<Line> lines{{outputs, c, image}};  // the samples, and the output of each line
     for (const ChainLayer& l : program.layers) {
       if (l.kind == ChainLayer::linear)
         outputs = l[0], work += 2.0 * static_cast<double>(w.size(1)) / 4;
@@ -85,6 +90,13 @@ struct ChainArgs {
         outputs = l[0], work += 2.0 * static_cast<double>(l[0] * l[1] * l[2] * c) * image, c = l[0],
         image /= 2;
       if (l.kind == ChainLayer::flatten) outputs = 0;
+      if (l.kind == ChainLayer::branch) {
+        PFL_CHECK(l.field[0] >= -1 && l.field[0] + 1 < static_cast<double>(lines.size()), op,
+                  ": expected a branch at an earlier line");
+        const Line& line = lines[static_cast<size_t>(l.field[0] + 1)];
+        outputs = line.outputs, c = line.c, image = line.image;
+      }
+      lines.push_back({outputs, c, image});
     }
     const bool one = !program.layers.empty() && outputs == 1;
     PFL_CHECK(loss == cpu::chain::Loss::cross_entropy ? labels : one, op,

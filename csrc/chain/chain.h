@@ -26,7 +26,7 @@ enum class Loss : int64_t { cross_entropy, squared, half_squared, hinge, binary_
 //   kind        0        1             2            3         4         5         6        7
 //   linear      outputs  weight        bias
 //   conv        outputs  kernel height kernel width stride    pad above pad left  weight   bias
-//   pool        1 max,   window height window width step down step
+//   pool        1 max,   window height window width step down step      pad above pad left
 //               2 mean                                        across
 //   act         1 ReLU, 2 tanh, 3 sigmoid, 4 GELU
 //   flatten
@@ -38,10 +38,26 @@ enum class Loss : int64_t { cross_entropy, squared, half_squared, hinge, binary_
 //   batch_norm  features eps           weight       bias      running   running   momentum 1 frozen
 //               per                                           mean      variance
 //               channel
-// The running statistics are columns of a row of statistics. Frozen ones never change, and
-// normalize in training, too.
+//   branch      line
+//   add         line
+// A layer takes the output of the line before it, a branch that of the earlier line that it names,
+// and an addition both; lines count from 0, and -1 are the samples. The running statistics are
+// columns of a row of statistics. Frozen ones never change, and normalize in training, too.
 struct ChainLayer {
-  enum Kind : int64_t { linear, conv, pool, act, flatten, dropout, norm, scale, leaky, batch_norm };
+  enum Kind : int64_t {
+    linear,
+    conv,
+    pool,
+    act,
+    flatten,
+    dropout,
+    norm,
+    scale,
+    leaky,
+    batch_norm,
+    branch,
+    add
+  };
   int64_t kind;
   double field[8];
   int64_t operator[](int i) const { return static_cast<int64_t>(field[i]); }

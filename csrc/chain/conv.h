@@ -299,9 +299,9 @@ PFL_INLINE void conv_update(const Conv& q, const ConvSpace<T>& s, int64_t y0, in
 
 // The gradient of the input, plain. `turned` [o * taps] holds the weights by input channel, `wide`
 // a row of a tile of them. Taps that meet only zeros above, below or at the side of the slopes are
-// left out, tile by tile.
+// left out, tile by tile. `add`: whether the gradient is added to what dx holds.
 template <class T, int bytes>
-PFL_INLINE void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* dx) {
+PFL_INLINE void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, bool add, T* dx) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   constexpr int two = Tile<T, bytes>::two;
@@ -350,9 +350,20 @@ PFL_INLINE void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* d
         for (int64_t r = 0; r < R; r++)
           for (int64_t i = 0; i < q.columns; i++) {
             const int64_t x = q.phases * i + e - q.pw;
-            if (x >= 0 && x < q.w)
-              copy<bytes>(dx + (((c0 + r) * q.h + y) * q.w + x) * q.batch,
-                          s.wide + r * vectors * lanes + i * q.batch, q.batch);
+            T* const to = dx + (((c0 + r) * q.h + y) * q.w + x) * q.batch;
+            const T* const from = s.wide + r * vectors * lanes + i * q.batch;
+            if (x < 0 || x >= q.w) continue;
+            if (!add) {
+              copy<bytes>(to, from, q.batch);
+              continue;
+            }
+            for (int64_t b = 0; b < q.batch; b += lanes) {
+              V old, v;
+              load(old, to + b);
+              load(v, from + b);
+              v += old;
+              store_first(to + b, v, q.batch - b);
+            }
           }
       });
     }
@@ -360,10 +371,10 @@ PFL_INLINE void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* d
 }
 
 // dx may be nullptr; into: what happens to the gradients, whose places are dw and db (db may be
-// nullptr).
+// nullptr). `add`: whether those of the input are added to dx.
 template <class T, int bytes>
 PFL_TARGET void conv_backward(const Conv& q, const ConvSpace<T>& s, const T* y, const T* dy,
-                              const T* w, const Into<T>& into, T* dw, T* db, T* dx) {
+                              const T* w, const Into<T>& into, T* dw, T* db, bool add, T* dx) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   std::fill_n(s.sums, q.o * lanes, T(0));
@@ -373,7 +384,7 @@ PFL_TARGET void conv_backward(const Conv& q, const ConvSpace<T>& s, const T* y, 
       conv_slopes<T, bytes, true>(q, s, y, dy, y0, y0 + some);
     else
       conv_slopes<T, bytes, false>(q, s, y, dy, y0, y0 + some);
-    if (q.back) conv_back<T, bytes>(q, s, w, dx);
+    if (q.back) conv_back<T, bytes>(q, s, w, add, dx);
     conv_update<T, bytes>(q, s, y0, y0 + some, into, dw);
   }
   for (int64_t o = 0; db && o < q.o; o++) {

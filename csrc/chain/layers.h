@@ -65,62 +65,114 @@ PFL_TARGET void leaky_backward(T factor, const T* x, const T* dy, T* dx, int64_t
   }
 }
 
-// ---- pooling of any window ----
+// ---- an addition, and an activation below GELU of the sum; y may be x's own place ----
+template <class T, int bytes>
+PFL_TARGET void add_forward(int64_t act, const T* x, const T* other, T* y, int64_t n) {
+  Vec<T, bytes> v, t;
+  for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
+    load(v, x + i);
+    load(t, other + i);
+    v += t;
+    activate<T, bytes>(act, v);
+    store(y + i, v);
+  }
+}
+// The slopes of the sum, in the place of those behind the activation.
+template <class T, int bytes>
+PFL_TARGET void add_backward(int64_t act, const T* y, T* dy, int64_t n) {
+  Vec<T, bytes> g, v;
+  for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
+    load(g, dy + i);
+    load(v, y + i);
+    slope<T>(act, g, v);
+    store(dy + i, g);
+  }
+}
+template <class T, int bytes>
+PFL_TARGET void add_to(T* to, const T* from, int64_t n) {
+  Vec<T, bytes> v, t;
+  for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
+    load(v, to + i);
+    load(t, from + i);
+    v += t;
+    store(to + i, v);
+  }
+}
+
+// ---- pooling of any window; `ph`, `pw`: what is above and left of the image, and behind it,
+// counts as 0 in a mean and in no maximum ----
 struct Pool {
-  int64_t c, h, w, mode, kh, kw, sh, sw, batch;
-  int64_t ho() const { return (h - kh) / sh + 1; }
-  int64_t wo() const { return (w - kw) / sw + 1; }
+  int64_t c, h, w, mode, kh, kw, sh, sw, ph, pw, batch;
+  int64_t ho() const { return (h + 2 * ph - kh) / sh + 1; }
+  int64_t wo() const { return (w + 2 * pw - kw) / sw + 1; }
+};
+
+// The part of a window that lies inside of the image, in rows and columns.
+struct Window {
+  int64_t top, bottom, left, right;
+  Window(const Pool& q, int64_t place)
+      : top(place / q.wo() % q.ho() * q.sh - q.ph), left(place % q.wo() * q.sw - q.pw) {
+    bottom = std::min(q.h, top + q.kh), right = std::min(q.w, left + q.kw);
+    top = std::max<int64_t>(0, top), left = std::max<int64_t>(0, left);
+  }
 };
 
 template <class T, int bytes>
 PFL_TARGET void pool_forward(const Pool& q, const T* x, T* y) {
   using V = Vec<T, bytes>;
-  const int64_t ho = q.ho(), wo = q.wo();
-  for (int64_t p = 0; p < q.c * ho * wo; p++) {
-    const T* from =
-        x + ((p / (ho * wo) * q.h + p / wo % ho * q.sh) * q.w + p % wo * q.sw) * q.batch;
+  const int64_t places = q.ho() * q.wo();
+  for (int64_t p = 0; p < q.c * places; p++) {
+    const Window at(q, p % places);
+    const T* const image = x + p / places * q.h * q.w * q.batch;
     for (int64_t b = 0; b < q.batch; b += bytes / sizeof(T)) {
       V top, v;
-      load(top, from + b);
-      for (int64_t k = 1; k < q.kh * q.kw; k++) {
-        load(v, from + (k / q.kw * q.w + k % q.kw) * q.batch + b);
-        if (q.mode == kMax)
-          top = ((v > top) | (v != v)) ? v : top;
-        else
-          top += v;
-      }
+      load(top, image + (at.top * q.w + at.left) * q.batch + b);
+      for (int64_t i = at.top; i < at.bottom; i++)
+        for (int64_t j = at.left + (i == at.top); j < at.right; j++) {
+          load(v, image + (i * q.w + j) * q.batch + b);
+          if (q.mode == kMax)
+            top = ((v > top) | (v != v)) ? v : top;
+          else
+            top += v;
+        }
       if (q.mode == kMean) top /= static_cast<T>(q.kh * q.kw);
       store(y + p * q.batch + b, top);
     }
   }
 }
+// `add`: whether the slopes are added to those in dx.
 template <class T, int bytes>
-PFL_TARGET void pool_backward(const Pool& q, const T* x, const T* dy, T* dx) {
+PFL_TARGET void pool_backward(const Pool& q, bool add, const T* x, const T* dy, T* dx) {
   using V = Vec<T, bytes>;
   using I = decltype(V{} < V{});
-  const int64_t ho = q.ho(), wo = q.wo();
-  std::fill_n(dx, q.c * q.h * q.w * q.batch, T(0));
-  for (int64_t p = 0; p < q.c * ho * wo; p++) {
-    const int64_t at = ((p / (ho * wo) * q.h + p / wo % ho * q.sh) * q.w + p % wo * q.sw) * q.batch;
+  const int64_t places = q.ho() * q.wo();
+  if (!add) std::fill_n(dx, q.c * q.h * q.w * q.batch, T(0));
+  for (int64_t p = 0; p < q.c * places; p++) {
+    const Window at(q, p % places);
+    const int64_t image = p / places * q.h * q.w * q.batch;
     for (int64_t b = 0; b < q.batch; b += bytes / sizeof(T)) {
       V g, v, top;
       I best{};
       load(g, dy + p * q.batch + b);
       keep_first<T>(g, q.batch - b);
       if (q.mode == kMean) g /= static_cast<T>(q.kh * q.kw);
-      load(top, x + at + b);
-      for (int k = 1; k < q.kh * q.kw && q.mode == kMax; k++) {
-        load(v, x + at + (k / q.kw * q.w + k % q.kw) * q.batch + b);
-        const I later = (v > top) | (v != v);
-        top = later ? v : top;
-        best = later ? I{} + k : best;
-      }
-      for (int k = 0; k < q.kh * q.kw; k++) {
-        T* const to = dx + at + (k / q.kw * q.w + k % q.kw) * q.batch + b;
-        load(v, to);
-        v += q.mode == kMax ? (best == k ? g : V{}) : g;
-        store(to, v);
-      }
+      load(top, x + image + (at.top * q.w + at.left) * q.batch + b);
+      int k = 0;
+      for (int64_t i = at.top; i < at.bottom && q.mode == kMax; i++)
+        for (int64_t j = at.left; j < at.right; j++, k++) {
+          load(v, x + image + (i * q.w + j) * q.batch + b);
+          const I later = (v > top) | (v != v);
+          top = later ? v : top;
+          best = later ? I{} + k : best;
+        }
+      k = 0;
+      for (int64_t i = at.top; i < at.bottom; i++)
+        for (int64_t j = at.left; j < at.right; j++, k++) {
+          T* const to = dx + image + (i * q.w + j) * q.batch + b;
+          load(v, to);
+          v += q.mode == kMax ? (best == k ? g : V{}) : g;
+          store(to, v);
+        }
     }
   }
 }

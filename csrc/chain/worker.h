@@ -24,6 +24,12 @@ constexpr int64_t kSlack = 64;  // elements behind an array that vectors may rea
 constexpr int64_t kFar = int64_t{1} << 31;
 constexpr int64_t kMost = int64_t{1} << 26;  // bytes that a thread keeps for activations and slopes
 
+constexpr int64_t kSamples = -1, kNothing = -2;  // in place of the number of a block
+
+// What a block does with the slopes of one of its inputs: an addition's are its own ones, and of
+// all readers of one output the last one stores them.
+enum Slopes : int64_t { kUnwanted, kShared, kStored, kAdded };
+
 // A layer of the program with its sizes, or a layer and what follows it in the same kernel.
 struct Block {
   int64_t kind, act;
@@ -33,12 +39,25 @@ struct Block {
   int64_t w_at = 0, b_at = 0;      // in the private layout
   int64_t outs = 0, random = 0;    // numbers of its bias; its number among the random layers
   double p = 0, factor = 0;
-  bool back = false;  // whether the input's gradient is wanted
+  int64_t from = kSamples, other = kNothing;  // the input, and what is added to the result
+  int64_t sums = 0;                           // features of that sum
+  bool back = false;                          // whether the input's gradient is wanted
+  bool needs = false;                         // whether the slopes of the output are wanted
+  Slopes from_slopes = kUnwanted, other_slopes = kUnwanted;
+  int64_t slopes_at = 0;      // the block whose slopes lie where the ones of this output do
+  bool adds_itself() const {  // whether its kernel can add the input's slopes to others
+    const bool can = kind == ChainLayer::conv || kind == ChainLayer::pool;
+    return kind == ChainLayer::add || (can && from != other);
+  }
   Conv conv{};
   Linear linear{};
   Pool pool{};
   Norm norm{};
   BatchNorm batch_norm{};
+  bool reads_output() const {  // whether the backward pass does
+    return kind == ChainLayer::act || kind == ChainLayer::add || conv.act != kNone ||
+           conv.pool != kNoPool || batch_norm.act != kNone || batch_norm.pooled;
+  }
 };
 
 inline void demand(bool fits) {
@@ -54,11 +73,26 @@ struct Plan {
   int64_t features, classes, batch, weights = 0;  // `weights`: of the private layout
   bool narrow = false, has_conv = false;
   bool whole = false;  // a layer needs all samples of a batch at once
+  int64_t aside = 0;   // features whose slopes are made aside, and then added to others
 
   Plan(const ChainProgram& program, int64_t samples, int64_t vector, int64_t tile)
       : features(program.c * program.h * program.w), batch(samples) {
     int64_t c = program.c, h = program.h, w = program.w, random = 0;
     const auto& layers = program.layers;
+    const Readers readers(layers);
+    // The outputs of the samples and of all lines: their block and their shape.
+    struct Output {
+      int64_t block = kNothing, c = 0, h = 0, w = 0;
+    };
+    std::vector<Output> outputs(layers.size() + 1);
+    int64_t from = kSamples;  // the block whose output the next layer takes
+    outputs[0] = {from, c, h, w};
+    const auto earlier = [&](size_t line, double named) {
+      demand(named >= -1 && named < static_cast<double>(line));
+      const Output& output = outputs[static_cast<size_t>(named + 1)];
+      demand(output.block != kNothing);
+      return output;
+    };
     demand(c > 0 && h > 0 && w > 0 && c < kFar && h < kFar && w < kFar && features < kFar);
     const auto inside = [&](int64_t at, int64_t n) {
       demand(at >= 0 && n > 0 && n <= program.q && at <= program.q - n);
@@ -71,30 +105,39 @@ struct Plan {
       b.b_at = weights + up(private_matrix, vector);
       weights = b.b_at + up(numbers, vector);
     };
-    bool weighted = false;  // something before has weights
+    bool weighted = false;  // a block has weights
     for (size_t i = 0; i < layers.size(); i++) {
       const ChainLayer& l = layers[i];
+      // What several layers read is stored, so that nothing is done with it at once.
       const auto next = [&](size_t ahead, int64_t kind) {
-        return i + ahead < layers.size() && layers[i + ahead].kind == kind;
+        return i + ahead < layers.size() && layers[i + ahead].kind == kind && readers.one(i);
       };
       const auto fusable = [&] { return next(1, ChainLayer::act) && layers[i + 1][0] < kGelu; };
       const auto halves = [&] {
         if (!next(1, ChainLayer::pool)) return false;
         const ChainLayer& p = layers[i + 1];
-        return p[1] == 2 && p[2] == 2 && p[3] == 2 && p[4] == 2;
+        return p[1] == 2 && p[2] == 2 && p[3] == 2 && p[4] == 2 && p[5] == 0 && p[6] == 0;
       };
       Block b{};
-      b.kind = l.kind, b.c = c, b.h = h, b.w = w, b.back = weighted;
+      b.kind = l.kind, b.c = c, b.h = h, b.w = w, b.from = from;
+      b.back = wanted(from), b.slopes_at = static_cast<int64_t>(blocks.size());
       for (double f : l.field) demand(f > -2 && f < 1e15);
       switch (l.kind) {
         case ChainLayer::flatten:
           c = c * h * w, h = w = 1;
+          outputs[i + 1] = {from, c, h, w};
           continue;
+        case ChainLayer::branch: {
+          const Output output = earlier(i, l.field[0]);
+          from = output.block, c = output.c, h = output.h, w = output.w;
+          outputs[i + 1] = output;
+          continue;
+        }
         case ChainLayer::linear: {
           Linear& q = b.linear;
           q.in = b.features(), q.out = l[0], q.act = kNone;
           demand(h == 1 && w == 1 && q.out > 0 && q.out < kFar);
-          q.narrow = blocks.empty() && q.out <= vector;
+          q.narrow = from == kSamples && readers.of_samples() == 1 && q.out <= vector;
           if (!q.narrow && fusable()) q.act = layers[++i][0];
           q.plan(batch, b.back, vector);
           take(b, q.in * q.out, q.out, q.weights(), l[1], l[2]);
@@ -124,10 +167,11 @@ struct Plan {
           break;
         }
         case ChainLayer::pool: {
-          b.pool = {c, h, w, l[0], l[1], l[2], l[3], l[4], batch};
+          b.pool = {c, h, w, l[0], l[1], l[2], l[3], l[4], l[5], l[6], batch};
           const Pool& q = b.pool;
           demand((q.mode == kMax || q.mode == kMean) && q.kh > 0 && q.kw > 0 && q.sh > 0 &&
-                 q.sw > 0 && q.kh <= h && q.kw <= w);
+                 q.sw > 0 && q.ph >= 0 && q.pw >= 0 && q.ph <= q.kh / 2 && q.pw <= q.kw / 2 &&
+                 q.kh <= h + 2 * q.ph && q.kw <= w + 2 * q.pw);
           h = q.ho(), w = q.wo();
           break;
         }
@@ -171,14 +215,98 @@ struct Plan {
           whole = whole || !q.frozen;
           break;
         }
+        case ChainLayer::add:
+          break;
         default:
           demand(false);
       }
+      if (!b.reads_output() && next(1, ChainLayer::add)) i++;
+      if (layers[i].kind == ChainLayer::add) {
+        const Output addend = earlier(i, layers[i].field[0]);
+        demand(addend.c == c && addend.h == h && addend.w == w);
+        b.other = addend.block, b.sums = c * h * w, b.act = kNone;
+        if (fusable()) b.act = layers[++i][0];
+      }
       weighted = weighted || b.row_w >= 0;
+      b.needs = b.row_w >= 0 || b.back || wanted(b.other);
+      from = static_cast<int64_t>(blocks.size());
       blocks.push_back(b);
+      outputs[i + 1] = {from, c, h, w};
     }
     classes = c;
     demand(h == 1 && w == 1 && !blocks.empty() && weighted);
+    demand(from + 1 == static_cast<int64_t>(blocks.size()));
+    plan_slopes();
+  }
+
+ private:
+  // The numbers of layers that read the samples and the output of each line. A flatten and a branch
+  // have the output of another line.
+  struct Readers {
+    std::vector<size_t> owner;  // of the samples and each line: whose output it has, counted from 1
+    std::vector<int64_t> count;
+
+    explicit Readers(const std::vector<ChainLayer>& layers)
+        : owner(layers.size() + 1), count(layers.size() + 1) {
+      for (size_t i = 0; i < layers.size(); i++) {
+        const ChainLayer& l = layers[i];
+        const bool names = l.kind == ChainLayer::branch || l.kind == ChainLayer::add;
+        demand(!names || (l.field[0] >= -1 && l.field[0] < static_cast<double>(i)));
+        const size_t named = names ? owner[static_cast<size_t>(l.field[0] + 1)] : 0;
+        owner[i + 1] = l.kind == ChainLayer::flatten  ? owner[i]
+                       : l.kind == ChainLayer::branch ? named
+                                                      : i + 1;
+        if (owner[i + 1] != i + 1) continue;
+        count[owner[i]]++;
+        if (names) count[named]++;
+      }
+      for (size_t i = 0; i < layers.size(); i++)
+        demand(owner[i] != i || i == owner.back() || count[i] > 0);  // else it has no slopes
+    }
+    bool one(size_t line) const { return count[line + 1] == 1; }
+    int64_t of_samples() const { return count[0]; }
+  };
+
+  bool wanted(int64_t block) const { return block >= 0 && blocks[block].needs; }
+
+  // Where the slopes of each block lie, and which of its readers stores them: in the backward pass
+  // the last one comes first.
+  void plan_slopes() {
+    std::vector<std::vector<int64_t>> readers(blocks.size());
+    for (int64_t i = 0; i < static_cast<int64_t>(blocks.size()); i++)
+      for (int64_t input : {blocks[i].from, blocks[i].other})
+        if (input >= 0) readers[input].push_back(i);
+    std::vector<bool> stored(blocks.size());
+    const auto plan = [&](int64_t i, int64_t input, bool shares) {
+      if (!wanted(input)) return kUnwanted;
+      const bool first = !stored[input];
+      stored[input] = true;
+      if (first && shares) blocks[input].slopes_at = blocks[i].slopes_at;
+      return !first ? kAdded : shares ? kShared : kStored;
+    };
+    for (int64_t i = static_cast<int64_t>(blocks.size()) - 1; i >= 0; i--) {
+      Block& b = blocks[i];
+      if (b.kind != ChainLayer::add) {
+        b.other_slopes = plan(i, b.other, true);
+        b.from_slopes = plan(i, b.from, false);
+        if (b.from_slopes == kAdded && !b.adds_itself()) aside = std::max(aside, b.features());
+        continue;
+      }
+      // Both inputs have the slopes of the sum. The later one shares them if it only reads them,
+      // and the earlier one if what others add to them comes behind that.
+      const int64_t later = std::max(b.from, b.other), sooner = std::min(b.from, b.other);
+      const bool reads = wanted(later) && readers[later].size() == 1 &&
+                         blocks[later].kind != ChainLayer::add && blocks[later].other == kNothing;
+      const bool behind = [&] {
+        if (!wanted(sooner) || sooner == later) return false;
+        const auto& all = readers[sooner];
+        return !reads || all.size() == 1 || all[all.size() - 2] < later;
+      }();
+      const Slopes of_later = plan(i, later, reads);
+      const Slopes of_sooner = plan(i, sooner, behind);
+      b.from_slopes = b.from == later ? of_later : of_sooner;
+      b.other_slopes = b.from == later ? of_sooner : of_later;
+    }
   }
 };
 
@@ -453,8 +581,12 @@ class Worker {
         s.batch_norm.winner = arena_.template take<uint8_t>(n.pooled ? outs * batch + kSlack : 0);
         s.batch_norm.hat = n.pooled ? plain(outs) : nullptr;
       }
-      s.y = plain(outs), s.dy = plain(outs);
+      s.y = plain(outs);
+      if (b.slopes_at == static_cast<int64_t>(i)) s.dy = plain(outs);
     }
+    for (size_t i = plan.blocks.size(); i-- > 0;)
+      space_[i].dy = space_[plan.blocks[i].slopes_at].dy;
+    aside_ = plan.aside ? plain(plan.aside) : nullptr;
     at_.resize(batch), target_.resize(batch + kSlack), loss_.resize(batch + kSlack);
   }
 
@@ -538,12 +670,16 @@ class Worker {
     }
   }
 
+  const T* output(int64_t block) const {
+    return block >= 0 ? space_[block].y : block == kSamples ? x_ : nullptr;
+  }
+
   void forward(int64_t first) {
     const Plan& plan = *now_;
-    const T* x = x_;
     for (size_t i = 0; i < plan.blocks.size(); i++) {
       const Block& b = plan.blocks[i];
       Space<T>& s = space_[i];
+      const T* const x = output(b.from);
       const T *w = w_.data() + b.w_at, *bias = w_.data() + b.b_at;
       const int64_t n = b.features() * plan.batch;
       switch (b.kind) {
@@ -582,12 +718,23 @@ class Worker {
           batch_norm_forward<T, bytes>(b.batch_norm, train_ && !b.batch_norm.frozen, x, w, bias,
                                        running_, s.batch_norm, s.y);
           break;
+        case ChainLayer::add:
+          break;
         default:
           scale_features<T, bytes>(b.features(), plan.batch, w, x, s.y);
           break;
       }
-      x = s.y;
+      if (b.other != kNothing) {
+        const T* const result = b.kind == ChainLayer::add ? x : s.y;
+        add_forward<T, bytes>(b.act, result, output(b.other), s.y, b.sums * plan.batch);
+      }
     }
+  }
+
+  // The slopes of one of a block's inputs, which are those of its sum.
+  void pass_on(Slopes slopes, int64_t input, const T* dy, int64_t n) {
+    if (slopes == kStored) std::copy_n(dy, n, space_[input].dy);
+    if (slopes == kAdded) add_to<T, bytes>(space_[input].dy, dy, n);
   }
 
   void backward(const Into<T>& into, T* to) {
@@ -595,11 +742,15 @@ class Worker {
     for (size_t i = plan.blocks.size(); i-- > 0;) {
       const Block& b = plan.blocks[i];
       Space<T>& s = space_[i];
-      const T *x = i ? space_[i - 1].y : x_, *w = w_.data() + b.w_at;
-      T* const dx = i && b.back ? space_[i - 1].dy : nullptr;
+      if (!b.needs) continue;  // neither it nor what is before it has weights
+      const T *const x = output(b.from), *const w = w_.data() + b.w_at;
+      T* const inputs = b.back ? space_[b.from].dy : nullptr;
+      const bool adds = b.from_slopes == kAdded && b.adds_itself();
+      T* const dx = b.from_slopes == kAdded && !adds ? aside_ : inputs;
       T *const dw = to + b.w_at, *const db = b.row_b >= 0 ? to + b.b_at : nullptr;
-      const int64_t n = b.features() * plan.batch;
-      if (!dx && b.row_w < 0) break;  // nothing before it has weights
+      const int64_t n = b.features() * plan.batch, sums = b.sums * plan.batch;
+      // The slopes of the sum, in the place of those behind its activation.
+      if (b.other != kNothing && b.act != kNone) add_backward<T, bytes>(b.act, s.y, s.dy, sums);
       switch (b.kind) {
         case ChainLayer::linear:
           if (b.linear.narrow)
@@ -608,10 +759,10 @@ class Worker {
             linear_backward<T, bytes>(b.linear, x, s.z, s.dy, w, into, dw, db, dx, s.d);
           break;
         case ChainLayer::conv:
-          conv_backward<T, bytes>(b.conv, s.conv, s.y, s.dy, w, into, dw, db, dx);
+          conv_backward<T, bytes>(b.conv, s.conv, s.y, s.dy, w, into, dw, db, adds, dx);
           break;
         case ChainLayer::pool:
-          pool_backward<T, bytes>(b.pool, x, s.dy, dx);
+          pool_backward<T, bytes>(b.pool, adds, x, s.dy, dx);
           break;
         case ChainLayer::act:
           act_backward<T, bytes>(b.act, x, s.y, s.dy, dx, n);
@@ -632,11 +783,16 @@ class Worker {
           batch_norm_backward<T, bytes>(b.batch_norm, train_ && !b.batch_norm.frozen, x, s.y,
                                         s.batch_norm, s.dy, w, into, dw, db, dx);
           break;
+        case ChainLayer::add:
+          pass_on(b.from_slopes, b.from, s.dy, n);
+          break;
         default:
           if (dx) scale_features<T, bytes>(b.features(), plan.batch, w, s.dy, dx);
           scale_backward<T, bytes>(b.features(), plan.batch, x, s.dy, into, dw);
           break;
       }
+      pass_on(b.other_slopes, b.other, s.dy, sums);
+      if (dx && dx != inputs) add_to<T, bytes>(inputs, dx, n);
     }
   }
 
@@ -714,6 +870,7 @@ class Worker {
   Arena arena_;
   std::vector<Space<T>> space_;
   T *x_ = nullptr, *samples_ = nullptr;
+  T* aside_ = nullptr;  // slopes that are then added to others
   std::vector<const T*> at_;
   Numbers<T> target_, loss_, w_, g_, shift_, mask_, anchor_, velocity_, mean_, square_, sum_,
       spare_;

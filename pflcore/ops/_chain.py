@@ -1,7 +1,9 @@
 """Training, gradients and evaluation of models that are a chain of layers.
 
 One call computes many clients. A model is a *program*: a table of its layers, with
-their shapes and the columns of their weights in a flat row (see `encode_layer`). The
+their shapes and the columns of their weights in a flat row (see `encode_layer`). Each
+layer takes the output of the one before it. Two kinds of lines name another output, by
+the number of its line: one from which a branch begins, and one that is added. The
 kernels keep a client's row, activations and gradients in the caches of one core.
 Results depend neither on the threads nor on which other clients take part.
 
@@ -42,6 +44,8 @@ KINDS = (
     "scale",
     "leaky",
     "batch_norm",
+    "branch",
+    "add",
 )
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.relu,
@@ -71,7 +75,8 @@ def encode_layer(kind: str, *fields: float) -> list[float]:
     - linear: outputs, weight [O, I], bias
     - conv: outputs, kernel height, width, stride, padding above, left, weight
       [O, C, KH, KW], bias
-    - pool: 1 maximum or 2 mean, window height, width, stride down, across
+    - pool: 1 maximum or 2 mean, window height, width, stride down, across, padding
+      above, left. Padding counts as 0 in a mean, and in no maximum
     - act: 1 ReLU, 2 tanh, 3 sigmoid, 4 GELU
     - flatten: no field
     - dropout: the probability, above 0
@@ -81,6 +86,9 @@ def encode_layer(kind: str, *fields: float) -> list[float]:
     - batch_norm: features of a channel, eps, weight, bias, running mean, running
       variance, momentum, and 1 if the running statistics never change. They are
       numbers of columns of a row of statistics. Frozen ones normalize in training, too
+    - branch: an earlier line, counted from 0, or -1 for the samples. The next layer
+      takes its output
+    - add: an earlier line, or -1. Its output is added to that of the line before
 
     Args:
         kind: One of `KINDS`.
@@ -143,6 +151,7 @@ class ForwardPass:
         statistics: The running statistics [s, b], changed in training.
         is_sample: True where a position holds a sample, [s, B]; None in evaluation
             mode.
+        outputs: The samples, and then the output of each line so far.
         dropout_layers: The number of layers so far that have drawn random numbers.
     """
 
@@ -150,6 +159,7 @@ class ForwardPass:
     seeds: Tensor | None
     statistics: Tensor | None
     is_sample: Tensor | None
+    outputs: list[Tensor]
     dropout_layers: int = 0
 
     def part(self, first: float, *sizes: int) -> Tensor:  # [s, *sizes]
@@ -172,9 +182,10 @@ def forward_program(
     In training mode a batch norm's statistics are those of the samples where
     `is_sample`.
     """
-    run = ForwardPass(w, seeds, statistics, is_sample)
+    run = ForwardPass(w, seeds, statistics, is_sample, [x])
     for kind, *fields in program.tolist():
         x = FORWARDS[KINDS[int(kind)]](run, x, fields)
+        run.outputs.append(x)
     return x.flatten(2)
 
 
@@ -205,9 +216,9 @@ def conv_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
 
 def pool_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
     """The output of a pooling layer."""
-    form, height, width, down, across = (int(f) for f in fields[:5])
+    form, height, width, down, across, above, left = (int(f) for f in fields[:7])
     pool = F.max_pool2d if form == 1 else F.avg_pool2d
-    y = pool(x.flatten(0, 1), (height, width), (down, across))
+    y = pool(x.flatten(0, 1), (height, width), (down, across), (above, left))
     pooled: Tensor = y.unflatten(0, x.shape[:2])
     return pooled
 
@@ -268,6 +279,17 @@ def batch_norm_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tens
     return y.reshape(x.shape)
 
 
+def branch_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
+    """The output of an earlier line."""
+    return run.outputs[1 + int(fields[0])]
+
+
+def add_forward(run: ForwardPass, x: Tensor, fields: list[float]) -> Tensor:
+    """The sum of the input and the output of an earlier line."""
+    other = run.outputs[1 + int(fields[0])]
+    return x + other.view(x.shape)  # samples of n numbers are images [n, 1, 1]
+
+
 FORWARDS: dict[str, Callable[[ForwardPass, Tensor, list[float]], Tensor]] = {
     "linear": linear_forward,
     "conv": conv_forward,
@@ -279,6 +301,8 @@ FORWARDS: dict[str, Callable[[ForwardPass, Tensor, list[float]], Tensor]] = {
     "scale": scale_forward,
     "leaky": leaky_forward,
     "batch_norm": batch_norm_forward,
+    "branch": branch_forward,
+    "add": add_forward,
 }
 
 

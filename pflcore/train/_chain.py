@@ -1,13 +1,15 @@
 """Models that are a chain of layers, as programs for the kernels.
 
 A chain is a program for the kernels of `pflcore.ops._chain`. A line of it is one layer,
-and each layer takes the output of the one before it.
+and each layer takes the output of the one before it. Lines of two kinds name another
+output: a branch begins at an earlier one, and an addition adds an earlier one.
 
 A copy of the model runs forward, and the functions that it calls are recorded with the
 shapes of their inputs and outputs. A known function becomes a line of the program. A
 model is no chain where its forward pass
 
-- calls another function, or calls the functions in no simple sequence,
+- calls another function, or one on something else than the samples and outputs,
+- computes an output that nothing takes, or changes one in place that is taken later,
 - has hooks, or uses a tied or frozen weight,
 - differs between training and evaluation by more than dropout and batch norm's mode, or
   between sizes of the batch.
@@ -90,6 +92,7 @@ class LayerCall(NamedTuple):
     Attributes:
         into: The shape of the input, of one sample.
         out: The shape of the output, of one sample.
+        taken: The numbers of the outputs that it takes.
         at: Gives the first column of a weight in a row, and -1 for None.
         statistic_at: Gives the first column of a buffer in a row of statistics, and
             True where it is a constant.
@@ -97,6 +100,7 @@ class LayerCall(NamedTuple):
 
     into: Shape
     out: Shape
+    taken: list[int]
     at: Callable[[Tensor | None], int]
     statistic_at: Callable[[Tensor], tuple[int, bool]]
 
@@ -219,11 +223,13 @@ def compile_chain(net: Net, shape: Shape) -> Chain:
         "a forward that differs between training and evaluation, or between batches "
         "of two and three samples",
     )
-    lines = recorder.lines
+    lines = recorder.program_lines()
     scores = tuple(recorder.last.shape[1:])
     require(set(recorder.used) == {*net.names}, "weights that the chain does not use")
     statistics = {*net.buffer_names} == set(recorder.used_buffers)
     require(statistics, "buffers that are no batch norm's")
+    has_readers = recorder.read == {*range(len(recorder.last_lines) - 1)}
+    require(has_readers, "an output that no layer takes")
     require(len(scores) == 1, f"scores of shape {list(scores)}")
     takes_labels = loss == "cross_entropy"
     has_one_score = scores == (1,)
@@ -271,14 +277,34 @@ def _has_global_hook() -> bool:
 # recording a forward pass -----------------------------------------------------
 
 
+class _Output(NamedTuple):
+    """An output of a call, or the samples.
+
+    Attributes:
+        tensor: The output. It is kept, so that no other tensor has its `id`.
+        number: 0 for the samples, then the number of the call, counted from 1.
+        version: Torch's count of changes in place at the time of the call.
+    """
+
+    tensor: Tensor
+    number: int
+    version: int
+
+
 class _Recorder(TorchFunctionMode):
     """Context that records the calls of a model as lines of a program.
 
+    A branch and an addition name the number of an output, not of a line: a dropout has
+    a line in training alone, so that numbers of lines differ between the modes.
+
     Attributes:
         copy: The copy of the model.
-        last: The output of the last call, which the next call must take.
+        last: The output of the last call.
+        outputs: The samples and the outputs of all calls, by `id`.
+        read: The numbers of the outputs that calls took.
         numbers: The numbers of one sample between all layers.
         lines: The lines of the program.
+        last_lines: The last line of each output, by its number; -1 for the samples.
         used: The names of the weights that the calls used.
         used_buffers: The names of the buffers that they used, without the constant
             ones.
@@ -289,8 +315,11 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.net = net
         self.last = x
+        self.outputs = {id(x): _Output(x, 0, x._version)}
+        self.read: set[int] = set()
         self.numbers = x[0].numel()
         self.lines: list[tuple[Any, ...]] = []
+        self.last_lines = [-1]
         self.used: list[str] = []
         self.used_buffers: list[str] = []
         self.fixed_statistics: list[Tensor] = []
@@ -314,7 +343,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Tensor:
         """Calls `function`, records it, and returns its output.
 
-        Raises NotAChain where the call does not take the last call's output.
+        Raises NotAChain where the call does not take an earlier call's output.
 
         Args:
             layer_lines: The function that makes the lines of the program, or None for a
@@ -322,20 +351,48 @@ class _Recorder(TorchFunctionMode):
             function: The function with its arguments.
         """
         name = getattr(function, "__name__", str(function))
-        follows = bool(args) and args[0] is self.last
-        require(follows, f"layers that do not follow one another, at {name}")
         require(layer_lines, name)
+        inputs = list(args)
+        if layer_lines is _add and len(args) > 1 and args[1] is self.last:
+            inputs[:2] = args[1], args[0]  # a + b = b + a, and no branch begins at b
         # The calls inside are no part of the model.
         with torch._C.DisableTorchFunction():
+            count = 2 if layer_lines is _add else 1
+            taken = [self.output_number(x, name) for x in inputs[:count]]
+            require(len(taken) == count, f"{name} without arguments by their places")
+            if taken[0] != len(self.last_lines) - 1:
+                self.lines.append(("branch", taken[0]))
+            into = tuple(inputs[0].shape[1:])
+            version = inputs[0]._version
             out = function(*args, **options)
-            into = tuple(self.last.shape[1:])
-            call = LayerCall(
-                into, tuple(out.shape[1:]), self.weight_offset, self.statistic_offset
-            )
-            self.lines += layer_lines(call, *args[1:], **options)
+            if out is inputs[0] and out._version == version:
+                out = out.view_as(out)  # dropout in evaluation: another output, too
+            shapes = (into, tuple(out.shape[1:]))
+            call = LayerCall(*shapes, taken, self.weight_offset, self.statistic_offset)
+            self.lines += layer_lines(call, *inputs[1:], **options)
             self.numbers += out[0].numel()
+            self.outputs[id(out)] = _Output(out, len(self.last_lines), out._version)
+        self.last_lines.append(len(self.lines) - 1)
         self.last = out
         return out
+
+    def output_number(self, x: Any, name: str) -> int:
+        """The number of an earlier output, which a call of this name takes."""
+        output = self.outputs.get(id(x))
+        if output is None:
+            raise NotAChain(f"{name} of something else than an earlier layer's output")
+        require(x._version == output.version, f"{name} of what changed in place")
+        self.read.add(output.number)
+        return output.number
+
+    def program_lines(self) -> list[tuple[Any, ...]]:
+        """The lines, with numbers of lines in place of those of outputs."""
+        lines = []
+        for kind, *fields in self.lines:
+            if kind in ("branch", "add"):
+                fields = [self.last_lines[fields[0]]]
+            lines.append((kind, *fields))
+        return lines
 
     def weight_offset(self, weight: Tensor | None) -> int:
         """The first column of a weight in the row; -1 for None."""
@@ -401,6 +458,7 @@ RELU = 1
 TANH = 2
 SIGMOID = 3
 GELU = 4
+POOL_OPTIONS = "pooling with gaps, indices, a divisor or ceil_mode"
 
 
 def _linear(c: LayerCall, weight: Tensor, bias: Tensor | None = None) -> Lines:
@@ -467,10 +525,12 @@ def _pool(  # noqa: PLR0913 (torch's of both kinds)
     """The line of a pooling layer of this kind."""
     has_options = ceil_mode or divisor_override or return_indices
     has_gaps = _pair(dilation) != (1, 1)
+    require(not (has_options or has_gaps), POOL_OPTIONS)
     has_padding = _pair(padding) != (0, 0)
-    is_plain = not (has_options or has_gaps or has_padding)
-    require(is_plain, "pooling with padding, gaps, indices, a divisor or ceil_mode")
-    yield "pool", kind, *_pair(kernel_size), *_pair(stride or kernel_size)
+    has_one_divisor = kind == MAX_POOL or count_include_pad or not has_padding
+    require(has_one_divisor, "a mean over windows that leaves their padding out")
+    window = (*_pair(kernel_size), *_pair(stride or kernel_size))
+    yield "pool", kind, *window, *_pair(padding)
 
 
 def _adaptive_pool(
@@ -505,6 +565,13 @@ def _view(c: LayerCall, *_: Any, **__: Any) -> Lines:
     require(c.out in (c.into, (prod(c.into),)), "a view that is no flatten")
     if c.out != c.into:
         yield ("flatten",)
+
+
+def _add(c: LayerCall, other: Tensor, *, alpha: float = 1) -> Lines:
+    """The line of an addition of two outputs."""
+    has_one_shape = c.into == c.out == tuple(other.shape[1:])
+    require(has_one_shape and alpha == 1, "an addition of two shapes, or of a multiple")
+    yield "add", c.taken[1]
 
 
 def _act(
@@ -588,6 +655,7 @@ VIEW_FUNCTIONS = (
     Tensor.contiguous,
 )
 LOG_SOFTMAX_FUNCTIONS = (torch.log_softmax, F.log_softmax, Tensor.log_softmax)
+ADD_FUNCTIONS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__)
 RELU_FUNCTIONS = (torch.relu, F.relu, F.relu_, Tensor.relu_, Tensor.relu)
 KNOWN_FUNCTIONS: dict[Any, Callable[..., Lines]] = {
     F.linear: _linear,
@@ -599,6 +667,7 @@ KNOWN_FUNCTIONS: dict[Any, Callable[..., Lines]] = {
     F.layer_norm: _layer_norm,
     F.gelu: partial(_act, GELU),
     **dict.fromkeys(VIEW_FUNCTIONS, _view),
+    **dict.fromkeys(ADD_FUNCTIONS, _add),
     **dict.fromkeys((torch.max_pool2d, F.max_pool2d), partial(_pool, MAX_POOL)),
     **dict.fromkeys(LOG_SOFTMAX_FUNCTIONS, _log_softmax),
     **dict.fromkeys(RELU_FUNCTIONS, partial(_act, RELU)),

@@ -23,8 +23,23 @@ from pflcore.train._chain import compile_chain
 from pflcore.train._losses import LOSSES
 
 # By the model's name: the shape of one input, and the layers. A layer has a kind, its
-# arguments and its options.
+# arguments and its options. The arguments of a "Sum" are branches, lists of layers.
 MODELS = json.loads(Path(__file__).with_suffix(".json").read_text())
+
+
+class Sum(nn.Module):
+    """The sum of the outputs of branches, which all take the same input."""
+
+    def __init__(self, *branches):
+        super().__init__()
+        made = (nn.Sequential(*(layer(*words) for words in b)) for b in branches)
+        self.branches = nn.ModuleList(made)
+
+    def forward(self, x):
+        total = self.branches[0](x)
+        for branch in self.branches[1:]:
+            total = total + branch(x)
+        return total
 
 
 def layer(kind, taken=(), options=None):
@@ -32,6 +47,8 @@ def layer(kind, taken=(), options=None):
 
     The kind "FrozenBatchNorm2d" is a batch norm that stays in evaluation mode.
     """
+    if kind == "Sum":
+        return Sum(*taken)
     if kind == "FrozenBatchNorm2d":
         frozen = nn.BatchNorm2d(*taken).eval()
         frozen.running_mean.normal_()

@@ -6,6 +6,7 @@ with themselves, for other threads and other clients.
 
 import json
 import re
+from copy import copy
 
 import pytest
 import torch
@@ -201,7 +202,10 @@ def test_a_hinge_is_flat_on_its_very_edge(dtype):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("model", ["linear", "mlp", "lenet", "dropout", "batch norm"])
+@pytest.mark.parametrize(
+    "model",
+    ["linear", "mlp", "lenet", "dropout", "batch norm", "residual, batch norm"],
+)
 def test_threads_and_company_change_no_bit(model):
     p = Problem(model, [150, 47, 21, 1, 33], relabel=True)
 
@@ -222,7 +226,10 @@ def test_threads_and_company_change_no_bit(model):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("model", ["linear", "mlp", "lenet", "norms", "batch norm"])
+@pytest.mark.parametrize(
+    "model",
+    ["linear", "mlp", "lenet", "norms", "batch norm", "residual, group norm"],
+)
 def test_an_evaluations_company_changes_no_bit(model):
     p = Problem(model, [150, 47, 21, 1, 33])
     row = p.w[:1].expand(5, -1)
@@ -378,6 +385,45 @@ def test_memory_is_guarded(which, change, words):
     # Some versions of torch raise ValueError for the C++ exception of that kind.
     with pytest.raises((RuntimeError, ValueError), match=words):
         chain.chain_train_(*arguments)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", ["branch", "add"])
+@pytest.mark.parametrize("line", [-2, 99, 1e12, torch.nan, 0, "own", "next"])
+def test_a_wrong_line_in_an_addition_is_refused(kind, line):
+    """Lines that are no earlier ones, of another shape, or taken by nothing."""
+    p = Problem("residual, group norm", [20])
+    number = p.chain.program[:, 0].tolist().index(chain.KINDS.index(kind))
+    program = p.chain.program.clone()
+    own = {"own": number, "next": number + 1}
+    program[number, 1] = own.get(line, line)
+    head = (program, *p.head()[1:])
+
+    with pytest.raises((RuntimeError, ValueError), match=r"do not fit|earlier line"):
+        chain.chain_grad(p.w, *head, p.order[:, 0], p.sizes, None)
+
+
+@pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
+@isa
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    "model", [m for m in MODELS if "addition" in m or "resid" in m]
+)
+def test_gradients_of_additions_are_differences_of_losses(model, train):
+    p = Problem(model, [20], F64, seed=2)
+    train = train and p.statistics is not None
+    direction = randn(7, *p.w.shape, dtype=F64)
+    grad, _, _ = p.grad(train=train)
+    losses = []
+    for step in (-1e-7, 1e-7):
+        moved = copy(p)
+        moved.w = p.w + step * direction
+        losses.append(moved.grad(train=train)[1])
+
+    got = (grad * direction).sum(1)
+    want = (losses[1] - losses[0]) / 2e-7
+
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
 ENDING = """

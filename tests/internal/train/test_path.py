@@ -10,11 +10,23 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from parts.path import BODIES, body, federation, mlp, repeated, same_as_by_hand
+from parts.path import (
+    BODIES,
+    Own,
+    body,
+    federation,
+    mlp,
+    played,
+    repeated,
+    same_as_by_hand,
+)
 from small import at_work, equals, fit, images, make_setting
 
 import pflcore
 from pflcore import Net, Training
+from pflcore.nn import Dropout
+from pflcore.nn.models import model_for
+from pflcore.ops._chain import KINDS
 from pflcore.train import _clients as clients
 from pflcore.train import _evaluate as evaluation
 from pflcore.train import _optimizers as optimizers
@@ -175,6 +187,115 @@ def test_batch_norm_of_the_batch_alone_is_no_part_of_a_chain():
         compile_chain(net, (6,))
 
 
+class Block(nn.Module):
+    """A residual block in torchvision's style, with two changes in place."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        identity = x
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += identity
+        return self.relu(out)
+
+
+def small_resnet():
+    stem = (nn.Conv2d(3, 4, 7, 2, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(True))
+    top = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+    return nn.Sequential(*stem, nn.MaxPool2d(3, 2, 1), Block(4), Block(4), *top)
+
+
+RESIDUAL = {
+    "resnet8": lambda: model_for("resnet8", (3, 16, 16), 4),
+    "resnet18": lambda: model_for("resnet18", (3, 16, 16), 4, width=8),
+    "group norm": lambda: model_for("resnet18", (3, 16, 16), 4, width=8, norm="group"),
+    "blocks of torchvision": small_resnet,
+}
+
+
+@pytest.mark.skipif(not pflcore.backend().kernels, reason="the kernels are not loaded")
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_residual_networks_train_as_chains(name):
+    data = images((7, 20), (3, 16, 16))
+    models = []
+    for engine, form in (("auto", "chain"), ("loop", "module")):
+        torch.manual_seed(0)
+        model = RESIDUAL[name]()
+        run = played(model, data, engine, training=Training(lr=0.01, batch_size=8))
+        path = run.header()["path"]
+        assert path["form"] == form, path["why"]
+        run.run()
+        models.append(run.state.server["x"])
+
+    torch.testing.assert_close(*models, rtol=1e-3, atol=1e-4)
+
+
+def test_residual_networks_that_torch_computes_faster_are_no_chains():
+    net = Net(lambda: model_for("resnet18", (3, 16, 16), 4, width=16))
+
+    with pytest.raises(NotAChain, match="64 x 128 channels, where torch is faster"):
+        compile_chain(net, (3, 16, 16))
+
+
+def change_in_place(m, x):
+    first = m.layer(x)
+    kept = first.view(-1, 4)
+    return m.relu(first.add_(first)) + kept
+
+
+@pytest.mark.parametrize(
+    "forward, reason",
+    [
+        (lambda m, x: m.layer(x) + 1, "add of something else"),
+        (lambda m, x: m.layer(x) + m.layer.bias, "add of something else"),
+        (lambda m, x: m.layer(x) + x[:, :4], "__getitem__"),
+        (lambda m, x: torch.add(m.layer(x), m.layer(x), alpha=2), "two places"),
+        (lambda m, x: (y := m.layer(x)).add(y, alpha=2), "of a multiple"),
+        (lambda m, x: (y := m.layer(x)).add(other=y), "arguments by their places"),
+        (lambda m, x: [y := m.layer(x), m.relu(y)][0], "not the last layer's"),
+        (
+            lambda m, x: [y := m.layer(x), m.relu(y), torch.tanh(y)][2],
+            "an output that no layer takes",
+        ),
+        (change_in_place, "what changed in place"),
+    ],
+)
+def test_an_addition_that_the_kernels_lack_is_no_part_of_a_chain(forward, reason):
+    with pytest.raises(NotAChain, match=reason):
+        compile_chain(Net(Own(forward)), (6,))
+
+
+@pytest.mark.parametrize("count", [True, False])
+def test_a_mean_with_padding_has_one_divisor(count):
+    pool = nn.AvgPool2d(2, 2, 1, count_include_pad=count)
+    net = Net(nn.Sequential(nn.Conv2d(1, 2, 1), pool, nn.Flatten(), nn.Linear(18, 4)))
+
+    if count:
+        assert compile_chain(net, (1, 4, 4)).classes == 4
+        return
+    with pytest.raises(NotAChain, match="leaves their padding out"):
+        compile_chain(net, (1, 4, 4))
+
+
+def test_dropout_may_be_added_to_its_input():
+    model = nn.Sequential(nn.Linear(6, 5), Around(Dropout(0.5)), nn.Linear(5, 4))
+    kinds = compile_chain(Net(model), (6,)).program[:, 0]
+
+    assert [KINDS[int(kind)] for kind in kinds] == [
+        "linear",
+        "dropout",
+        "add",
+        "linear",
+    ]
+
+
 def test_batch_norm_of_large_batches_is_no_part_of_a_chain():
     net = Net(body("Linear 6 9999, BatchNorm1d 9999, Linear 9999 K"))
     data = images((600, 2), (6,))
@@ -211,6 +332,17 @@ def test_the_global_generators_are_left_alone():
     before = torch.get_rng_state()
     make_context(net, federation(), Training())
     equals(before, torch.get_rng_state())
+
+
+class Around(nn.Module):
+    """The sum of a layer's input and output."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return x + self.layer(x)
 
 
 class Keeps(nn.Sequential):
