@@ -133,7 +133,7 @@ def chains():
             len(x),
             *labels,
             names,
-            0 if names is None else classes,
+            0 if names is None else names.shape[1],
         ]
         b = 0 if p.statistics is None else p.statistics.shape[1]
         head = [program, len(program), *shape, q, b, LOSSES.index(loss_name), *data]
