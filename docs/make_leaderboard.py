@@ -5,8 +5,8 @@ They are made of bench/papers/outcomes.json, which holds the rows of the plans
 
 - `python docs/make_leaderboard.py` makes the pages, and a test compares them.
 - `python docs/make_leaderboard.py FOLDER ...` first takes the rows from the folders of
-  `pflcore reproduce`. A setting that a folder has rows of takes the place of what the
-  file has of it, so settings may be played in folders of their own, on any machine.
+  `pflcore reproduce`. A row takes the place of what the file has of its setting and
+  method, so that parts may be played in folders of their own, on any machine.
 """
 
 from __future__ import annotations
@@ -82,32 +82,29 @@ def take(folder: Path, outcomes: dict[str, Any]) -> None:
             f"folder: expected a result of {known}, got {result['plan']!r} in {folder}."
         )
     of_plan = outcomes.setdefault(abouts[result["plan"]], {})
-    rows = [outcome(row) for row in result["rows"] if not row["variant"]]
-    for setting in {row["setting"]: None for row in rows}:
-        of_plan[setting] = {
-            "date": result["date"],
-            "machine": result["machine"],
-            "rows": [row for row in rows if row["setting"] == setting],
-        }
+    played = {"date": result["date"], "machine": result["machine"]}
+    for row in result["rows"]:
+        if not row["variant"]:
+            of_plan.setdefault(row["setting"], {})[row["method"]] = played | outcome(
+                row
+            )
 
 
 def tables(plan: Facts, played: Facts) -> str:
     """A table for each setting of a plan; a row that was not played is empty."""
     lines = []
     for setting in plan["settings"]:
-        of_setting = played.get(setting, {"rows": []})
-        rows = {row["method"]: row for row in of_setting["rows"]}
+        rows = played.get(setting, {})
         body = [_cells(method, rows.get(method)) for method in plan["methods"]]
         runs = sum(row["seeds"] for row in rows.values())
         planned = len(plan["methods"]) * len(plan["seeds"])
         columns = [i for i in range(len(HEAD)) if i == 0 or any(row[i] for row in body)]
-        about = f"**{setting}**: {runs} of {planned} runs are played"
+        lines += [f"**{setting}**: {runs} of {planned} runs are played.", ""]
         if not rows:
-            lines += [f"{about}.", ""]
             continue
         shown = [[row[i] for i in columns] for row in [HEAD, *body]]
-        about += f" ({of_setting['date']}, {of_setting['machine']})."
-        lines += [about, "", *markdown_table(shown), ""]
+        where = {f"{row['date']}, {row['machine']}": None for row in rows.values()}
+        lines += [*markdown_table(shown), "", f"{'; '.join(where)}.", ""]
     return "\n".join(lines)
 
 
@@ -142,9 +139,10 @@ def lessons(plan: Facts, played: Facts) -> str:
     lines = []
     for setting in plan["settings"]:
         rows = []
-        for row in played.get(setting, {"rows": []})["rows"]:
-            has_value = row["by_val"] is not None and not row["stopped"]
-            if row["seeds"] > 1 and has_value:
+        for method in plan["methods"]:
+            row = played.get(setting, {}).get(method)
+            is_played = row is not None and row["seeds"] > 1 and not row["stopped"]
+            if is_played and row["by_val"] is not None:
                 rows.append(row)
         lines += _lesson(setting, rows)
     if not lines:

@@ -157,20 +157,20 @@ def row(method, *values, seeds=3, hurt=None):
     facts = dict.fromkeys(MAKER["KEYS"])
     facts |= {"setting": SETTING, "method": method, "seeds": seeds, "hurt": hurt}
     facts |= {"final": mean, "final_std": std, "by_val": mean, "by_val_std": std}
+    facts |= {"date": "2026-11-28", "machine": "a processor"}
     return facts | {"chosen": {"training.lr": 0.05}}
 
 
 OUTCOME = {
     SETTING: {
-        "date": "2026-11-28",
-        "machine": "a processor",
-        "rows": [
+        facts["method"]: facts
+        for facts in (
             row("Local", 60.0, 1.0),
             row("FedAvg", 40.0, 2.0, hurt=90.0),
             row("FedPer", 65.0, 1.5, hurt=10.0),
             row("Ditto", 63.0, 0.6, hurt=5.0),
             row("APFL", 99.0, 0.0, seeds=1, hurt=0.0),
-        ],
+        )
     }
 }
 
@@ -190,7 +190,8 @@ def test_a_row_that_was_not_played_is_empty():
     lines = {
         line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line
     }
-    assert "13 of 48 runs are played (2026-11-28, a processor)." in text
+    assert "13 of 48 runs are played." in text
+    assert text.count("2026-11-28, a processor.") == 1
     assert "**CIFAR-10, two classes**: 0" in text
     assert "65.00 ± 1.50" in lines["FedPer"] and "lr 0.05" in lines["FedPer"]
     assert set(lines["WAFFLE"].replace("WAFFLE", "")) == {"|", " "}
@@ -206,20 +207,25 @@ def test_lessons_hold_beyond_the_deviations():
     assert "No setting" in MAKER["lessons"](plans.load("leaderboard"), {})
 
 
-def test_outcomes_are_taken_from_folders_by_setting(tmp_path):
-    plan = tiny("leaderboard", "Local", settings=2)
+def test_outcomes_are_taken_from_folders_row_by_row(tmp_path):
+    plan = tiny("leaderboard", "Local", "FedAvg", settings=2)
     made = play(plan, tmp_path / "whole", seeds=1)
-    play(plan, tmp_path / "part", seeds=2, settings=["cut 1"])
+    play(plan, tmp_path / "part", seeds=2, settings=["cut 1"], methods=["Local"])
     outcomes = {"resnet-cifar": "stays"}
 
     for folder in ("whole", "part"):
         MAKER["take"](tmp_path / folder, outcomes)
 
-    taken = outcomes["leaderboard"]
-    rows = {setting: taken[setting]["rows"] for setting in ("cut 0", "cut 1")}
     assert outcomes["resnet-cifar"] == "stays"
-    assert [len(of_setting) for of_setting in rows.values()] == [1, 1]
-    assert [rows[setting][0]["seeds"] for setting in rows] == [1, 2]
-    (row,) = rows["cut 0"]
+    seeds = {}
+    for setting, rows in outcomes["leaderboard"].items():
+        seeds |= {(setting, method): row["seeds"] for method, row in rows.items()}
+    assert seeds == {
+        ("cut 0", "Local"): 1,
+        ("cut 0", "FedAvg"): 1,
+        ("cut 1", "Local"): 2,
+        ("cut 1", "FedAvg"): 1,
+    }
+    row = outcomes["leaderboard"]["cut 0"]["Local"]
     assert row["chosen"].keys() == {"training.lr"}
     assert row["final"] == pytest.approx(made.write_rows()[0]["final"], abs=1e-4)
