@@ -193,8 +193,12 @@ def test_command_line_measures_small_sizes(tmp_path, capsys, monkeypatch):
     output, measurements, text = command(
         tmp_path, capsys, "--quick --seconds 0 --op small"
     )
-    assert len(measurements["rows"]) == output.count("torch.") == text.count("torch.")
-    assert {row["threads"] for row in measurements["rows"]} == {1}
+    rows = measurements["rows"]
+    assert len(rows) == 14
+    assert all(row["peer"].startswith(("torch.", "F.")) for row in rows)
+    for row in rows:
+        assert f"| {row['peer']}" in output and f"| {row['peer']}" in text
+    assert {row["threads"] for row in rows} == {1}
     assert torch.get_num_threads() == before
 
 

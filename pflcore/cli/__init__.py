@@ -53,7 +53,15 @@ EXTRAS = {
     "lora": ("peft", "transformers", "safetensors"),
     "flower": ("flwr",),
     "docs": ("material", "mkdocstrings", "nbclient", "ipykernel", "pandas"),
-    "bench": ("flwr", "pfl", "scipy", "sklearn", "pytest", "pytest_benchmark"),
+    "bench": (
+        "flwr",
+        "pfl",
+        "byzfl",
+        "scipy",
+        "sklearn",
+        "pytest",
+        "pytest_benchmark",
+    ),
     "test": (
         *("flwr", "pytest", "pytest_cov", "pytest_randomly", "xdist", "cosmic_ray"),
         *("hypothesis", "safetensors", "pytest_benchmark", "ruff", "mypy", "twine"),

@@ -141,7 +141,7 @@ def hashed_integers(
 
 @dataclass
 class ForwardPass:
-    """What the layers of one forward pass share.
+    """Values that all layers of one forward pass share.
 
     Values between layers are [s, B, features] or [s, B, C, H, W].
 
