@@ -249,6 +249,22 @@ struct Norm {
   int64_t group() const { return features / groups; }
 };
 
+// total[k] += the sums over features 0 .. n of what add(f, part) adds to part[k]. Few at a time are
+// added to the total, so that the error grows little with their number; two by turns, as additions
+// to one sum wait for each other.
+template <int K, class V, class Add>
+PFL_INLINE void sum_features(int64_t n, const Add& add, V (&total)[K]) {
+  constexpr int64_t few = 32;
+  for (int64_t first = 0; first < n; first += few) {
+    const int64_t end = std::min(n, first + few);
+    V even[K] = {}, odd[K] = {};
+    int64_t f = first;
+    for (; f + 2 <= end; f += 2) add(f, even), add(f + 1, odd);
+    if (f < end) add(f, even);
+    PFL_EACH(k, K, total[k] += even[k] + odd[k]);
+  }
+}
+
 // stats [groups][2][batch and a vector]: mean and 1 / deviation.
 template <class T, int bytes>
 PFL_TARGET void norm_forward(const Norm& q, const T* x, const T* weight, const T* bias, T* stats,
@@ -261,19 +277,24 @@ PFL_TARGET void norm_forward(const Norm& q, const T* x, const T* weight, const T
       constexpr int N = N_;
       V mean[N] = {}, square[N] = {};
       const T* const from = x + g * n * q.batch + first * lanes;
-      for (int64_t f = 0; f < n; f++)
+      const auto add = [&](int64_t f, V(&part)[N]) PFL_LAMBDA {
         PFL_EACH(j, N, {
           V v;
           load(v, from + f * q.batch + j * lanes);
-          mean[j] += v;
+          part[j] += v;
         });
+      };
+      sum_features(n, add, mean);
       PFL_EACH(j, N, mean[j] /= static_cast<T>(n));
-      for (int64_t f = 0; f < n; f++)
+      const auto add_square = [&](int64_t f, V(&part)[N]) PFL_LAMBDA {
         PFL_EACH(j, N, {
           V v;
           load(v, from + f * q.batch + j * lanes);
-          square[j] += (v - mean[j]) * (v - mean[j]);
+          v -= mean[j];
+          part[j] += v * v;
         });
+      };
+      sum_features(n, add_square, square);
       T* const to = stats + g * 2 * wide + first * lanes;
       PFL_EACH(j, N, {
         square[j] = square[j] / static_cast<T>(n) + static_cast<T>(q.eps);
@@ -315,23 +336,21 @@ PFL_TARGET void norm_backward(const Norm& q, const T* x, const T* stats, const T
   };
   for (int64_t f = 0; dx && f < q.features; f += n) {
     const T* const of = stats + f / n * 2 * wide;
-    tiled<4>(wide / lanes, [&](int64_t first, auto N_) PFL_LAMBDA {
+    tiled<2>(wide / lanes, [&](int64_t first, auto N_) PFL_LAMBDA {
       constexpr int N = N_;
-      V sum[N] = {}, product[N] = {};
-      for (int64_t i = f; i < f + n; i++) {
-        const T factor = q.affine ? weight[i / q.per] : T(1);
+      V mean[2 * N] = {};  // of the slopes, and of their products with the normalized values
+      const auto add = [&](int64_t i, V(&part)[2 * N]) PFL_LAMBDA {
+        const T factor = q.affine ? weight[(f + i) / q.per] : T(1);
         PFL_EACH(j, N, {
           V hat, g;
-          look(i, (first + j) * lanes, of, hat, g);
+          look(f + i, (first + j) * lanes, of, hat, g);
           if (q.affine) g *= factor;
-          sum[j] += g;
-          product[j] += g * hat;
+          part[j] += g;
+          part[N + j] += g * hat;
         });
-      }
-      PFL_EACH(j, N, {
-        sum[j] /= static_cast<T>(n);
-        product[j] /= static_cast<T>(n);
-      });
+      };
+      sum_features(n, add, mean);
+      PFL_EACH(j, 2 * N, mean[j] /= static_cast<T>(n));
       for (int64_t i = f; i < f + n; i++) {
         const T factor = q.affine ? weight[i / q.per] : T(1);
         PFL_EACH(j, N, {
@@ -340,27 +359,29 @@ PFL_TARGET void norm_backward(const Norm& q, const T* x, const T* stats, const T
           look(i, b, of, hat, g);
           load(scale, of + wide + b);
           if (q.affine) g *= factor;
-          g = scale * (g - sum[j] - hat * product[j]);
+          g = scale * (g - mean[j] - hat * mean[N + j]);
           store_first(dx + i * q.batch + b, g, q.batch - b);
         });
       }
     });
   }
   for (int64_t f = 0; q.affine && f < q.features; f += q.per) {
-    V dw{}, sum{}, hat, g;
-    for (int64_t i = f; i < f + q.per; i++) {
-      const T* const of = stats + i / n * 2 * wide;
+    V sums[2] = {};  // of the slopes, and of their products with the normalized values
+    const auto add = [&](int64_t i, V(&part)[2]) PFL_LAMBDA {
+      const T* const of = stats + (f + i) / n * 2 * wide;
       for (int64_t b = 0; b < q.batch; b += lanes) {
-        look(i, b, of, hat, g);
+        V hat, g;
+        look(f + i, b, of, hat, g);
         hat *= g;
         keep_first<T>(hat, q.batch - b);
         keep_first<T>(g, q.batch - b);
-        dw += hat;
-        sum += g;
+        part[0] += g;
+        part[1] += hat;
       }
-    }
-    into(dweight[f / q.per], sum_of<T>(dw));
-    into(dbias[f / q.per], sum_of<T>(sum));
+    };
+    sum_features(q.per, add, sums);
+    into(dweight[f / q.per], sum_of<T>(sums[1]));
+    into(dbias[f / q.per], sum_of<T>(sums[0]));
   }
 }
 
