@@ -20,8 +20,9 @@ enum class Loss : int64_t { cross_entropy, squared, half_squared, hinge, binary_
 // ---- the program: layers with their shapes and their weights' places in a row ----
 //
 // A layer is a line of nine numbers: its kind, and its fields by their number. `encode_layer` in
-// pflcore/ops/_chain.py writes them, and its KINDS has the order of `Kind`. A weight is the number
-// of its first column in a row; a bias of -1 is none. Fields that a kind does not have are 0.
+// pflcore/ops/_chain_program.py writes them, and KINDS there has the order of `Kind`. A weight is
+// the number of its first column in a row; a bias of -1 is none. Fields that a kind does not have
+// are 0.
 //
 //   kind        0        1             2            3         4         5         6        7
 //   linear      outputs  weight        bias

@@ -108,7 +108,7 @@ PFL_INLINE void exponential(Vec<T, bytes>& x) {
   }
 }
 
-// The order of ACTIVATIONS in pflcore/ops/_chain.py, behind kNone.
+// The order of ACTIVATIONS in pflcore/ops/_chain_program.py, behind kNone.
 enum Act : int64_t { kNone, kRelu, kTanh, kSigmoid, kGelu };
 
 // erf(x); in float32 x times a polynomial in x^2 up to 1, 1 - e^polynomial beyond; both were fitted

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pflcore.check import UnitFloat, checked
 from pflcore.nn._context import forward_state
-from pflcore.ops._chain import apply_dropout, hashed_integers
+from pflcore.ops._dropout import apply_dropout, hashed_integers
 
 # The arguments of `nn.MultiheadAttention` behind query, key and value, in their order.
 ATTENTION_OPTIONS = (

@@ -42,7 +42,8 @@ from pflcore.data._federation import Federation
 from pflcore.nn import Dropout
 from pflcore.nn._context import forward_context
 from pflcore.nn._factorized import FactorizedLinear
-from pflcore.ops._chain import encode_layer, has_kernels
+from pflcore.ops._chain import has_kernels
+from pflcore.ops._chain_program import encode_layer
 from pflcore.train._losses import LOSSES, loss_name
 from pflcore.train._net import Net
 
@@ -76,7 +77,7 @@ GLOBAL_HOOK_DICTS = (
     "_global_forward_hooks",
 )
 Shape = tuple[int, ...]
-Lines = Iterator[tuple[Any, ...]]  # arguments of `pflcore.ops._chain.encode_layer`
+Lines = Iterator[tuple[Any, ...]]  # arguments of `encode_layer`
 # It stands for no layer of the kernels: a log softmax before the cross entropy changes
 # nothing.
 LOG_SOFTMAX_LINE = ("log_softmax",)
@@ -110,7 +111,7 @@ class Chain:
     """A model and its loss in the form that the kernels take.
 
     Attributes:
-        program: The layers, [L, 9] float64; see `pflcore.ops._chain.encode_layer`.
+        program: The layers, [L, 9] float64; see `pflcore.ops._chain_program`.
         loss_name: The name of the loss.
         shape: The shape (C, H, W) of one sample.
         classes: The number of the model's outputs.

@@ -16,7 +16,7 @@ from ugly import randn
 import pflcore.nn
 from pflcore import Net
 from pflcore.ops import _chain as chain
-from pflcore.ops._chain import grad_reference
+from pflcore.ops._chain_reference import grad_reference
 from pflcore.ops._sgd import clipped, corrected
 from pflcore.ops._sgd import reference as sgd_reference
 from pflcore.train._chain import compile_chain

@@ -10,7 +10,7 @@ from small import equals
 from pflcore import Net
 from pflcore.nn import Dropout
 from pflcore.nn._context import forward_context
-from pflcore.ops._chain import hashed_integers, splitmix_hash
+from pflcore.ops._dropout import hashed_integers, splitmix_hash
 
 
 def mask(seed, layers=1, n=1000, p=0.5):

@@ -23,6 +23,9 @@ from ugly import randn, same_for_any_threads
 import pflcore.nn
 from pflcore import Net, metrics, ops
 from pflcore.ops import _chain as chain
+from pflcore.ops._chain_program import ACTIVATIONS, encode_layer
+from pflcore.ops._chain_program import KINDS as KINDS_OF_LAYERS
+from pflcore.ops._chain_reference import grad_reference
 from pflcore.train._chain import compile_chain
 from pflcore.train._losses import LOSSES
 
@@ -117,7 +120,7 @@ def test_gradients_and_evaluation_are_the_modules(model, loss_name, dtype):
     if p.seeds is not None:
         (g, loss, _), (want, want_loss, _) = (
             p.grad(op, d, p.seeds[:, 0])
-            for op, d in ((chain.chain_grad, None), (chain.grad_reference, F64))
+            for op, d in ((chain.chain_grad, None), (grad_reference, F64))
         )
         close(g, want, dtype, 1 + want.abs().max())
         close(loss, want_loss, dtype, 5)
@@ -303,7 +306,7 @@ def test_hits_are_those_of_the_scores_infinite_and_nan(loss_name, outputs, dtype
     y = torch.arange(len(scores)) * 7 % max(2, outputs)
     # A linear layer of one input, which is 1. Its weights are the scores, and each
     # client has one sample.
-    program = torch.tensor([chain.encode_layer("linear", outputs, 0, -1)], dtype=F64)
+    program = torch.tensor([encode_layer("linear", outputs, 0, -1)], dtype=F64)
     n = torch.arange(len(scores))
     numbers = y if loss_name == "cross_entropy" else y.to(dtype)
     head = (
@@ -393,7 +396,7 @@ def test_memory_is_guarded(which, change, words):
 def test_a_wrong_line_in_an_addition_is_refused(kind, line):
     """Lines that are no earlier ones, of another shape, or taken by nothing."""
     p = Problem("residual, group norm", [20])
-    number = p.chain.program[:, 0].tolist().index(chain.KINDS.index(kind))
+    number = p.chain.program[:, 0].tolist().index(KINDS_OF_LAYERS.index(kind))
     program = p.chain.program.clone()
     own = {"own": number, "next": number + 1}
     program[number, 1] = own.get(line, line)
@@ -440,9 +443,9 @@ def test_a_norm_of_many_features_rounds_about_as_torch_does():
         samples = (x.to(dtype), y, None, torch.arange(6)[None], torch.tensor([6]), None)
         return op(net.w0[None].to(dtype), *program.fixed_args, *samples)[0].double()
 
-    want = grad(chain.grad_reference, F64)
+    want = grad(grad_reference, F64)
     error = (grad(chain.chain_grad) - want).abs().max()
-    error_of_torch = (grad(chain.grad_reference) - want).abs().max()
+    error_of_torch = (grad(grad_reference) - want).abs().max()
     assert error < 5 * error_of_torch
 
 
@@ -486,7 +489,7 @@ def enumerators(header, name):
 
 
 def test_numbers_mean_the_same_in_both_languages():
-    activations = [f"k{f.__name__.capitalize()}" for f in chain.ACTIVATIONS]
+    activations = [f"k{f.__name__.capitalize()}" for f in ACTIVATIONS]
 
-    assert enumerators("chain.h", "Kind") == list(chain.KINDS)
+    assert enumerators("chain.h", "Kind") == list(KINDS_OF_LAYERS)
     assert enumerators("tile.h", "Act") == ["kNone", *activations]

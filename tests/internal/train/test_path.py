@@ -26,7 +26,7 @@ import pflcore
 from pflcore import Net, Training
 from pflcore.nn import Dropout
 from pflcore.nn.models import model_for
-from pflcore.ops._chain import KINDS
+from pflcore.ops._chain_program import KINDS
 from pflcore.train import _clients as clients
 from pflcore.train import _evaluate as evaluation
 from pflcore.train import _optimizers as optimizers
