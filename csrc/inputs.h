@@ -108,7 +108,19 @@ struct TrimmedMean {
   const void* rows;  // [n, p]
   int64_t row;
   void* out;  // [p]
-  // On a GPU: trimmed_mean_workspace(q) bytes, 16-byte aligned; may be nullptr where that is 0.
+  // On a GPU: column_workspace(q) bytes, 16-byte aligned; may be nullptr where that is 0.
+  void* workspace = nullptr;
+};
+
+// out = the mean of the `kept` numbers of each column that are nearest to its median
+struct MeanAroundMedian {
+  Dtype dtype;       // of rows and out
+  int64_t n, p;      // 0 < kept <= n
+  int64_t kept;      // of equally near numbers the lesser one
+  const void* rows;  // [n, p]
+  int64_t row;
+  void* out;  // [p]
+  // On a GPU: column_workspace(q) bytes, as above.
   void* workspace = nullptr;
 };
 

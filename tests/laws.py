@@ -250,6 +250,17 @@ def trimmed_mean(rows, removed):
     return mean.masked_fill(rows.isnan().any(0), torch.nan).to(rows.dtype)
 
 
+def with_specials(draw, rows):
+    """A copy of the rows, some of whose numbers may be special ones."""
+    rows = rows.clone(memory_format=torch.contiguous_format)
+    if draw(st.booleans()):
+        seed = draw(st.integers(0, 99))
+        special = (0.0, -0.0, 1.0, torch.inf, -torch.inf, torch.nan)
+        for kind, value in enumerate(special):
+            rows[integers(seed, 0, 9 if kind < 5 else 99, *rows.shape) == kind] = value
+    return rows
+
+
 def robust(on, dtype, draw):
     """Trimmed means, the median among them, have the bits of their definition.
 
@@ -258,14 +269,7 @@ def robust(on, dtype, draw):
     """
     n = draw(of(1, 2, 3, 7, 8, 9, 16, 20, 21, 33, 50, 113, 140))
     p = draw(of(*(size for size in on.sizes if size * n < 20_000)))
-    rows = matrix(draw, n, p, dtype, draw(scales(dtype))).clone(
-        memory_format=torch.contiguous_format
-    )
-    if draw(st.booleans()):
-        seed = draw(st.integers(0, 99))
-        special = (0.0, -0.0, 1.0, torch.inf, -torch.inf, torch.nan)
-        for kind, value in enumerate(special):
-            rows[integers(seed, 0, 9 if kind < 5 else 99, n, p) == kind] = value
+    rows = with_specials(draw, matrix(draw, n, p, dtype, draw(scales(dtype))))
     removed = draw(st.integers(0, (n - 1) // 2))
     placed = on.put(rows, draw)
     want = trimmed_mean(rows, removed)
@@ -274,6 +278,55 @@ def robust(on, dtype, draw):
     identical(on.ops.trimmed_mean(placed, (n - 1) // 2).cpu(), middle)
     plain = reference.trimmed_mean(rows, removed)
     identical(plain, want)
+
+
+# --- mean_around_median -----------------------------------------------------
+
+
+def mean_around_median(rows, kept):
+    """The mean around the median by its definition: the bits of every path.
+
+    The numbers of a column are chosen in the order of their distance from the median,
+    and summed from the least on: those of each 16 places first. Sums are float32 unless
+    the rows are float64.
+    """
+    wide = rows if rows.dtype is F64 else rows.float()
+    ordered = wide.sort(0).values
+    low, high = ordered[(len(rows) - 1) // 2], ordered[len(rows) // 2]
+    median = low if len(rows) % 2 else low * 0.5 + high * 0.5
+    # An infinite median has the distance 0 from its equals.
+    distance = torch.where(ordered == median, 0.0, (ordered - median).abs())
+    # Where distances are equal, as rounded ones are, a number that is not above the
+    # median comes first, and of two on one side the one that is nearer in the column.
+    below = (ordered <= median).sum(0)
+    at = torch.arange(len(rows))[:, None]
+    nearer = torch.where(at < below, below - 1 - at, at)
+    best = distance.gather(0, nearer).sort(dim=0, stable=True).indices[:kept]
+    place = nearer.gather(0, best)
+    is_taken = torch.zeros_like(ordered, dtype=torch.bool).scatter(0, place, value=True)
+    taken = torch.where(is_taken, ordered, 0.0)
+    zero = torch.zeros(rows.shape[1])
+    total = sum((sum(chunk, zero) for chunk in taken.split(16)), zero)
+    mean = (total / torch.tensor(float(kept))).where(~median.isnan(), torch.nan)
+    return mean.masked_fill(rows.isnan().any(0), torch.nan).to(rows.dtype)
+
+
+def around_median(on, dtype, draw):
+    """Means around the median have the bits of their definition.
+
+    All numbers give the mean, and one that is nearest is the median's neighbour.
+    """
+    n = draw(of(1, 2, 3, 7, 8, 9, 16, 20, 21, 33, 50, 113, 140))
+    p = draw(of(*(size for size in on.sizes if size * n < 20_000)))
+    rows = with_specials(draw, matrix(draw, n, p, dtype, draw(scales(dtype))))
+    kept = draw(st.integers(1, n))
+    placed = on.put(rows, draw)
+    want = mean_around_median(rows, kept)
+    identical(on.ops.mean_around_median(placed, kept).cpu(), want)
+    identical(reference.mean_around_median(rows, kept), want)
+    every = on.ops.mean_around_median(placed, n).cpu()
+    is_number = rows.isfinite().all(0)
+    identical(every[is_number], trimmed_mean(rows, 0)[is_number])
 
 
 # --- rank1_linear -----------------------------------------------------------
@@ -414,6 +467,7 @@ LAWS = {
     weights: FLOATS,
     aggregate: FLOATS,
     robust: FLOATS,
+    around_median: FLOATS,
     rank1: FLOATS,
     sgd: (F32, F64),
 }

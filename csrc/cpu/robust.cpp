@@ -8,9 +8,10 @@ namespace {
 
 struct RobustOnCpu : OnCpu {
   using OnCpu::OnCpu;
-  void operator()(const TrimmedMean& q, const Tensor&) const {
+  template <class Problem>
+  void operator()(const Problem& q, const Tensor&) const {
     // It cuts little work into one piece itself.
-    cpu::trimmed_mean(q, TorchParallel{TorchParallel::worthwhile});
+    cpu::mean_of_columns(q, TorchParallel{TorchParallel::worthwhile});
   }
 };
 
@@ -18,6 +19,7 @@ struct RobustOnCpu : OnCpu {
 
 STABLE_TORCH_LIBRARY_IMPL(pflcore, CPU, m) {
   m.impl("trimmed_mean", TORCH_BOX(&trimmed_mean<RobustOnCpu>));
+  m.impl("mean_around_median", TORCH_BOX(&mean_around_median<RobustOnCpu>));
 }
 
 }  // namespace pflcore

@@ -1,5 +1,6 @@
 // The mean of each column's numbers without its `removed` least and largest: the trimmed mean, and
-// with all but one or two removed the median.
+// with all but one or two removed the median. And the mean of the `kept` numbers nearest to the
+// median, which are neighbours in a sorted column.
 //
 // The columns are walked in panels, whose rows lie in the first-level cache. Batcher's odd-even
 // merge sort orders all columns of a panel at once: a comparator puts the lesser numbers of two
@@ -140,6 +141,29 @@ PFL_INLINE void put_in_order(Vec<T, bytes>& a, Vec<T, bytes>& b) {
   a = low, b = high;
 }
 
+// to = `from` in the lanes where a < b. By name for the same reason: GCC 12 goes lane by lane.
+template <class T, int bytes>
+PFL_INLINE void replace_where_less(Vec<T, bytes>& to, const Vec<T, bytes>& from,
+                                   const Vec<T, bytes>& a, const Vec<T, bytes>& b) {
+#if PFL_X86 && !defined(__clang__)
+  if constexpr (bytes == 64 && sizeof(T) == 4) {
+    asm("vcmpps $1, %3, %2, %%k1\n\tvmovaps %1, %0%{%%k1%}"
+        : "+v"(to)
+        : "v"(from), "v"(a), "v"(b)
+        : "k1");
+    return;
+  }
+  if constexpr (bytes == 64 && sizeof(T) == 8) {
+    asm("vcmppd $1, %3, %2, %%k1\n\tvmovapd %1, %0%{%%k1%}"
+        : "+v"(to)
+        : "v"(from), "v"(a), "v"(b)
+        : "k1");
+    return;
+  }
+#endif
+  to = a < b ? from : to;
+}
+
 template <class A>
 struct Panel {
   int64_t columns;
@@ -218,6 +242,66 @@ PFL_INLINE void take_means(const Panel<A>& panel, int64_t first, int64_t last, A
   }
 }
 
+// mean[0 .. columns) = the means of the `kept` numbers of the sorted tile nearest to the median.
+//
+// They are the rows from some row s on, s = 0 .. n - kept: s moves up by one if the number that it
+// gains is not above the median, or is nearer to it than the one that it loses. As the numbers are
+// sorted, the rows at which it moves are the first ones. So row r is in the mean unless s moves at
+// r, or does not move at r - kept.
+template <int bytes, class A>
+PFL_INLINE void take_nearest(const Panel<A>& panel, int64_t n, int64_t kept, A* mean) {
+  constexpr int64_t lanes = bytes / sizeof(A);
+  using V = Vec<A, bytes>;
+  const V count = V{} + static_cast<A>(kept);
+  for (int64_t column = 0; column < panel.columns; column += lanes) {
+    const A* const first = panel.tile + column;
+    V total{}, sum{}, median, other, nan;
+    load(median, first + n / 2 * panel.columns);
+    load(other, first + (n - 1) / 2 * panel.columns);
+    // The halves, because a sum of large numbers would be infinite.
+    if (n % 2 == 0) median = median * A(.5) + other * A(.5);
+    // v = `moved` where s moves up by one
+    const auto if_moves = [&](int64_t s, V& v, const V& moved) PFL_LAMBDA {
+      V lost, gained, above = v;
+      load(lost, first + s * panel.columns);
+      load(gained, first + (s + kept) * panel.columns);
+      replace_where_less<A, bytes>(above, moved, gained - median, median - lost);
+      v = moved;
+      replace_where_less<A, bytes>(v, above, median, gained);
+    };
+    for (int64_t r = 0; r < n; r++) {
+      V v, taken{};
+      load(v, first + r * panel.columns);
+      if (r + kept < n) if_moves(r, v, V{});
+      if (r >= kept)
+        if_moves(r - kept, taken, v);
+      else
+        taken = v;
+      sum += taken;
+      if ((r + 1) % kChunk == 0) total += sum, sum = V{};
+    }
+    load(nan, panel.nan + column);
+    total = (total + sum) / count;
+    total = median == median ? total : median;
+    total = nan == nan ? total : nan;
+    store(mean + column, total);
+  }
+}
+
+// What an op takes of the sorted columns: the rows that it reads, and their means.
+inline std::pair<int64_t, int64_t> needed(const TrimmedMean& job) {
+  return {job.removed, job.n - job.removed};
+}
+inline std::pair<int64_t, int64_t> needed(const MeanAroundMedian& job) { return {0, job.n}; }
+template <int bytes, class A>
+PFL_INLINE void take(const TrimmedMean& job, const Panel<A>& panel, A* mean) {
+  take_means<bytes>(panel, job.removed, job.n - job.removed, mean);
+}
+template <int bytes, class A>
+PFL_INLINE void take(const MeanAroundMedian& job, const Panel<A>& panel, A* mean) {
+  take_nearest<bytes>(panel, job.n, job.kept, mean);
+}
+
 // n elements from `from` on, which has space for whole vectors, as T.
 template <int bytes, class A, class T>
 PFL_INLINE void put(T* to, const A* from, int64_t n) {
@@ -232,8 +316,8 @@ PFL_INLINE void put(T* to, const A* from, int64_t n) {
 }
 
 // Columns begin .. end.
-template <int bytes, class A, class T>
-PFL_INLINE void columns(const TrimmedMean& job, const std::vector<Step>& steps, int64_t width,
+template <int bytes, class A, class T, class Job>
+PFL_INLINE void columns(const Job& job, const std::vector<Step>& steps, int64_t width,
                         int64_t begin, int64_t end) {
   Scratch<A> tile(job.n * width), copies(job.n * width), nan(width), mean(width);
   const Panel<A> panel{width, tile.data, nan.data};
@@ -252,19 +336,21 @@ PFL_INLINE void columns(const TrimmedMean& job, const std::vector<Step>& steps, 
       sort_groups<bytes>(panel, copies.data, width, job.n, 0);
     }
     merge_groups<bytes>(panel, steps);
-    take_means<bytes>(panel, job.removed, job.n - job.removed, mean.data);
+    take<bytes>(job, panel, mean.data);
     put<bytes>(static_cast<T*>(job.out) + column, mean.data, filled);
   }
 }
 
 }  // namespace robust_detail
 
-// parallel(n, body) calls body(begin, end) on ranges that cover 0..n, on any threads.
-template <class Parallel>
-void trimmed_mean(const TrimmedMean& job, const Parallel& parallel) {
+// A Job is a TrimmedMean or a MeanAroundMedian. parallel(n, body) calls body(begin, end) on ranges
+// that cover 0..n, on any threads.
+template <class Job, class Parallel>
+void mean_of_columns(const Job& job, const Parallel& parallel) {
   using namespace robust_detail;
   if (job.p == 0) return;
-  const std::vector<Step> steps = merges(job.n, job.removed, job.n - job.removed);
+  const auto [first_row, last_row] = needed(job);
+  const std::vector<Step> steps = merges(job.n, first_row, last_row);
   const int64_t number = job.dtype == Dtype::f64 ? 8 : 4;
   const int64_t width = (job.n <= kWideRows * 4 / number ? 256 : 64) / number;
   const int64_t panels = (job.p + width - 1) / width;

@@ -8,10 +8,11 @@ namespace {
 
 struct RobustOnCuda : cuda::Call {
   using Call::Call;
-  void operator()(TrimmedMean q, const Tensor& like) const {
-    const Tensor room = workspace(like, cuda::trimmed_mean_workspace(q));
+  template <class Problem>
+  void operator()(Problem q, const Tensor& like) const {
+    const Tensor room = workspace(like, cuda::column_workspace(q));
     q.workspace = room.mutable_data_ptr();
-    cuda::trimmed_mean(q, stream());
+    cuda::mean_of_columns(q, stream());
   }
 };
 
@@ -19,6 +20,7 @@ struct RobustOnCuda : cuda::Call {
 
 STABLE_TORCH_LIBRARY_IMPL(pflcore, CUDA, m) {
   m.impl("trimmed_mean", TORCH_BOX(&trimmed_mean<RobustOnCuda>));
+  m.impl("mean_around_median", TORCH_BOX(&mean_around_median<RobustOnCuda>));
 }
 
 }  // namespace pflcore

@@ -1,5 +1,5 @@
-// The mean of each column's numbers without its `removed` least and largest: a thread for each
-// column. Knows nothing of torch.
+// The mean of each column's numbers without its `removed` least and largest, and that of the `kept`
+// numbers nearest to its median: a thread for each column. Knows nothing of torch.
 //
 // A thread keeps its column beside those of its neighbours, number by number, in shared memory, so
 // that a warp's accesses are without conflicts; of very many rows in a workspace. All threads take
@@ -19,7 +19,8 @@ struct RobustPlan {
   unsigned grid;
 };
 
-inline RobustPlan robust_plan(const TrimmedMean& q) {
+template <class Problem>
+RobustPlan robust_plan(const Problem& q) {
   const int64_t column = q.n * (q.dtype == Dtype::f64 ? 8 : 4);
   for (int threads = kRobustThreads; threads >= 32; threads /= 2)
     if (column * threads <= kRobustShared)
@@ -27,7 +28,9 @@ inline RobustPlan robust_plan(const TrimmedMean& q) {
   return {kRobustThreads, 0, grid_for(ceil_div(q.p, kRobustThreads), 2 * multiprocessors())};
 }
 
-inline int64_t trimmed_mean_workspace(const TrimmedMean& q) {
+// Bytes of `q.workspace`.
+template <class Problem>
+int64_t column_workspace(const Problem& q) {
   const RobustPlan plan = robust_plan(q);
   const int64_t columns = static_cast<int64_t>(plan.grid) * plan.threads;
   return plan.shared ? 0 : columns * q.n * (q.dtype == Dtype::f64 ? 8 : 4);
@@ -47,15 +50,48 @@ __device__ __forceinline__ void sort_column(A* v, int n, int64_t step) {
         }
 }
 
-template <class T, bool kShared>
-__global__ void __launch_bounds__(kRobustThreads) trimmed_mean_kernel(TrimmedMean q) {
+// The mean of a sorted column, whose numbers are `step` elements apart.
+template <class A>
+__device__ __forceinline__ A mean_of_sorted(const TrimmedMean& q, const A* v, int64_t step) {
+  const int last = static_cast<int>(q.n - q.removed);
+  A total = 0;
+  for (int chunk = static_cast<int>(q.removed); chunk < last; chunk += kSumChunk) {
+    A sum = 0;
+    for (int i = chunk; i < chunk + kSumChunk && i < last; ++i) sum += v[i * step];
+    total += sum;
+  }
+  return total / static_cast<A>(q.n - 2 * q.removed);
+}
+
+// See `take_nearest` in csrc/cpu/robust.h.
+template <class A>
+__device__ __forceinline__ A mean_of_sorted(const MeanAroundMedian& q, const A* v, int64_t step) {
+  const int n = static_cast<int>(q.n), kept = static_cast<int>(q.kept);
+  A median = v[n / 2 * step];
+  if (n % 2 == 0) median = median * A(.5) + v[(n / 2 - 1) * step] * A(.5);
+  if (median != median) return median;
+  int first = 0;
+  for (; first + kept < n; ++first) {
+    const A lost = v[first * step], gained = v[(first + kept) * step];
+    if (!(gained <= median || median - lost > gained - median)) break;
+  }
+  A total = 0, sum = 0;
+  for (int i = first; i < first + kept; ++i) {
+    if (i % kSumChunk == 0) total += sum, sum = 0;
+    sum += v[i * step];
+  }
+  return (total + sum) / static_cast<A>(q.kept);
+}
+
+template <class T, class Problem, bool kShared>
+__global__ void __launch_bounds__(kRobustThreads) columns_kernel(Problem q) {
   using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
   PFLCORE_DYNAMIC_SHARED(shared);
   const int64_t step = blockDim.x;
   A* const block = kShared ? reinterpret_cast<A*>(shared)
                            : static_cast<A*>(q.workspace) + blockIdx.x * q.n * step;
   A* const v = block + threadIdx.x;
-  const int n = static_cast<int>(q.n), last = static_cast<int>(q.n - q.removed);
+  const int n = static_cast<int>(q.n);
   for (int64_t column = blockIdx.x * step + threadIdx.x; column < q.p; column += gridDim.x * step) {
     const T* const from = static_cast<const T*>(q.rows) + column;
     A nan = 0;
@@ -65,35 +101,32 @@ __global__ void __launch_bounds__(kRobustThreads) trimmed_mean_kernel(TrimmedMea
       v[i * step] = number;
     }
     sort_column(v, n, step);
-    A total = 0;
-    for (int chunk = static_cast<int>(q.removed); chunk < last; chunk += kSumChunk) {
-      A sum = 0;
-      for (int i = chunk; i < chunk + kSumChunk && i < last; ++i) sum += v[i * step];
-      total += sum;
-    }
-    if (nan == nan) nan = total / static_cast<A>(q.n - 2 * q.removed);
+    if (nan == nan) nan = mean_of_sorted(q, v, step);
     static_cast<T*>(q.out)[column] = convert<T>(nan);
   }
 }
 
-template <class T>
-void trimmed_mean_of(const TrimmedMean& q, cudaStream_t stream) {
+template <class T, class Problem>
+void mean_of_columns_as(const Problem& q, cudaStream_t stream) {
   const RobustPlan plan = robust_plan(q);
-  auto* const kernel = plan.shared ? &trimmed_mean_kernel<T, true> : &trimmed_mean_kernel<T, false>;
+  auto* const kernel =
+      plan.shared ? &columns_kernel<T, Problem, true> : &columns_kernel<T, Problem, false>;
   PFLCORE_LAUNCH(kernel, plan.grid, plan.threads, plan.shared, stream, q);
 }
 
-inline void trimmed_mean(const TrimmedMean& q, cudaStream_t stream) {
+// A Problem is a TrimmedMean or a MeanAroundMedian.
+template <class Problem>
+void mean_of_columns(const Problem& q, cudaStream_t stream) {
   if (q.p == 0) return;
   switch (q.dtype) {
     case Dtype::f32:
-      return trimmed_mean_of<float>(q, stream);
+      return mean_of_columns_as<float>(q, stream);
     case Dtype::f64:
-      return trimmed_mean_of<double>(q, stream);
+      return mean_of_columns_as<double>(q, stream);
     case Dtype::f16:
-      return trimmed_mean_of<__half>(q, stream);
+      return mean_of_columns_as<__half>(q, stream);
     case Dtype::bf16:
-      return trimmed_mean_of<__nv_bfloat16>(q, stream);
+      return mean_of_columns_as<__nv_bfloat16>(q, stream);
   }
 }
 

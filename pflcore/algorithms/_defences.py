@@ -18,7 +18,6 @@ from pflcore._device import to_device
 from pflcore.algorithms._protocol import (
     squared_norms,
 )
-from pflcore.ops._robust import SORT_BLOCK_COLUMNS, sort_columns
 
 Defence = Literal[
     "clip",
@@ -33,7 +32,6 @@ Defence = Literal[
     "centered_clipping",
     "dp",
 ]
-FLOAT32_BYTES = 4
 # The defences that are told the number f of bad clients. A round needs a multiple of f
 # clients and some more: (2, 3) means 2 f + 3.
 BYZANTINE_NEEDS = {
@@ -159,7 +157,9 @@ def _trim(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
 
 
 def _mean_around_median(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
-    return _as_aggregate(mean_near_median(delta, len(delta) - facts.num_byzantine))
+    return _as_aggregate(
+        ops.mean_around_median(delta, len(delta) - facts.num_byzantine)
+    )
 
 
 def _krum(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
@@ -182,7 +182,7 @@ def _bulyan(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
     f = facts.num_byzantine
     selected = bulyan_selection(ops.pairwise_sqdist(delta), f)
     rows = delta[to_device(selected, delta.device)]
-    return _as_aggregate(mean_near_median(rows, len(delta) - 4 * f))
+    return _as_aggregate(ops.mean_around_median(rows, len(delta) - 4 * f))
 
 
 def _geometric_median(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:
@@ -252,24 +252,6 @@ def bulyan_selection(sqdist: Tensor, f: int) -> Tensor:
         selected.append(int(left[best]))
         left = torch.cat([left[:best], left[best + 1 :]])
     return torch.tensor(sorted(selected))
-
-
-def mean_near_median(rows: Tensor, count: int) -> Tensor:
-    """Mean [P] of the `count` numbers of each column that are nearest to its median.
-
-    The median of an even number of numbers is the mean of the two in the middle. Of two
-    equally near numbers the smaller one is taken.
-    """
-    means = []
-    for block in rows.split(SORT_BLOCK_COLUMNS, 1):
-        # In half precision the distances to the median would be rounded together.
-        wide = block.float() if rows.element_size() < FLOAT32_BYTES else block
-        ordered = torch.stack(sort_columns(wide))
-        low = (len(rows) - 1) // 2
-        median = ordered[low : len(rows) - low].mean(0)
-        nearest = (ordered - median).abs().sort(dim=0, stable=True).indices[:count]
-        means.append(ordered.gather(0, nearest).mean(0).to(rows.dtype))
-    return torch.cat(means)
 
 
 def _centered_clipping(delta: Tensor, share: Tensor, facts: Facts) -> Aggregate:

@@ -6,6 +6,7 @@
 - `aggregate`: weighted sums of updates.
 - `rank1_linear`: a linear layer of rank-1 factors.
 - `trimmed_mean`: the mean of each column without its least and largest numbers.
+- `mean_around_median`: the mean of the numbers of each column nearest its median.
 - `sgd_step_`: an SGD step on the models of many clients.
 - `stream`: `aggregate` and `pairwise_sqdist` for rows that do not fit memory.
 - `reference`: the specification of each op.
@@ -27,7 +28,7 @@ from ._aggregate import aggregate
 from ._library import backend
 from ._nearest import nearest
 from ._rank1 import rank1_linear
-from ._robust import trimmed_mean
+from ._robust import mean_around_median, trimmed_mean
 from ._sgd import sgd_step_
 from ._sqdist import pairwise_sqdist
 from ._weights import TopK as TopK
@@ -39,6 +40,7 @@ __all__ = [
     "aggregate",
     "backend",
     "feddwa_weights",
+    "mean_around_median",
     "nearest",
     "pairwise_sqdist",
     "rank1_linear",

@@ -1,12 +1,15 @@
-"""Trimmed means: the mean of each column without its least and largest numbers.
+"""Means of each column without its numbers that are far out.
 
-The median of each column is the trimmed mean that leaves the one or two numbers in the
-middle. The kernels read the rows once and sort all columns by one sorting network.
+- `trimmed_mean` leaves out the least and largest numbers. The median is the trimmed
+  mean that leaves the one or two numbers in the middle.
+- `mean_around_median` takes the numbers that are nearest to the median.
+
+The kernels read the rows once and sort all columns by one sorting network.
 
 Symbols: N rows; P columns; f numbers that are left out at either end of a column.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,21 +53,71 @@ def trimmed_mean(
         The means in the dtype of `rows`.
     """
     op = "trimmed_mean"
-    check_matrix(op, "rows", rows, "[N, P]")
-    if type(removed) is not int and not is_int(removed):
-        reject(f"{op}(removed)", "a whole number", removed, error=TypeError)
+    _check_rows_and_count(op, rows, "removed", removed)
     n = rows.shape[0]
-    if n == 0:
-        reject(f"{op}(rows)", "at least one row", rows)
     if not 0 <= removed < (n + 1) // 2:
         expected = f"0 to {(n - 1) // 2}, so that a number of {n} rows is left"
         reject(f"{op}(removed)", expected, removed)
-    if not isinstance(removed, int | torch.SymInt):
-        removed = int(removed)  # numpy's whole numbers are none for torch
+    return _call(_trimmed_mean, trimmed_mean_reference, rows, removed)
+
+
+def mean_around_median(
+    rows: Tensor,  # [N, P]
+    kept: int,
+) -> Tensor:  # [P]
+    """The mean of the `kept` numbers of each column that are nearest to its median.
+
+    It is the mean around the median of Xie et al. 2018. The median of an even number of
+    numbers is the mean of the two in the middle. Of two equally near numbers the
+    smaller one is taken.
+
+    - A column with a NaN, or with -inf and inf in the middle, gives NaN. Infinities are
+      numbers like others.
+    - Sums are float64 for float64 rows and float32 otherwise. They begin with the least
+      number, and every 16 places of the sorted column their sum is added to the total.
+    - The gradient goes to the rows whose numbers were averaged, which may be any of
+      equal ones.
+
+    Raises TypeError for a wrong type or dtype, and ValueError for a `kept` that is not
+    1 to N.
+
+    Args:
+        rows: Rows in float32, float64, float16 or bfloat16, with any row stride.
+        kept: The count of numbers of a column that are averaged.
+
+    Returns:
+        The means in the dtype of `rows`.
+    """
+    op = "mean_around_median"
+    _check_rows_and_count(op, rows, "kept", kept)
+    n = rows.shape[0]
+    if not 1 <= kept <= n:
+        reject(f"{op}(kept)", f"1 to {n}, the number of rows", kept)
+    return _call(_mean_around_median, mean_around_median_reference, rows, kept)
+
+
+def _check_rows_and_count(op: str, rows: Tensor, name: str, count: Any) -> None:
+    """Checks the rows, and that `count`, the argument `name`, is a whole number."""
+    check_matrix(op, "rows", rows, "[N, P]")
+    if type(count) is not int and not is_int(count):
+        reject(f"{op}({name})", "a whole number", count, error=TypeError)
+    if rows.shape[0] == 0:
+        reject(f"{op}(rows)", "at least one row", rows)
+
+
+def _call(
+    op: Callable[..., Tensor],
+    reference: Callable[[Tensor, int], Tensor],
+    rows: Tensor,
+    count: int,
+) -> Tensor:
+    """The op's result on checked arguments."""
+    if not isinstance(count, int | torch.SymInt):
+        count = int(count)  # numpy's whole numbers are none for torch
     warn_of_references()
     if in_forward_ad():
-        return reference(rows, removed)
-    return call_op(_op, rows, removed)
+        return reference(rows, count)
+    return call_op(op, rows, count)
 
 
 def sorting_network(n: int) -> Iterator[tuple[int, int]]:
@@ -97,32 +150,88 @@ def sort_columns(rows: Tensor) -> list[Tensor]:
     return ordered
 
 
-def reference(
+def sorted_blocks(rows: Tensor) -> Iterator[Tensor]:
+    """The sorted columns in blocks [N, some of P], wide enough to sum them.
+
+    They are float64 where `rows` are, and float32 otherwise.
+    """
+    width = SORT_BLOCK_COLUMNS if rows.device.type == "cpu" else max(1, rows.shape[1])
+    wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
+    for block in rows.split(width, 1):
+        yield torch.stack(sort_columns(block)).to(wide)
+
+
+def mean_in_chunks(
+    rows: Tensor,  # [n, P]
+    count: int,
+) -> Tensor:  # [P]
+    """The sum of the rows over `count`, one row after another, in chunks."""
+    total = rows.new_zeros(rows.shape[1])
+    for chunk in rows.split(SUM_CHUNK):
+        chunk_sum = torch.zeros_like(total)
+        for row in chunk:
+            chunk_sum = chunk_sum + row
+        total = total + chunk_sum
+    # A tensor: on a GPU torch multiplies by the reciprocal of a number.
+    return total / total.new_full((), count)
+
+
+def trimmed_mean_reference(
     rows: Tensor,  # [N, P]
     removed: int,
 ) -> Tensor:  # [P]
     """The mean without the least and largest numbers: the specification of the op."""
-    n, p = rows.shape
-    width = SORT_BLOCK_COLUMNS if rows.device.type == "cpu" else max(1, p)
-    wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
+    last = rows.shape[0] - removed
+    means = [
+        mean_in_chunks(ordered[removed:last], last - removed)
+        for ordered in sorted_blocks(rows)
+    ]
+    return torch.cat(means).to(rows.dtype)
+
+
+def median_of_sorted(ordered: Tensor) -> Tensor:
+    """The median [P] of sorted columns [N, P]."""
+    n = len(ordered)
+    if n % 2:
+        return ordered[n // 2]
+    # The halves, because a sum of large numbers would be infinite.
+    return ordered[n // 2] * 0.5 + ordered[n // 2 - 1] * 0.5
+
+
+def are_nearest(
+    ordered: Tensor,  # [N, P]
+    kept: int,
+) -> Tensor:  # [N, P]
+    """True where a number of a sorted column is one of the `kept` nearest its median.
+
+    These are neighbours. Their first place moves up by one as long as the number that
+    is gained is not above the median, or nearer to it than the one that is lost.
+    """
+    n = len(ordered)
+    median = median_of_sorted(ordered)
+    lost, gained = ordered[: n - kept], ordered[kept:]
+    first = ((gained <= median) | (median - lost > gained - median)).sum(0)
+    place = torch.arange(n, device=ordered.device)[:, None]
+    return (place >= first) & (place < first + kept)
+
+
+def mean_around_median_reference(
+    rows: Tensor,  # [N, P]
+    kept: int,
+) -> Tensor:  # [P]
+    """The mean of the numbers nearest the median: the specification of the op."""
     means = []
-    for block in rows.split(width, 1):
-        inner = torch.stack(sort_columns(block)[removed : n - removed]).to(wide)
-        total = inner.new_zeros(inner.shape[1])
-        for chunk in inner.split(SUM_CHUNK):
-            chunk_sum = torch.zeros_like(total)
-            for row in chunk:
-                chunk_sum = chunk_sum + row
-            total = total + chunk_sum
-        # A tensor: on a GPU torch multiplies by the reciprocal of a number.
-        count = total.new_full((), n - 2 * removed)
-        means.append((total / count).to(rows.dtype))
-    return torch.cat(means)
+    for ordered in sorted_blocks(rows):
+        nearest = torch.where(are_nearest(ordered, kept), ordered, 0.0)
+        median = median_of_sorted(ordered)
+        mean = mean_in_chunks(nearest, kept)
+        means.append(torch.where(median.isnan(), median, mean))
+    return torch.cat(means).to(rows.dtype)
 
 
 def _fake(
     rows: Tensor,  # [N, P]
-    removed: int,
+    count: int,
 ) -> Tensor:  # [P]
     """The shape and dtype of the result."""
     return rows.new_empty(rows.shape[1])
@@ -130,11 +239,11 @@ def _fake(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Saves what the backward pass needs."""
-    rows, ctx.removed = inputs
+    rows, ctx.count = inputs
     ctx.save_for_backward(rows)
 
 
-def _backward(
+def _trimmed_mean_backward(
     ctx: Any,
     grad: Tensor,  # [P]
 ) -> tuple[Tensor | None, ...]:
@@ -143,11 +252,37 @@ def _backward(
     n = rows.shape[0]
     # The place of each number in the order of its column, [N, P].
     place = rows.argsort(dim=0, stable=True).argsort(dim=0)
-    averaged = (place >= ctx.removed) & (place < n - ctx.removed)
-    return torch.where(averaged, grad / (n - 2 * ctx.removed), 0.0), None
+    averaged = (place >= ctx.count) & (place < n - ctx.count)
+    return torch.where(averaged, grad / (n - 2 * ctx.count), 0.0), None
 
 
-_op = define("trimmed_mean(Tensor rows, int removed) -> Tensor", reference, _fake)
+def _mean_around_median_backward(
+    ctx: Any,
+    grad: Tensor,  # [P]
+) -> tuple[Tensor | None, ...]:
+    """The gradient of the rows: equal parts for the numbers that were averaged."""
+    (rows,) = ctx.saved_tensors
+    wide = rows.double() if rows.dtype is torch.float64 else rows.float()
+    ordered = wide.sort(dim=0, stable=True)
+    nearest = are_nearest(ordered.values, ctx.count)
+    averaged = torch.zeros_like(nearest).scatter(0, ordered.indices, nearest)
+    return torch.where(averaged, grad / ctx.count, 0.0), None
+
+
+_trimmed_mean = define(
+    "trimmed_mean(Tensor rows, int removed) -> Tensor", trimmed_mean_reference, _fake
+)
 torch.library.register_autograd(
-    "pflcore::trimmed_mean", _backward, setup_context=_setup, lib=lib
+    "pflcore::trimmed_mean", _trimmed_mean_backward, setup_context=_setup, lib=lib
+)
+_mean_around_median = define(
+    "mean_around_median(Tensor rows, int kept) -> Tensor",
+    mean_around_median_reference,
+    _fake,
+)
+torch.library.register_autograd(
+    "pflcore::mean_around_median",
+    _mean_around_median_backward,
+    setup_context=_setup,
+    lib=lib,
 )

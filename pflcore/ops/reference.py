@@ -18,6 +18,7 @@ from ._library import RunReferences
 __all__ = [
     "aggregate",
     "feddwa_weights",
+    "mean_around_median",
     "nearest",
     "pairwise_sqdist",
     "rank1_linear",
@@ -41,6 +42,7 @@ def by_reference(op: F) -> F:
 
 aggregate = by_reference(_aggregate.aggregate)
 feddwa_weights = by_reference(_weights.feddwa_weights)
+mean_around_median = by_reference(_robust.mean_around_median)
 nearest = by_reference(_nearest.nearest)
 pairwise_sqdist = by_reference(_sqdist.pairwise_sqdist)
 rank1_linear = by_reference(_rank1.rank1_linear)

@@ -89,10 +89,12 @@ def steps(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
         ops.sgd_step_(w, grad, 0.1, shift, mask, 0.3, anchor, 0.9, buffer, 1e-3)
 
 
-def trimmed_means(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
+def means_of_columns(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
     """Runs columns that fit shared memory, and columns that do not."""
     for n, p in ((1, 40), (20, 133), (400, 67)):
-        ops.trimmed_mean(place(randn(n, n, p, dtype=dtype), aligned), (n - 1) // 3)
+        rows = place(randn(n, n, p, dtype=dtype), aligned)
+        ops.trimmed_mean(rows, (n - 1) // 3)
+        ops.mean_around_median(rows, 1 + n // 2)
 
 
 def layers(ops: Any, place: Place, dtype: torch.dtype) -> None:
@@ -128,7 +130,7 @@ def run_all(ops: Any, place: Place, worth: int = WORTH) -> None:
             distances(ops, place, dtype, aligned)
             aggregates(ops, place, dtype, aligned)
             aggregates_of_many(ops, place, dtype, aligned)
-            trimmed_means(ops, place, dtype, aligned)
+            means_of_columns(ops, place, dtype, aligned)
             if dtype in (F32, F64):
                 steps(ops, place, dtype, aligned)
         if dtype in (F32, F64):

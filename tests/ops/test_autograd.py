@@ -34,6 +34,7 @@ CASES = {
     "sqdist, listed": (listed, [(3, 5), (4, 5)]),
     "sqdist of one, listed": (lambda a: listed(a, index=INDEX % 3), [(3, 5)]),
     "trimmed_mean": (lambda rows: ops.trimmed_mean(rows, 2), [(7, 3)]),
+    "mean_around_median": (lambda rows: ops.mean_around_median(rows, 4), [(7, 3)]),
     "aggregate": (mix(), [(4, 7), (3, 4), (7,)]),
     "aggregate onto rows": (mix(), [(4, 7), (3, 4), (3, 7)]),
     "aggregate by index": (mix(INDEX), [(4, 7), (3, 2), (3, 7)]),

@@ -68,6 +68,7 @@ GOOD = {  # valid arguments of each op
     ops.sgd_step_: {"w": W, "grad": W, "lr": 0.1},
     ops.nearest: {"guide": z(2, 3), "rows": z(2, 3), "k": 1},
     ops.trimmed_mean: {"rows": z(5, 3), "removed": 2},
+    ops.mean_around_median: {"rows": z(5, 3), "kept": 2},
     distributed.pairwise_sqdist: {"a": W},
     distributed.aggregate: MIX,
     distributed.to_columns: {"rows": W},
@@ -112,6 +113,7 @@ TYPES = {
     },
     ops.nearest: {"rows": [z(2, 3, dtype=F64)]},
     ops.trimmed_mean: {"removed": [1.0, True, "text", None]},
+    ops.mean_around_median: {"kept": [1.0, True, "text", None]},
 }
 VALUES = {
     ops.pairwise_sqdist: {
@@ -149,6 +151,7 @@ VALUES = {
         "buffer": [z(3, 2).T, z(2, 2)],
     },
     ops.trimmed_mean: {"rows": [z(0, 3)], "removed": [-1, 3]},
+    ops.mean_around_median: {"rows": [z(0, 3)], "kept": [0, 6]},
     ops.nearest: {"guide": [z(3)], "rows": [z(0, 3), z(2, 4)]},
     distributed.pairwise_sqdist: {"b": [z(4, 2)]},
     distributed.aggregate: {"index": [torch.full((2, 3), -1)]},

@@ -81,6 +81,7 @@ CALLS = {
         6 * ROWS,
     ),
     "trimmed mean": (lambda: partial(ops.trimmed_mean, models(), 4), 4 * P),
+    "around median": (lambda: partial(ops.mean_around_median, models(), 4), 4 * P),
     "layer": (lambda: partial(ops.rank1_linear, *layer()), 4 * 40 * 512 * 800),
     "gradient of a layer": (
         lambda: gradient(ops.rank1_linear, *layer()),

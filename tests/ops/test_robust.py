@@ -1,4 +1,4 @@
-"""Trimmed means beyond their law: edges, very many rows, and gradients."""
+"""Means of columns beyond their laws: edges, very many rows, and gradients."""
 
 import math
 
@@ -50,3 +50,32 @@ def test_the_gradient_goes_to_the_numbers_in_the_mean():
     ops.trimmed_mean(rows, 1).sum().backward()
     assert rows.grad is not None
     identical(rows.grad[:, 0] * 3, torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0]))
+
+
+def test_the_nearest_by_hand():
+    """Windows at either end, ties, infinities, a median of two, and no overflow."""
+    columns = {  # the three nearest of each
+        (3.0, 1.0, 2.0, 10.0, -7.0, 4.0): 2.0,
+        (0.0, 1.0, 5.0, 5.0, 5.0, 9.0): 5.0,
+        (1.0, 2.0, 3.0, 4.0, 5.0, 60.0): 3.0,
+        (-INF, 0.0, 3.0, 3.0, 6.0, INF): 2.0,
+        (INF, INF, INF, INF, 6.0, -INF): INF,
+        (-INF, -INF, -INF, 5.0, 6.0, 7.0): -INF,
+        (-INF, -INF, -INF, INF, INF, INF): math.nan,
+        (math.nan, 1.0, 2.0, 3.0, 4.0, 5.0): math.nan,
+        (3e38, 3e38, 3e38, 3e38, -3e38, -3e38): INF,
+        (1e38, 1e38, 1e38, 3e38, 3e38, 3e38): 1e38,
+        (-0.0, -0.0, 0.0, -0.0, 0.0, 1.0): 0.0,
+    }
+    rows = torch.tensor(list(columns)).T
+    want = torch.tensor(list(columns.values()))
+    got = ops.mean_around_median(rows, 3)
+    identical(got, want)
+    assert not got[-1].signbit()
+
+
+def test_the_gradient_goes_to_the_nearest_numbers():
+    rows = torch.tensor([[5.0], [1.0], [60.0], [2.0], [4.0]], requires_grad=True)
+    ops.mean_around_median(rows, 2).sum().backward()
+    assert rows.grad is not None
+    identical(rows.grad[:, 0] * 2, torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0]))

@@ -248,11 +248,16 @@ def aggregate(updates, weight, index=None, base=None, lr=1.0, out=None, precise=
 
 
 def trimmed_mean(given, removed):
+    return column_means("trimmed_mean", given, removed)
+
+
+def mean_around_median(given, kept):
+    return column_means("mean_around_median", given, kept)
+
+
+def column_means(name, given, count):
     out = fresh(1, given.shape[1], dtype=given.dtype)
-    call(
-        "trimmed_mean",
-        [DTYPES[given.dtype], *given.shape, removed, *rows(given), out, None],
-    )
+    call(name, [DTYPES[given.dtype], *given.shape, count, *rows(given), out, None])
     return done(out)[0]
 
 

@@ -114,6 +114,17 @@ void rank1(const void* fields, T* y, const T* grad, T* const* grads) {
     pc::rank1_backward(q, grad, {grads[0], grads[1], grads[2], grads[3]}, nullptr);
 }
 
+// A TrimmedMean or a MeanAroundMedian.
+template <class Problem>
+int column_means(const void* fields) {
+  return guarded([&] {
+    auto q = from<Problem>(fields);
+    Workspace workspace(pc::column_workspace(q));
+    q.workspace = workspace.data();
+    pc::mean_of_columns(q, nullptr);
+  });
+}
+
 }  // namespace
 
 extern "C" {
@@ -196,13 +207,9 @@ int aggregate_plan(const void* fields, const int64_t* card, int64_t* plan) {
     std::copy(all, all + 10, plan);
   });
 }
-int trimmed_mean(const void* fields) {
-  return guarded([&] {
-    auto q = from<pflcore::TrimmedMean>(fields);
-    Workspace workspace(pc::trimmed_mean_workspace(q));
-    q.workspace = workspace.data();
-    pc::trimmed_mean(q, nullptr);
-  });
+int trimmed_mean(const void* fields) { return column_means<pflcore::TrimmedMean>(fields); }
+int mean_around_median(const void* fields) {
+  return column_means<pflcore::MeanAroundMedian>(fields);
 }
 int feddwa(const void* fields, int64_t wide) {
   return guarded([&] {

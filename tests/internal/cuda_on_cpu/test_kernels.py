@@ -196,6 +196,7 @@ def test_harness_lets_right_stores_and_copies_pass():
 def test_columns_that_do_not_fit_shared_memory(dtype):
     rows = normal(400, 1100, dtype=dtype)
     identical(kernels.trimmed_mean(rows, 70), laws.trimmed_mean(rows, 70))
+    identical(kernels.mean_around_median(rows, 70), laws.mean_around_median(rows, 70))
 
 
 def test_the_order_of_the_threads_changes_no_bit():

@@ -21,6 +21,7 @@ from pflcore.ops import _chain as chain
 from pflcore.ops import _library as library
 
 DIFFERENTIABLE = {"pairwise_sqdist", "aggregate", "rank1_linear", "trimmed_mean"}
+DIFFERENTIABLE |= {"mean_around_median"}
 
 
 class Kept(TorchDispatchMode):
@@ -76,6 +77,7 @@ def ugly():
     ops.feddwa_weights(rows.abs().T, 99)
     ops.aggregate(rows, rows[:2, :2], near[:2, :2].abs(), lr=0.5, out=rows[:2].clone())
     ops.trimmed_mean(rows.half().T, 1)
+    ops.mean_around_median(rows.half().T, 3)
     ops.rank1_linear(rows[:0].T, rows[:3, :2], rows[0, :2], rows[:2, :0])
     layer = laws.factors(3, 4, 5, 2, leads=((2,), (), (2,), ()))
     y = torch.ops.pflcore.rank1_listed(*layer)

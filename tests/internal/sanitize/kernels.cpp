@@ -166,8 +166,9 @@ Chain chain_of(const int64_t* word) {
   return out;
 }
 
-const char* const kKernels[] = {"sqdist", "waffle",       "feddwa", "aggregate",  "rank1",
-                                "sgd",    "trimmed_mean", "chain",  "chain grad", "chain eval"};
+const char* const kKernels[] = {"sqdist", "waffle",     "feddwa",       "aggregate",
+                                "rank1",  "sgd",        "trimmed_mean", "mean_around_median",
+                                "chain",  "chain grad", "chain eval"};
 
 void solve(int64_t kernel, const int64_t* word, const Threads& t) {
   switch (kernel) {
@@ -191,10 +192,12 @@ void solve(int64_t kernel, const int64_t* word, const Threads& t) {
     case 5:
       return typed<Sgd>(word, [&](const auto& q) { sgd_step(q, t); });
     case 6:
-      return trimmed_mean(from<TrimmedMean>(word), t);
+      return mean_of_columns(from<TrimmedMean>(word), t);
+    case 7:
+      return mean_of_columns(from<MeanAroundMedian>(word), t);
   }
-  const bool fine = kernel == 7   ? chain_train(chain_of<ChainTrain<float>>(word), t)
-                    : kernel == 8 ? chain_grad(chain_of<ChainGrad<float>>(word), t)
+  const bool fine = kernel == 8   ? chain_train(chain_of<ChainTrain<float>>(word), t)
+                    : kernel == 9 ? chain_grad(chain_of<ChainGrad<float>>(word), t)
                                   : chain_eval(chain_of<ChainEval<float>>(word), t);
   if (!fine) failures++, std::printf("%s: out of range\n", kKernels[kernel]);
 }

@@ -25,7 +25,7 @@ import pflcore
 
 # The names have the order that kernels.cpp gives them.
 NAMES = ("sqdist", "waffle", "feddwa", "aggregate", "rank1", "sgd", "trimmed_mean")
-NAMES += ("chain", "chain grad", "chain eval")
+NAMES += ("mean_around_median", "chain", "chain grad", "chain eval")
 LOSSES = ("cross_entropy", "squared", "half_squared", "hinge", "binary_cross_entropy")
 
 
