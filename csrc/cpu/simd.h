@@ -104,7 +104,7 @@ PFL_INLINE void fence() {
 #endif
 }
 
-// ---- 16-bit floats, as integer arithmetic: the same on every instruction set ----
+// ---- 16-bit floats, by integer arithmetic: the same on every instruction set ----
 template <int bytes>
 PFL_INLINE void widen(Vec<float, bytes>& v, const Vec<uint16_t, bytes / 2>& h, BFloat16) {
   const Vec<uint32_t, bytes> x = __builtin_convertvector(h, Vec<uint32_t, bytes>) << 16;
@@ -112,6 +112,12 @@ PFL_INLINE void widen(Vec<float, bytes>& v, const Vec<uint16_t, bytes / 2>& h, B
 }
 template <int bytes>
 PFL_INLINE void widen(Vec<float, bytes>& v, const Vec<uint16_t, bytes / 2>& h, Half) {
+#if PFL_X86 && !defined(__clang__)
+  if constexpr (bytes > 16) {  // the same numbers, subnormal ones too
+    asm("vcvtph2ps %1, %0" : "=v"(v) : "v"(h));
+    return;
+  }
+#endif
   using U = Vec<uint32_t, bytes>;
   const U x = __builtin_convertvector(h, U);
   const U magnitude = (x & 0x7fffu) << 13;

@@ -83,7 +83,7 @@ struct Rows {
       if constexpr (std::is_same_v<In, T>)
         std::memcpy(to, from, sizeof(T) * width);
       else
-        copy_as<16>(to, from, width);
+        on_isa([&](auto bytes) PFL_LAMBDA { copy_as<bytes>(to, from, width); });
       std::fill(to + width, to + padded, T(0));
       at[i] = to;
     }
