@@ -104,7 +104,7 @@ PFL_INLINE void fence() {
 #endif
 }
 
-// ---- 16-bit floats, by integer arithmetic: the same on every instruction set ----
+// ---- 16-bit floats: the same numbers on every instruction set, NaN with any payload ----
 template <int bytes>
 PFL_INLINE void widen(Vec<float, bytes>& v, const Vec<uint16_t, bytes / 2>& h, BFloat16) {
   const Vec<uint32_t, bytes> x = __builtin_convertvector(h, Vec<uint32_t, bytes>) << 16;

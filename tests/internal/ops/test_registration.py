@@ -133,6 +133,17 @@ def samples():
 every_op = pytest.mark.parametrize("name, arguments", list(samples()))
 
 
+@pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
+def test_each_op_has_its_kernel():
+    """An op whose kernel is not registered would run its reference in silence."""
+    prefix = "pflcore::"
+    found = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith(prefix)]
+    on_cpu = torch._C._dispatch_has_kernel_for_dispatch_key
+    # The CPU has a kernel of the whole layer, and needs no list of active factors.
+    missing = {n.removeprefix(prefix) for n in found if not on_cpu(n, "CPU")}
+    assert missing == {"rank1_listed", "rank1_listed_backward"}
+
+
 def called(name):
     return getattr(torch.ops.pflcore, name).default
 
