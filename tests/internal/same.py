@@ -1,6 +1,9 @@
 """Compares the results of runs before and after a code change.
 
 `python tests/internal/same.py play FILE` plays the runs and writes their results.
+`play FILE --grid` plays every method with each engine, number type and option of GRID,
+in half an hour; `--methods fedavg ditto` plays these alone. A run that is refused has
+the kind of its error as its result.
 `python tests/internal/same.py compare BEFORE AFTER` prints the runs whose results are
 not equal bit by bit. The engine counts as a result.
 
@@ -15,6 +18,7 @@ here; other tests compare them with plain runs.
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -62,7 +66,7 @@ def make_run(algorithm, model=MLP, sizes=SIZES, data=None, dtype="float32", **op
     )
     if "adversary" in options:
         options["adversary"] = Adversary(*options["adversary"])
-    options |= {"model": built(model).to(dtype), "rounds": 4, "workers": 2}
+    options = {"model": built(model).to(dtype), "rounds": 4, "workers": 2, **options}
     options["training"] = Training(**{"lr": 0.1, "batch_size": 8, **how})
     return simulation(ALGORITHMS[algorithm](**method), data, **options)
 
@@ -159,6 +163,51 @@ RUNS = {
 }
 
 
+# every method with every option ---------------------------------------------
+def lacking(client):
+    """The federation of GRID_SIZES in which a client has test samples alone."""
+    data = images(GRID_SIZES)
+    train = list(data.index["train"])
+    train[client] = train[client][:0]
+    return replace(data, index={**data.index, "train": train})
+
+
+GRID_SIZES = (24, 17, 9, 33, 12)
+NORMED = "Linear 6 5, BatchNorm1d 5, ReLU, Linear 5 4"
+GRID = {
+    "batch norm": {"model": NORMED},
+    "dropout": {"model": "Linear 6 10, ReLU, Dropout 0.3, Linear 10 4"},
+    "momentum": {"momentum": 0.5, "weight_decay": 0.01, "epochs": 2},
+    "adamw": {"local_optimizer": "adamw", "lr": 0.01},
+    "clip_grad": {"clip_grad": 0.5},
+    "clip": {"clip": 0.1},
+    "poisson": {"sampling": "poisson", "participation": 0.5},
+    "absent clients": {"participation": 0.5},
+    "first without training": {"data": partial(lacking, 0)},
+    "last without training": {"data": partial(lacking, 4)},
+}
+
+
+def play_or_refuse(algorithm, **options):
+    make_data = options.pop("data", partial(images, GRID_SIZES))
+    try:
+        return play(algorithm, data=make_data(), **options)
+    except Exception as error:
+        return {"refused": type(error).__name__}
+
+
+def grid(methods):
+    """The runs of GRID by name."""
+    runs = {}
+    for name, engine, dtype, option in itertools.product(
+        methods, ("auto", "loop", "vmap"), ("float32", "float64"), GRID
+    ):
+        options = {"engine": engine, "dtype": dtype, "rounds": 3, **GRID[option]}
+        run = partial(play_or_refuse, name, **options)
+        runs[f"{name}, {engine}, {dtype}, {option}"] = run
+    return runs
+
+
 # comparison -----------------------------------------------------------------
 def read(file):
     """The runs of a file.
@@ -205,13 +254,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("play", "compare"))
     parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--grid", action="store_true")
+    parser.add_argument("--methods", nargs="+", default=list(ALGORITHMS))
     given = parser.parse_args()
     if given.what == "compare":
         raise SystemExit(compare(*map(read, given.files)))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     out = {}
-    for name, run in RUNS.items():
+    runs = grid(given.methods) if given.grid else RUNS
+    for name, run in runs.items():
         out[name] = json.loads(json.dumps(run(), default=float))
         print(name, *out[name].get("engine", []), flush=True)
     given.files[0].write_text(json.dumps(out))
