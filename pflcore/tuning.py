@@ -41,16 +41,17 @@ from pflcore.check import (
 )
 from pflcore.data._protocols import StudyProtocol
 from pflcore.metrics import Metric, is_higher_better, metrics_of
+from pflcore.results._files import lock_folder
 from pflcore.results._render import markdown_table
 from pflcore.results.record import to_json
 from pflcore.simulation import Simulation
-from pflcore.simulation._describe import content_digest
+from pflcore.simulation._describe import content_digest, decisive_entries
 from pflcore.simulation._evaluate import evaluate
 from pflcore.simulation._ranks import ONE_RANK, Ranks
 from pflcore.simulation._sampling import Sampling
 from pflcore.simulation._settings import Evaluation, Hardware
 from pflcore.simulation._state import RunConfig, State, flatten_state
-from pflcore.simulation.checkpoint import Checkpoint, load, lock, save
+from pflcore.simulation.checkpoint import Checkpoint, load, save
 from pflcore.train import Net, Training
 from pflcore.train._losses import default_loss
 
@@ -214,8 +215,8 @@ class Tuned:
         """
         chosen = self.protocols[protocol]
         config, state = self.states(self.best.candidate, protocol)
-        data = chosen.data.to(config.context.data.device)
-        config = config._replace(context=config.context._replace(data=data))
+        data = chosen.data.to(config.data.device)
+        config = replace(config, data=data)
         return evaluate(config, state, "test", chosen.report_clients)
 
     def table(self) -> str:
@@ -426,7 +427,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     base = Candidate({}, algorithm, training)
     # A net with a single score needs data to know whether that is the score of a class.
     config = player.simulation(base, 0).config
-    scores_classes = config.context.net.scores_classes
+    scores_classes = config.net.scores_classes
     player.ranks = config.ranks
     classes = scores_classes and not protocols[0].data.y.is_floating_point()
     player.selection = selection_metric(metric, classes, higher_is_better)
@@ -436,7 +437,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     with contextlib.ExitStack() as stack:
         with player.ranks.together("the folder of the search"):
             if path and player.ranks.is_first:
-                stack.enter_context(lock(path))
+                stack.enter_context(lock_folder(path))
         player.open_record(base)
         if proposals is None:
             player.play(played, log)
@@ -535,8 +536,8 @@ class _Player:
         """The facts that recorded results and this search must share."""
         runs = []
         for run in range(len(self.protocols)):
-            facts = self.simulation(base, run).identity()
-            runs.append({k: v for k, v in facts.items() if k != "made_with"})
+            header = self.simulation(base, run).header()
+            runs.append(decisive_entries(header))
         states = [content_digest(flatten_state(s)) for s in self.states or []]
         if self.use_initial:
             states = list("fresh")  # the format of records: a list of letters
@@ -650,7 +651,7 @@ class _Player:
         """
         trained = candidate.trained
         simulation = self.simulation(trained, run)
-        config = simulation.config._replace(algorithm=candidate.algorithm)
+        config = replace(simulation.config, algorithm=candidate.algorithm)
         if self.use_initial:
             return config, simulation.state, None
         if self.states is not None:
@@ -673,8 +674,6 @@ class _Player:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
             history = simulation.run(checkpoint=keeper, resume=keeper is not None)
-        if history.failed:  # a fault of the machine and not of the candidate
-            raise MemoryError(history.stopped)
         return simulation.state, history.stopped
 
     def score(self, candidate: Candidate, run: int) -> dict[str, Any]:

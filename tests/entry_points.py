@@ -86,7 +86,7 @@ def views(alg, state, setting, ids=None):
 
     options = {f.name: getattr(alg, f.name) for f in fields(alg)}
     evaluate(
-        RunConfig(Watched(**options), setting),
+        RunConfig.of(Watched(**options), setting),
         state,
         next(reversed(setting.data.index)),
         clients=ids,

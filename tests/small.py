@@ -144,7 +144,7 @@ def wide(data):
 def double(s):
     """The same setting with model and samples in float64."""
     net = Net(lambda: s.net.build().double(), s.net.loss_fn)
-    return s._replace(net=net, data=wide(s.data))
+    return replace(s, net=net, data=wide(s.data))
 
 
 def validated(n=4, **training):
@@ -153,7 +153,7 @@ def validated(n=4, **training):
     They have a fourth as many validation samples.
     """
     s = tiny([20 + 5 * i for i in range(n)], "vmap", **training)
-    return s._replace(data=held_out(s.data))
+    return replace(s, data=held_out(s.data))
 
 
 def by_hand(net, clients, lr, engine, **training):
@@ -187,9 +187,8 @@ def points(targets, lr=0.1, start=0.0, engine="loop", loss=half_square, **traini
 
 def lines(n=6, lr=0.3, **training):
     """Clients whose losses are squares around 1 to 2."""
-    return points(torch.linspace(1, 2, n, dtype=F64), lr, **training)._replace(
-        rounds=100
-    )
+    context = points(torch.linspace(1, 2, n, dtype=F64), lr, **training)
+    return replace(context, rounds=100)
 
 
 def quadratics(a, b, lr=0.1, start=None, engine="loop", rows=1, noise=0.0, **training):
@@ -243,7 +242,7 @@ def normed(clients, w0, **training):
         return module
 
     s = regression(clients, **training)
-    return s._replace(net=Net(model, half_square))
+    return replace(s, net=Net(model, half_square))
 
 
 def two_layers(clients, start, lr=0.1, **training):
@@ -288,13 +287,13 @@ def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0
         run = Simulation(
             FedAvg(), net, data, training, rounds, **where, evaluation=last
         )
-        return run.context
+        return run.config
     x = torch.ones(2, 1).double()
     other = Federation(x, x, {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]})
     context = Simulation(
         FedAvg(), Net(Scale([0.0]), half_square), other, **where
-    ).context
-    return context._replace(net=net, data=data, training=training, rounds=rounds)
+    ).config
+    return replace(context, net=net, data=data, training=training, rounds=rounds)
 
 
 def play(alg, s, rounds=None, ids=None):
@@ -318,7 +317,7 @@ def after(alg, s, cohorts=1, state=None):
     state = initial_state(alg, s.net, s.data.n) if state is None else state
     done = None
     for ids in [range(s.data.n)] * cohorts if isinstance(cohorts, int) else cohorts:
-        state, done = step(RunConfig(alg, s), state, torch.tensor(ids))
+        state, done = step(RunConfig.of(alg, s), state, torch.tensor(ids))
     return state, done
 
 
@@ -375,7 +374,7 @@ def without_twins(*hooks):
 GROUPS: dict[str, Any] = {
     "hardware": (
         Hardware,
-        ("engine", "workers", "device", "storage", "clients_per_block", "graphs"),
+        ("engine", "workers", "device", "clients_per_block", "graphs"),
     ),
     "evaluation": (
         Evaluation,

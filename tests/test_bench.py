@@ -251,9 +251,9 @@ def test_a_plain_round_is_fedavg(monkeypatch):
     monkeypatch.setattr(workload.Workload, "build", lambda w: model)
     run = workload.simulation("fedavg", w)
     published.plain(w)
-    trained = run.context.net.row(model)
+    trained = run.config.net.row(model)
     list(itertools.islice(run.iterate(), 2))
-    assert not torch.equal(trained, run.context.net.w0)
+    assert not torch.equal(trained, run.config.net.w0)
     torch.testing.assert_close(run.state.server["x"], trained)
 
 

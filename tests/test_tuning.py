@@ -114,7 +114,7 @@ def test_cross_silo_sizes_and_what_blind_hides():
     assert (
         p.without_test.splits == ("train", "val") and cross_silo(p.data).data is p.data
     )
-    setup = RunConfig(FedAvg(), make_setting(model(), p.without_test, TRAINING, 1))
+    setup = RunConfig.of(FedAvg(), make_setting(model(), p.without_test, TRAINING, 1))
     with sentence(".*test"):
         evaluate(setup, initial_state(FedAvg(), model(), 4), "test")
     equals(
@@ -168,7 +168,7 @@ def test_poisoned_test_labels_change_no_choice(setting, name):
     wrong = b.report()["accuracy"][p.report_clients]
     assert not clean.isnan().any() and not torch.equal(clean, wrong)
     assert a.report()["accuracy"].isfinite().sum() == len(p.report_clients)
-    assert a.states(a.best.candidate, 0)[0].context.data.splits == ("train", "val")
+    assert a.states(a.best.candidate, 0)[0].data.splits == ("train", "val")
 
 
 def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result():

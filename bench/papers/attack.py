@@ -22,8 +22,7 @@ from pflcore.cli._experiment import make_algorithm
 from pflcore.data import load
 from pflcore.data._sources import Source
 from pflcore.nn.models import model_for
-from pflcore.results._files import write_text
-from pflcore.simulation.checkpoint import lock
+from pflcore.results._files import lock_folder, write_text
 
 ASIDE = ("algorithms", "workers", "out", "quiet")  # options that change no result
 
@@ -72,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     attacked = {n: make_algorithm(n, ranks.get(n)) for n in got.algorithms}
     training = Training(lr=got.lr, batch_size=got.batch_size, epochs=got.epochs)
     source = load(got.data)
-    with lock(got.out):  # The lock makes the folder.
+    with lock_folder(got.out):  # The lock makes the folder.
         pass
     own = {"activation": got.activation, "pool": got.pool, "bias": got.bias}
     shape = {k: v for k, v in own.items() if v not in (None, True)}

@@ -168,7 +168,7 @@ def cost(
     training = Training(1e-3, batch_size)
     context = TrainContext(net, data, training, Engine("loop"), Inline(1), 0, 2)
     state = initial_state(algorithm, net, n)
-    state, _ = step(RunConfig(algorithm, context), state, everybody)
+    state, _ = step(RunConfig.of(algorithm, context), state, everybody)
     # Operations are counted hook by hook: MOCHA's W W^T is not a client's work, and the
     # check that uploads are finite belongs to no method.
     heard = copy.copy(algorithm)
@@ -185,7 +185,7 @@ def cost(
 
     for name in spent:
         object.__setattr__(heard, name, partial(counted, name))  # It is frozen.
-    state, done = step(RunConfig(heard, context), state, everybody)
+    state, done = step(RunConfig.of(heard, context), state, everybody)
     model_bytes = net.size * net.w0.element_size()
     down = done.bytes_down / n
     up = done.bytes_up / n

@@ -88,7 +88,7 @@ def intercept(
     object.__setattr__(tapped, "train", train)  # it is frozen
     setting = make_context(net, data, training, "auto", workers, seed, rounds)
     net = setting.net
-    config = RunConfig(tapped, setting)
+    config = RunConfig.of(tapped, setting)
     state = initial_state(tapped, net, data.n)
     for r in range(1, rounds + 1):
         state, done = step(config, state, sample_cohort(config, r))

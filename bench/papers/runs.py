@@ -24,6 +24,7 @@ from pflcore.algorithms._clusters import Ensemble, HypCluster, loss_per_model
 from pflcore.cli._experiment import make_algorithm, make_model, make_net
 from pflcore.data._protocols import StudyProtocol, with_validation
 from pflcore.results._files import atomic_write, remove_part_files, write_text
+from pflcore.results._history import RunEnd
 from pflcore.results._progress import Progress
 from pflcore.results.record import OnRound, RecordWriter, read, to_json
 from pflcore.simulation._per_target import merge_records
@@ -276,8 +277,6 @@ class Reproduction:
             self.progress.say(f"{name}: {history.stopped}")
         if history.interrupted:
             raise KeyboardInterrupt
-        if history.failed:  # the machine failed, and not the method
-            raise MemoryError(history.stopped)
         if task.keeps:
             states = [(*sent, dict(vars(state))) for *sent, state in keeper.states]
             remove_part_files(path.with_suffix(".pt"))
@@ -296,10 +295,10 @@ class Reproduction:
         header["options"] = {**header["options"], "target": "each client"}
         header |= {"target": None, "model_target": "each client"}
         lines = zip(*(run.rounds for run in runs), strict=False)
-        stopped = next((run.stopped for run in runs if run.stopped), None)
+        end = next((run.end for run in runs if run.stopped), None)
         alone = [[target] for target in range(n)]
         rounds = [merge_records(line, alone) for line in lines]
-        return History(header, rounds, stopped)
+        return History(header, rounds, end)
 
     def _own_fields(self, task: Task, protocol: StudyProtocol) -> Facts:
         """The fields of a record's header that only a reproduction has."""
@@ -405,7 +404,7 @@ def picks(config: RunConfig, state: State, clients: Tensor) -> Tensor:
 
     They are [len(clients)], for the clients of these ids, as for an evaluation.
     """
-    some = Clients(config.context, clients, max(1, state.round), state.buffers[clients])
+    some = Clients(config, clients, max(1, state.round), state.buffers[clients])
     return loss_per_model(state.server["x"], state.server["b"], some).argmin(1)
 
 
@@ -433,7 +432,8 @@ def later(simulation: Simulation, states: Sequence[Kept], on_round: OnRound) -> 
         history.rounds.append(line)
         on_round(round, line)
     if not states:
-        history.stopped = "What it builds upon was stopped before it was evaluated."
+        reason = "What it builds upon was stopped before it was evaluated."
+        history.end = RunEnd("stopped", reason)
     return history
 
 

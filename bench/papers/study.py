@@ -33,8 +33,8 @@ def results(config: RunConfig, state: State, protocol: StudyProtocol) -> Tensor:
 
     Without accuracies they are losses.
     """
-    data = protocol.data.to(config.context.data.device)
-    config = config._replace(context=config.context._replace(data=data))
+    data = protocol.data.to(config.data.device)
+    config = replace(config, data=data)
     values = evaluate(config, state, "test", protocol.report_clients)
     return values.get("accuracy", values["loss"])
 
@@ -92,7 +92,7 @@ def vary(
     found = {}
     for choice in choices:
         algorithm = replace(config.algorithm, **{option: choice})
-        varied = config._replace(algorithm=algorithm)
+        varied = replace(config, algorithm=algorithm)
         found[choice] = both(varied, state, protocol)
     return found
 
@@ -105,7 +105,7 @@ def by_evaluation(
     They are the first part of its test samples (Motley, Fig. 3d). With fewer samples
     more clients seem to be hurt.
     """
-    plain = config._replace(algorithm=FedAvg())
+    plain = replace(config, algorithm=FedAvg())
     found = {}
     for f in (1.0, 0.25):
 

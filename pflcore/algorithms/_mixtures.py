@@ -354,7 +354,7 @@ def subsample_training(clients: Clients, fraction: float) -> TrainContext:
     drawn = (lists.begin[:-1, None] + order)[is_drawn]
     size = torch.zeros(data.n, dtype=torch.int64).index_copy(0, ids, count)
     index = {"train": Ragged(lists.flat[drawn], size)}
-    return context._replace(data=data._copy_with(index=index))
+    return replace(context, data=data._copy_with(index=index))
 
 
 def _without_single_samples(

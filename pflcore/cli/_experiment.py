@@ -58,7 +58,6 @@ from pflcore.simulation._attacks import Adversary, Attack
 from pflcore.simulation._per_target import possible_targets
 from pflcore.simulation._ranks import ONE_RANK, Ranks, find_ranks
 from pflcore.simulation.checkpoint import Checkpoint
-from pflcore.simulation.executor import OneByOne
 from pflcore.train import Training
 from pflcore.train._net import Net
 
@@ -109,8 +108,6 @@ class Options:
         ranks: auto: the processes that torchrun started share the clients; 1: each of
             them plays the whole command alone
         rank_timeout: minutes that these processes wait for each other
-        debug: compute one client after another in plain torch, and log each of them on
-            stderr
         clip: longest update of a client (Euclidean norm); a longer one is shortened
             to it
         attack: attack of the bad clients; only the others are evaluated
@@ -150,7 +147,6 @@ class Options:
     graphs: bool = True
     ranks: Literal["auto", 1] = "auto"
     rank_timeout: PositiveFloat = 30.0
-    debug: bool = False
     clip: PositiveFloat | None = None
     attack: Attack | None = None
     attack_clients: tuple[int | str, ...] | None = None
@@ -173,7 +169,6 @@ class Options:
             graphs=self.graphs,
             ranks=self.ranks,
             rank_timeout=self.rank_timeout,
-            executor=OneByOne() if self.debug else None,
         )
 
     @property

@@ -19,7 +19,6 @@ from pflcore.cli._output import CHECKPOINTS, OutputOptions
 from pflcore.cli._predict import MODELS_FOLDER
 from pflcore.cli._track import tracker_of
 from pflcore.data import Federation
-from pflcore.metrics import human_bytes
 from pflcore.results._progress import Progress
 from pflcore.results.record import Facts, Line, OnRound, RecordWriter
 from pflcore.simulation import History
@@ -194,10 +193,8 @@ class JobRunner:
 
 
 def plan_line(header: Facts) -> str:
-    """Text on a run: its parameters, rounds, engine and memory."""
-    size = human_bytes(header["peak_bytes"])
+    """Text on a run: its parameters, rounds and engine."""
     return (
         f"{header['algorithm']}: {header['parameters']:,} parameters, "
-        f"{header['rounds']} rounds, engine {header['engine']}, about {size} of memory "
-        "at the peak beside its data"
+        f"{header['rounds']} rounds, engine {header['engine']}"
     )

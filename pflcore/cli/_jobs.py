@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from pflcore.cli._resume import (
 from pflcore.cli._track import require_tracker
 from pflcore.data import Federation
 from pflcore.results._columns import column_names, require_columns
-from pflcore.results._files import atomic_write, remove_part_files
+from pflcore.results._files import atomic_write, lock_folder, remove_part_files
 from pflcore.results._progress import Progress
 from pflcore.results.record import Facts, RecordWriter, read, to_json
 from pflcore.simulation import _describe as describe
@@ -51,8 +50,6 @@ def run_jobs(
         config: All options as TOML, which are written into the folder.
     """
     options = jobs[0].options
-    if options.debug:
-        logging.basicConfig(level=logging.DEBUG, format="%(message)s")
     ranks = options.started_ranks
     with ranks.together("the check of the command's options"):
         if ranks.is_first:
@@ -105,7 +102,7 @@ def _check_output(jobs: Sequence[Job], output: OutputOptions) -> None:
 
 
 def _try_jobs(jobs: Sequence[Job], data: Federation, model: Model) -> list[str]:
-    """Lines of text on each algorithm's run: size, engine and memory.
+    """Lines of text on each algorithm's run: size and engine.
 
     Every simulation is made, so that an error is reported before a record is opened.
     """
@@ -116,8 +113,7 @@ def _try_jobs(jobs: Sequence[Job], data: Federation, model: Model) -> list[str]:
             continue  # another seed changes nothing in the plan
         seen.add(job.algorithm)
         simulation = job.simulation(data, model)
-        memory = describe.memory_line(simulation.config, simulation.peak_bytes())
-        plans.append(f"{plan_line(job.header(simulation))}\n{memory}")
+        plans.append(plan_line(job.header(simulation)))
         del simulation  # the next one needs the memory
     return plans
 
@@ -146,7 +142,7 @@ def _open_folder(
     if folder is None:
         names = [name_of(job.algorithm) for job in jobs]
         folder = new_folder(names, options.data, options.partition or "")
-    stack.enter_context(checkpoint.lock(folder))
+    stack.enter_context(lock_folder(folder))
     if begun:
         merge_commands(folder, command)
         for job in jobs:

@@ -47,10 +47,7 @@ def merge_commands(folder: Path, command: Facts) -> Line:
     difference = describe.first_difference(common, command["common"])
     for name, facts in command["runs"].items():
         if name in runs and not difference:
-            algorithm = name.rpartition(", seed ")[0]
-            options = describe.current_options(algorithm, runs[name].get("options"))
-            there = {**runs[name], "options": options}
-            difference = describe.first_difference(there, facts)
+            difference = describe.first_difference(runs[name], facts)
     if difference:
         raise ValueError(
             f"resume: {folder} holds another run: {difference}; give the options it "

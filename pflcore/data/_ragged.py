@@ -7,6 +7,7 @@ indices; m indices are in all lists together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,15 @@ class Ragged(Sequence[Tensor]):
         shift = self.begin[ids] - new_begin
         index = torch.arange(int(size.sum())) + shift.repeat_interleave(size)
         return Ragged(self.flat[to_device(index, self.flat.device)], size)
+
+    @cached_property  # a round must not look at all clients
+    def nonempty(self) -> Tensor | None:
+        """Ids [S] of the clients whose lists have an index; None where all have one.
+
+        It is on the CPU.
+        """
+        has_indices = self.size > 0
+        return None if bool(has_indices.all()) else has_indices.nonzero()[:, 0]
 
     def owners(self) -> Tensor:
         """The client of each index in `flat`: int64 [m], on its device."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,11 +173,11 @@ class ClientSamples:
         counts = self.y != IGNORED_LABEL
         return counts if counts.dim() == 1 else counts.flatten(1).any(1)
 
-    @cached_property  # a round must not look at all clients
+    @property
     def trainable_clients(self) -> Tensor | None:
         """The ids [T] of the clients with training samples; None where all have."""
-        has_samples = self.size() > 0
-        return None if bool(has_samples.all()) else has_samples.nonzero()[:, 0]
+        lists: Ragged = self.index["train"]
+        return lists.nonempty
 
     def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
         """The number of samples by client and class: int64 [N, C], on the CPU.

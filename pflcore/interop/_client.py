@@ -315,7 +315,7 @@ class Client:
         if sent_buffers is not None:
             buffers = sent_buffers[None]
         data = single_client_view(self.data, header.number, header.n)
-        context = self._context._replace(data=data, rounds=header.rounds)
+        context = replace(self._context, data=data, rounds=header.rounds)
         number = torch.tensor([header.number])
         clients = Clients(context, number, header.round, buffers.clone())
         return down, client_state, header, clients

@@ -49,6 +49,7 @@ from pflcore.interop._sides import (
 )
 from pflcore.simulation._describe import Record
 from pflcore.simulation._models import with_new_client
+from pflcore.simulation._rows import CohortRows
 from pflcore.simulation._state import (
     batch_norm_policy,
     check_state,
@@ -492,23 +493,16 @@ class Server:
         negative = (buffers[:, self.net.variances] < 0).any(1)
         buffers[negative] = torch.nan
         down = alg.send(state.server, cohort)
-        no_loss = torch.zeros(len(ids))  # clients do not upload theirs
-        result = CohortResult(
-            cohort,
-            down,
-            up,
-            states_before={},
-            client_states={},
-            buffers=buffers,
-            loss=no_loss,
-        )
+        # Clients upload neither their own state nor their loss.
+        rows = CohortRows({}, buffers, up=up)
+        result = CohortResult(cohort, down, {}, rows)
         result, outcome = accept(result, alg.traits, state.server, self.clip)
         changes = serve(alg, state, result, outcome, self.averages, on_refused)
         if not outcome.void:
             self._state = commit(state, changes)
             self._upload_layout = layout_of(first)
             self._record_accepted(outcome, outcome.cohort or cohort)
-        return replace(outcome, train_loss=None)
+        return outcome
 
     def _record_accepted(self, outcome: RoundOutcome, cohort: Cohort) -> None:
         """Stores the facts of a round for later downloads and for `report`."""

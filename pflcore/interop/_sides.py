@@ -17,12 +17,7 @@ from pflcore.algorithms import name_of
 from pflcore.algorithms._protocol import Algorithm
 from pflcore.results.record import to_json
 from pflcore.simulation import checkpoint as store
-from pflcore.simulation._describe import (
-    Record,
-    current_options,
-    describe_net,
-    first_difference,
-)
+from pflcore.simulation._describe import Record, describe_net, first_difference
 from pflcore.train import Net
 
 
@@ -79,8 +74,7 @@ def load_side(folder: str | Path, identity: Record) -> tuple[dict[str, Tensor], 
             f"checkpoint: {folder} holds that of a simulation, expected one of a "
             f"{identity['side']}; give another folder."
         )
-    options = current_options(there.get("algorithm"), there.get("options"))
-    difference = first_difference({**there, "options": options}, identity)
+    difference = first_difference(there, identity)
     if difference is not None:
         raise ValueError(
             f"checkpoint: {folder} holds that of another {identity['side']}: "

@@ -20,7 +20,6 @@ from contextlib import nullcontext
 from functools import partialmethod
 from logging import INFO, WARNING
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 try:
@@ -57,10 +56,11 @@ from pflcore.interop._flower_personal import (
 )
 from pflcore.interop._flower_sending import OneByOneGrid, OneTimeMessages
 from pflcore.interop._server import Server
+from pflcore.results._files import lock_folder
 from pflcore.simulation._loop import MAX_VOID_ROUNDS
 from pflcore.simulation._state import RunConfig
 from pflcore.simulation._uploads import RoundOutcome
-from pflcore.simulation.checkpoint import Checkpoint, lock
+from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.round import sample_cohort
 from pflcore.train._random import draw_without_replacement
 
@@ -195,7 +195,7 @@ class PflStrategy(FilteredFedAvg):
         one_by_one: Any = OneByOneGrid(grid)
         in_folder: Any = nullcontext()
         if self._checkpoint is not None:
-            in_folder = lock(self._checkpoint.folder, "checkpoint")
+            in_folder = lock_folder(self._checkpoint.folder, "checkpoint")
         with in_folder:
             result = super().start(one_by_one, ArrayRecord(), num_rounds, **options)
             if num_rounds == 0 and self._earlier_rounds:
@@ -340,9 +340,17 @@ class PflStrategy(FilteredFedAvg):
         """The numbers of the clients that train, drawn as in a simulation."""
         least = min(1.0, self.min_train_nodes / len(available))
         participation = max(self.fraction_train, least)
-        # `sample_cohort` reads only the seed of a run's context.
-        context: Any = SimpleNamespace(seed=self.server.seed)
-        config = RunConfig(self.server.algorithm, context)
+        # `sample_cohort` reads only the seed and the algorithm of a run.
+        unused: Any = None
+        config = RunConfig(
+            unused,
+            unused,
+            unused,
+            unused,
+            unused,
+            seed=self.server.seed,
+            algorithm=self.server.algorithm,
+        )
         return sample_cohort(config, self.server.round + 1, participation, available)
 
     def _evaluation_cohort(self, available: Tensor, server_round: int) -> Tensor:

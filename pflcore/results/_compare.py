@@ -98,7 +98,6 @@ EFFECTS = (
     Effect("kernels or references", "close", ("backend.kernels",)),
     Effect("another torch or pflcore", "close", ("versions", "backend.torch")),
     Effect("threads inside an op", "the same bits", ("backend.threads",)),
-    Effect("rows on disk or in memory", "the same bits", ("storage",)),
 )
 
 

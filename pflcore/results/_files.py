@@ -11,6 +11,13 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
+from pflcore.check import reject
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
@@ -84,3 +91,30 @@ def move_aside(paths: Sequence[Path]) -> list[Path]:
         if not any(map(os.path.lexists, new_paths)):
             break
     return [path.rename(new) for path, new in zip(paths, new_paths, strict=True)]
+
+
+@contextlib.contextmanager
+def lock_folder(folder: str | Path, name: str = "out") -> Iterator[None]:
+    """Keeps other runs out of `folder` during the block.
+
+    The lock also ends with the process. The folder is made. Raises ValueError, which
+    begins with `name`, where another run is in it, or where it cannot be written.
+    """
+    path = Path(folder) / ".lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "ab")  # noqa: SIM115 (closed below)
+    except OSError:
+        reject(name, "a folder that can be written", str(folder))
+    with file:
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{name}: another run is writing into {folder}; wait until it has "
+                "ended, or name another folder."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield

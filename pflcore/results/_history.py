@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +54,20 @@ class Models(Protocol):
         """Writes all models into files, see `History.export`."""
 
 
+class RunEnd(NamedTuple):
+    """The end of a run before its last round, or by Ctrl-C after it.
+
+    Attributes:
+        kind: "stopped" by the algorithm or a callback, "interrupted" by Ctrl-C, or
+            "failed" by an error.
+        reason: One sentence; None where Ctrl-C came after the last round, so that the
+            run is whole.
+    """
+
+    kind: Literal["stopped", "interrupted", "failed"]
+    reason: str | None
+
+
 @dataclass(repr=False)
 class History:
     """The results of a run: its records and its models.
@@ -66,10 +80,7 @@ class History:
         header: The description of the run: algorithm, options, data, seed; {} where the
             header line of a file is lost.
         rounds: The records of the rounds, in order.
-        stopped: The reason why the run ended early, one sentence; None for a whole run.
-        interrupted: True after Ctrl-C. Where it came after the last round, the run is
-            whole and `stopped` is None.
-        failed: True where an error ended the run, or a lack of memory.
+        end: The reason why the run ended early; None for a whole run.
         models: The personalized models of the last state, see `model`; None where the
             run was read from a file.
         rank: The number of this process among those that played the run together.
@@ -79,9 +90,7 @@ class History:
 
     header: Record = field(default_factory=dict)
     rounds: list[Record] = field(default_factory=list)
-    stopped: str | None = None
-    interrupted: bool = False
-    failed: bool = False
+    end: RunEnd | None = None
     models: Models | None = None
     rank: int = 0
     _state: Any = field(default=None, init=False)
@@ -137,8 +146,23 @@ class History:
 
     # the record ---------------------------------------------------------------
     @property
+    def stopped(self) -> str | None:
+        """The reason why the run ended early, one sentence; None for a whole run."""
+        return None if self.end is None else self.end.reason
+
+    @property
+    def interrupted(self) -> bool:
+        """True after Ctrl-C, also where it came after the last round."""
+        return self.end is not None and self.end.kind == "interrupted"
+
+    @property
+    def failed(self) -> bool:
+        """True where an error ended the run."""
+        return self.end is not None and self.end.kind == "failed"
+
+    @property
     def unfinished(self) -> bool:
-        """True where Ctrl-C, a lack of memory or an error stopped the run.
+        """True where Ctrl-C or an error stopped the run.
 
         False where the run is whole, and where the algorithm or a callback stopped it.
         """

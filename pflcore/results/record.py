@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pflcore.check import checked
-from pflcore.results._history import History
+from pflcore.results._history import History, RunEnd
 from pflcore.results._json import to_json as to_json
 from pflcore.results._validate import (
     EarlierFormatError,
@@ -133,11 +133,8 @@ def _history_of_error(error: BaseException) -> History:
     """The history, without rounds, of a run that an error has ended."""
     reason = next(iter(str(error).strip().splitlines()), "")
     is_interrupt = isinstance(error, KeyboardInterrupt)
-    return History(
-        stopped=f"{type(error).__name__}: {reason}",
-        interrupted=is_interrupt,
-        failed=not is_interrupt,
-    )
+    kind: Any = "interrupted" if is_interrupt else "failed"
+    return History(end=RunEnd(kind, f"{type(error).__name__}: {reason}"))
 
 
 @checked
@@ -169,11 +166,18 @@ def _add_line(runs: list[History], line: Line, run: History) -> None:
     if not runs or run is not runs[-1]:
         runs.append(run)
     if "stopped" in line:
-        run.stopped = line["stopped"]
-        run.interrupted = bool(line.get("interrupted"))
-        run.failed = bool(line.get("unfinished")) and not run.interrupted
+        run.end = _end_of_line(line)
     if "round" in line:
         run.rounds.append(line)
+
+
+def _end_of_line(line: Line) -> RunEnd:
+    """The end of a run by the line that says why it ended early."""
+    if line.get("interrupted"):
+        return RunEnd("interrupted", line["stopped"])
+    if line.get("unfinished"):
+        return RunEnd("failed", line["stopped"])
+    return RunEnd("stopped", line["stopped"])
 
 
 def _follows(line: Facts, run: History) -> bool:

@@ -233,7 +233,7 @@ class Adversary:
                 )
                 sent = origin[is_bad] + attack
             up[key] = rows.index_put((is_bad,), sent).view_as(up[key])
-        return result._replace(up=up)
+        return result.with_rows(up=up)
 
     def _attacked_keys(
         self, up: Tensors, origins: Tensors, traits: Traits

@@ -1,7 +1,7 @@
-"""Descriptions of a run: for its record, its checkpoint and its printed lines.
+"""Descriptions of a run, of its rounds, its engine, its data and its model.
 
-`RunDescription` is the description of a whole run. The functions describe a round, an
-engine, a federation and a model.
+`describe_run` makes the one description of a run: the header of its record, by which a
+checkpoint tells runs apart, too.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,11 @@ from pflcore.algorithms._split import SplitModel
 from pflcore.check import summarize
 from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged
-from pflcore.metrics import human_bytes
 from pflcore.ops import __version__, backend
 from pflcore.results._updates import OUTLIER_RATIO, longest_update
 from pflcore.results.record import to_json
 from pflcore.simulation._attacks import Adversary
 from pflcore.simulation._sampling import describe_sampling
-from pflcore.simulation._setup import RunOptions, peak_bytes, row_bytes
 from pflcore.simulation._state import RunConfig, State
 from pflcore.simulation._uploads import RoundOutcome
 from pflcore.train import Net
@@ -35,215 +33,173 @@ from pflcore.train._gpu_flags import allows_tf32
 from pflcore.train._losses import loss_name
 from pflcore.train._random import STREAM_VERSION
 
+if TYPE_CHECKING:
+    from pflcore.simulation._loop import Simulation
+
 Record = dict[str, Any]
 # Of a tensor with more bytes, a digest takes rows in even distances.
 DIGEST_MAX_BYTES = 2**28
 # A report keeps a tensor of more numbers as a tensor, not as a list.
 REPORT_TENSOR_MIN_NUMBERS = 1000
-# Keys of a header that are not copied into a run's identity. They describe where the
-# run is computed, or the identity has them in more detail or under "made_with". The
-# initial weights are not compared, because a checkpoint brings its own.
-NOT_IDENTITY = (
+# Entries of a header in which runs with the same results may differ. They describe
+# where a run is computed, or what another entry has in more detail. A checkpoint brings
+# its own initial weights.
+MAY_DIFFER = (
     "initial_weights",
-    "storage",
-    "backend",
-    "peak_bytes",
-    "loss",
-    "size",
-    "versions",
-    "device",
     "engine",
-    "clients_per_block",
     "path",
+    "device",
+    "clients_per_block",
+    "backend",
+    "versions",
     "tf32",
     "names",
 )
+# Those of them that may change the last digits of results.
+LAST_DIGITS = ("versions", "device", "engine", "clients_per_block", "tf32")
 # Fields of a federation that decide no result.
 NO_SAMPLES = ("name", "facts", "columns", "class_names")
 VERSIONS = {"pflcore": __version__, "torch": torch.__version__}
-# Options that are None where version 0.1.0 had 0, by algorithm. They refuse 0 since
-# then, so that a 0 in a file has no other meaning.
-FORMER_ZEROS = {"heurfedamp": "xi_self", "fedala": "layers"}
 # Keys of records that are also names of an attribute: of the options, of an outcome.
 RUN_FIELDS = ("training", "clients", "rounds", "participation", "seed")
 OUTCOME_FIELDS = ("dropped", "void", "bytes_down", "bytes_up", "train_loss", "clipped")
 
 
-@dataclass(frozen=True)
-class RunDescription:
-    """The description of a run, which stays the same during its rounds.
+def describe_run(simulation: Simulation, digests: Record) -> Record:
+    """The first line of a run's record, and the description in its checkpoint.
 
-    Attributes:
-        options: The options of the simulation.
-        config: What a round needs: the options on their device.
-        eval_clients: The ids of the clients that are evaluated; None for all.
-        metrics: The names of the metrics of an evaluation.
+    Runs that differ in nothing but `MAY_DIFFER` have the same results, up to their last
+    digits. Data without a name, models, and losses with options have a short digest,
+    which tells them apart for people. `digests` are those of `digests_of`.
     """
+    config = simulation.config
+    alg = config.algorithm
+    net = config.net
+    data = simulation.data
+    adversary = config.robustness.adversary
+    record = {
+        "algorithm": name_of(alg),
+        "options": alg,
+        **{name: getattr(simulation, name) for name in RUN_FIELDS},
+        "data": _data_name(data),
+        "model": _model_name(net),
+        "eval_clients": _evaluated_clients(simulation),
+        "n": data.n,
+        "classes": data.classes,
+        "facts": data.facts,
+        "parameters": net.size,
+        "initial_weights": short_digest([net.w0, net.b0]),
+        "engine": config.engine.name,
+        "path": describe_engine(config),
+        "device": simulation.hardware.device,
+        "clients_per_block": config.clients_per_block,
+        "batch_norm": config.batch_norm,
+        "clip": config.robustness.clip,
+        "stream": STREAM_VERSION,
+        "loss": _loss_name_with_digest(net.loss_fn),
+        "metrics": list(simulation.metrics),
+        "eval_split": simulation.evaluation.split,
+        "evaluation": simulation.evaluation,
+        "target": getattr(alg, "target", None),
+        "backend": backend(),
+        "versions": VERSIONS,
+    }
+    if not _is_uniform(simulation.sampling):
+        record["sampling"] = describe_sampling(simulation.sampling)
+    if data.names is not None:
+        record["names"] = data.names
+    if net.eval_modules:
+        record["eval_modules"] = net.eval_modules
+    if net.w0.device.type == "cuda":
+        record["tf32"] = allows_tf32()
+    if isinstance(alg, SplitModel):
+        record["private"] = _private_parameters(alg, net)
+    if adversary is not None:
+        record["adversary"] = _adversary_facts(adversary)
+    sizes = config.data.size("train").tolist()
+    header: Record = {**to_json(record), "size": sizes, "digests": digests}
+    return header
 
-    options: RunOptions
-    config: RunConfig
-    eval_clients: Tensor | None
-    metrics: tuple[str, ...]
 
-    @property
-    def name(self) -> str:
-        """The algorithm's name in records."""
-        return name_of(self.config.algorithm)
+def digests_of(data: Federation, net: Net) -> Record:
+    """Digests of all samples and of the model, by what they are of."""
+    return {
+        "digest of the samples": describe_data(data)["digest of the samples"],
+        "digest of the model": content_digest(describe_net(net)),
+    }
 
-    @property
-    def context(self) -> TrainContext:
-        """The part of `config` that training needs."""
-        return self.config.context
 
-    def peak_bytes(self) -> int:
-        """An estimate of the run's peak memory besides its data."""
-        return peak_bytes(self.config, self.options.participation)
+def _evaluated_clients(simulation: Simulation) -> Tensor | int | None:
+    """The clients to evaluate, for the header.
 
-    def header(self) -> Record:
-        """The first line of the run's record.
+    None or a number is kept as in the options; else it is the ids.
+    """
+    clients = simulation.evaluation.clients
+    if clients is None or isinstance(clients, int):
+        return clients
+    return simulation.eval_clients
 
-        Data without a name, models, and losses with options have a short digest, which
-        tells them apart.
-        """
-        options = self.options
-        context = self.context
-        alg = self.config.algorithm
-        net = context.net
-        data = options.data
-        record = {
-            "algorithm": self.name,
-            "options": alg,
-            **{name: getattr(options, name) for name in RUN_FIELDS},
-            "data": _data_name(data),
-            "model": _model_name(net),
-            "eval_clients": self._evaluated_clients(),
-            "n": data.n,
-            "classes": data.classes,
-            "facts": data.facts,
-            "parameters": net.size,
-            "initial_weights": short_digest([net.w0, net.b0]),
-            "engine": context.engine.name,
-            "path": describe_engine(context),
-            "device": options.hardware.device,
-            "clients_per_block": context.clients_per_block,
-            "storage": "disk" if self.config.folder else "memory",
-            "batch_norm": options.batch_norm,
-            "clip": options.robustness.clip,
-            "stream": STREAM_VERSION,
-            "loss": _loss_name_with_digest(net.loss_fn),
-            "metrics": list(self.metrics),
-            "eval_split": options.evaluation.split,
-            "target": getattr(alg, "target", None),
-            "backend": backend(),
-            "versions": VERSIONS,
-            "peak_bytes": self.peak_bytes(),
-        }
-        if not _is_uniform(options.sampling):
-            record["sampling"] = describe_sampling(options.sampling)
-        if data.names is not None:
-            record["names"] = data.names
-        if net.eval_modules:
-            record["eval_modules"] = net.eval_modules
-        if net.w0.device.type == "cuda":
-            record["tf32"] = allows_tf32()
-        if isinstance(alg, SplitModel):
-            record["private"] = _private_parameters(alg, net)
-        if options.robustness.adversary is not None:
-            record["adversary"] = _adversary_facts(options.robustness.adversary)
-        return {**to_json(record), "size": context.data.size("train").tolist()}
 
-    def _evaluated_clients(self) -> Tensor | int | None:
-        """The clients to evaluate, for the header.
+def decisive_entries(header: Record) -> Record:
+    """The entries of a header that decide the results of the run."""
+    return {name: value for name, value in header.items() if name not in MAY_DIFFER}
 
-        None or a number is kept as in the options; else it is the ids.
-        """
-        clients = self.options.evaluation.clients
-        if clients is None or isinstance(clients, int):
-            return clients
-        return self.eval_clients
 
-    def identity(self) -> Record:
-        """The description by which a checkpoint tells runs apart.
+def explain_other_run(
+    there: Record, here: Record, config: RunConfig, played: int
+) -> str | None:
+    """The first difference that keeps a run from going on, in words.
 
-        Runs with the same identity have the same results. Its entry "made_with" is an
-        exception: it may differ, as when a run continues on another machine.
-        """
-        net = self.context.net
-        description: Record = {
-            "federation": describe_data(self.options.data),
-            "loss": loss_name(net.loss_fn),
-            # It stands before the net, whose buffers depend on it.
-            "eval_modules": net.eval_modules or None,
-            "net": describe_net(net),
-        }
-        for name, value in self.header().items():
-            if name not in NOT_IDENTITY:
-                description[name] = value
-        description["evaluation"] = self.options.evaluation
-        description["made_with"] = self._made_with()
-        record: Record = to_json(description)
-        return record
+    None where it can go on. The number of rounds may differ where the rounds so far
+    would have been the same.
 
-    def _made_with(self) -> Record:
-        """The part of the identity that may change within a run."""
-        context = self.context
-        made_with = {
-            "versions": VERSIONS,
-            "device": self.options.hardware.device,
-            "engine": context.engine.name,
-            "clients_per_block": context.clients_per_block,
-            "form": context.engine.form,
-        }
-        if context.net.w0.device.type == "cuda":
-            made_with["tf32"] = allows_tf32()
-        return made_with
-
-    def compare(self, other: Record, played: int = 0) -> str | None:
-        """The first difference from a run with the identity `other`, in words.
-
-        None where both are one run. "made_with" is left out. The number of rounds may
-        differ where the rounds so far would have been the same.
-
-        Args:
-            other: The identity of the other run.
-            played: The number of rounds that the other run has played.
-        """
-        there = _without_made_with(other)
-        there["options"] = current_options(there.get("algorithm"), there.get("options"))
-        here = _without_made_with(self.identity())
-        rounds = there.pop("rounds", None), here.pop("rounds")
-        difference = first_difference(there, here)
-        if difference is None and rounds[0] != rounds[1]:
-            reason = self._reason_for_rounds(rounds, played)
-            if reason is not None:
-                difference = (
-                    f"rounds is {rounds[0]} there and {rounds[1]} here, {reason}"
-                )
+    Args:
+        there: The header of the other run.
+        here: The header of this run.
+        config: The options of this run.
+        played: The number of rounds that the other run has played.
+    """
+    lengths = there.get("rounds"), here["rounds"]
+    same_length = {**there, "rounds": here["rounds"]}
+    difference = first_difference(decisive_entries(same_length), decisive_entries(here))
+    if difference is not None or lengths[0] == lengths[1]:
         return difference
+    reason = _reason_for_rounds(config, lengths, played)
+    if reason is None:
+        return None
+    return f"rounds is {lengths[0]} there and {lengths[1]} here, {reason}"
 
-    def _reason_for_rounds(self, rounds: tuple[Any, int], played: int) -> str | None:
-        """The reason why runs of these two lengths differ so far, as a clause.
 
-        None where they are the same.
+def _reason_for_rounds(
+    config: RunConfig, lengths: tuple[Any, int], played: int
+) -> str | None:
+    """The reason why runs of these two lengths differ so far, as a clause.
 
-        Args:
-            rounds: The numbers of rounds of another run and of this one.
-            played: The number of rounds that the other run has played.
-        """
-        there, here = rounds
-        reason = self.config.algorithm.traits.rounds_reason
-        if type(there) is not int or there < 1:
-            return "which is no number of rounds"
-        if played > here:
-            return f"and {played} are played"
-        if reason:
-            return f"and {self.name} {reason}"
-        is_same = self.context.training.same_lr((there, here), played)
-        return None if is_same else "and the schedule's step sizes depend on it"
+    None where they are the same.
 
-    def compare_made_with(self, other: Record) -> str | None:
-        """The first difference from "made_with" of the identity `other`, in words."""
-        return first_difference(other.get("made_with", {}), self._made_with())
+    Args:
+        config: The options of this run.
+        lengths: The numbers of rounds of another run and of this one.
+        played: The number of rounds that the other run has played.
+    """
+    reason = config.algorithm.traits.rounds_reason
+    if played > lengths[1]:
+        return f"and {played} are played"
+    if reason:
+        return f"and {name_of(config.algorithm)} {reason}"
+    is_same = config.training.same_lr(lengths, played)
+    return None if is_same else "and the schedule's step sizes depend on it"
+
+
+def difference_in_digits(there: Record, here: Record) -> str | None:
+    """The first difference of two headers that may change last digits, in words."""
+    return first_difference(_made_with(there), _made_with(here))
+
+
+def _made_with(header: Record) -> Record:
+    """The entries of a header that may change last digits."""
+    entries = {name: header[name] for name in LAST_DIGITS if name in header}
+    return {**entries, "form": header.get("path", {}).get("form")}
 
 
 def _adversary_facts(adversary: Adversary) -> Record:
@@ -257,11 +213,6 @@ def _adversary_facts(adversary: Adversary) -> Record:
 def _is_uniform(sampling: Any) -> bool:
     """True for the rule that a record does not name."""
     return isinstance(sampling, str) and sampling == "uniform"
-
-
-def _without_made_with(identity: Record) -> Record:
-    """The identity of a run without the part that may differ."""
-    return {name: value for name, value in identity.items() if name != "made_with"}
 
 
 def _data_name(data: Federation) -> str:
@@ -306,22 +257,22 @@ def describe_engine(context: TrainContext) -> Record:
     return path
 
 
-def round_record(run: RunDescription, state: State, outcome: RoundOutcome) -> Record:
+def round_record(config: RunConfig, state: State, outcome: RoundOutcome) -> Record:
     """A round's record, without the algorithm's report and without evaluation."""
     norms = outcome.relative_update_norm
     if norms is not None:
         norms = [_three_digits(norm) for norm in norms]
-    training = run.context.training
+    training = config.training
     steps = {}
     if callable(training.steps):
         ids = torch.tensor(outcome.ids, dtype=torch.int64)
-        counts = training.steps_of(state.round, ids, run.context.seed)
+        counts = training.steps_of(state.round, ids, config.seed)
         steps = {"steps": [] if counts is None else counts.tolist()}
     return {
         "round": state.round,
-        "algorithm": run.name,
-        "engine": run.context.engine.name,
-        "seed": run.context.seed,
+        "algorithm": name_of(config.algorithm),
+        "engine": config.engine.name,
+        "seed": config.seed,
         "seconds": 0.0,
         "cohort": outcome.ids,
         **steps,
@@ -337,15 +288,14 @@ def _three_digits(number: float | None) -> float | None:
     return None if number is None else float(f"{number:.3g}")
 
 
-def round_report(run: RunDescription, state: State, outcome: RoundOutcome) -> Record:
+def round_report(config: RunConfig, state: State, outcome: RoundOutcome) -> Record:
     """The algorithm's report of a round.
 
     Small tensors are lists in it, and large ones are copies on the CPU.
     """
     if outcome.void or outcome.cohort is None:  # the round changed nothing
         return {}
-    alg = run.config.algorithm
-    report = alg.report(state.server, outcome.mix, outcome.cohort)
+    report = config.algorithm.report(state.server, outcome.mix, outcome.cohort)
     record: Record = {}
     for name, tensor in report.items():
         if tensor.numel() > REPORT_TENSOR_MIN_NUMBERS:
@@ -356,14 +306,14 @@ def round_report(run: RunDescription, state: State, outcome: RoundOutcome) -> Re
 
 
 def explain_void(
-    run: RunDescription, state: State, records: Sequence[Record], outcome: RoundOutcome
+    config: RunConfig, state: State, records: Sequence[Record], outcome: RoundOutcome
 ) -> str:
     """One sentence with the reason why a run ends after void rounds.
 
     It names the longest update so far, where that is an outlier.
 
     Args:
-        run: The description of the run.
+        config: The options of the run.
         state: The state after the last round.
         records: The records of the rounds so far.
         outcome: The outcome of the last round.
@@ -373,13 +323,13 @@ def explain_void(
     rounds = f"round {last} was" if first == last else f"rounds {first} to {last} were"
     if outcome.void_reason is not None:
         return f"{rounds.capitalize()} void: {outcome.void_reason}"
-    data = run.options.data
+    data = config.data
     dropped = data.names_of(outcome.dropped)
     reason = f"client(s) {dropped} sent updates that are not finite"
     if outcome.non_finite_state:
         names = ", ".join(outcome.non_finite_state)
         reason = f"the server's {names} would not be finite"
-    remedy = f"lower the learning rate ({run.context.training.lr})"
+    remedy = f"lower the learning rate ({config.training.lr})"
     longest = longest_update(records)
     if longest is not None and longest.ratio > OUTLIER_RATIO:
         (name,) = data.names_of([longest.client])
@@ -388,22 +338,6 @@ def explain_void(
             f"median in round {longest.round}: look at its data or set clip"
         )
     return f"The run diverged: {rounds} void, because {reason}; {remedy}."
-
-
-def memory_line(config: RunConfig, peak: int) -> str:
-    """One line about a run's memory, for people.
-
-    It has the place of client rows, their bytes, and the peak memory.
-    """
-    client_bytes, server_bytes, _ = row_bytes(config)
-    place = "in memory"
-    if config.folder:
-        place = f"in a file in {config.folder}, blocks only for clients that take part"
-    return (
-        f"rows: {human_bytes(client_bytes)} of the clients' own and "
-        f"{human_bytes(server_bytes)} of the server's for each, {place}; peak memory "
-        f"beside data about {human_bytes(peak)}"
-    )
 
 
 def describe_data(data: Federation) -> Record:
@@ -508,14 +442,6 @@ def _digest_bytes(tensor: Tensor) -> memoryview:
         tensor = tensor[::stride]
     numbers = tensor.detach().cpu().contiguous().reshape(-1)
     return numbers.view(torch.uint8).numpy().data
-
-
-def current_options(algorithm: Any, options: Any) -> Any:
-    """The options of an algorithm in a file, with None in place of a former 0."""
-    name = FORMER_ZEROS.get(str(algorithm))
-    if isinstance(options, dict) and options.get(name) == 0:
-        return {**options, name: None}
-    return options
 
 
 def first_difference(

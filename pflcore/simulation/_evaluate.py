@@ -19,14 +19,12 @@ from pflcore.check import checked, require
 from pflcore.data._federation import Federation
 from pflcore.metrics import Metric, measured_by
 from pflcore.simulation._state import RunConfig, State, client_rows
-from pflcore.simulation.executor import BlockPlan, CohortWork, computed_rows
 from pflcore.train import Clients
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
 from pflcore.train._losses import without_masked
-from pflcore.train._schedule import assign_blocks, split_by_block
+from pflcore.train._schedule import assign_blocks
 from pflcore.train._workers import single_threaded
 
-EVAL_CHUNK_BYTES = 1 << 26  # bytes of rows in files that are read at once
 Metrics = Mapping[str, Metric] | None
 
 
@@ -52,7 +50,7 @@ def evaluate(
         clients: The ids of the clients that are evaluated; None for all.
         metrics: More metrics, by name: functions of one client's (scores, labels).
     """
-    n = config.context.data.n
+    n = config.data.n
     ids = torch.arange(n) if clients is None else clients
     values = evaluate_clients(config, state, split, ids, metrics)
     evaluated = values.pop("clients")
@@ -80,11 +78,11 @@ def evaluate_clients(
         ids: The ids of the clients to evaluate, if they have samples.
         metrics: More metrics, by name.
     """
-    size = config.context.data.size(split)
+    size = config.data.size(split)
     ids = ids[size[ids] > 0]
     require(len(ids), "split", "a split of which a client has samples", split)
     parts = []
-    for group in split_by_training(config.context.data, ids):
+    for group in split_by_training(config.data, ids):
         values = _evaluate_group(config, state, split, group, metrics)
         parts.append({"clients": group, **values, "size": size[group]})
     if len(parts) == 1:
@@ -108,21 +106,26 @@ def split_by_training(data: Federation, ids: Tensor) -> list[Tensor]:
 def _evaluate_group(
     config: RunConfig, state: State, split: str, ids: Tensor, metrics: Metrics
 ) -> Tensors:
-    """The values [S] of the clients `ids`, all of which have samples."""
-    size = config.context.data.size(split)
-    block_numbers = assign_blocks(config.context, ids, size[ids])
+    """The values [S] of the clients `ids`, all of which have samples.
 
-    def compute(positions: Tensor) -> Tensors:
-        return _evaluate_part(
-            config, state, split, ids[positions], metrics, block_numbers[positions]
-        )
-
+    The ranks of a run share the clients.
+    """
+    ranks = config.ranks
+    size = config.data.size(split)[ids]
     place = f"the evaluation on {split} after round {state.round}"
-    plan = BlockPlan(size[ids], block_numbers)
-    work = CohortWork(place, ids, compute, lambda: plan)
-    repeating = REPEATABLE_FLAGS.set_for(config.context.net.w0.device)
+    blocks = assign_blocks(config, ids, size)
+    shares = ranks.share(size, blocks)
+    own = shares[ranks.rank]
+    values = None
+    repeating = REPEATABLE_FLAGS.set_for(config.net.w0.device)
     with single_threaded(config.fits_one_thread(len(ids))), repeating:
-        return computed_rows(config.executor, work)
+        with ranks.own_work(place):
+            if len(own):
+                values = _evaluate_part(
+                    config, state, split, ids[own], metrics, blocks[own]
+                )
+        evaluated: Tensors = ranks.gather(place, values, shares)
+    return evaluated
 
 
 def _evaluate_part(
@@ -134,57 +137,6 @@ def _evaluate_part(
     block_numbers: Tensor,
 ) -> Tensors:
     """The values [S] of the clients `ids`, float64 on the CPU."""
-    chunks = evaluation_parts(config, state, block_numbers)
-    parts = [
-        _evaluate_chunk(config, state, split, ids[chunk], metrics, block_numbers[chunk])
-        for chunk in chunks
-    ]
-    order = torch.cat(chunks).argsort()
-    values = {}
-    for name in parts[0]:
-        column = torch.cat([part[name] for part in parts])
-        values[name] = column.double().cpu()[order]
-    return values
-
-
-def evaluation_parts(
-    config: RunConfig, state: State, block_numbers: Tensor
-) -> list[Tensor]:
-    """The positions of clients that are evaluated together, chunk by chunk.
-
-    There is one chunk with all clients, unless their rows are in files. Then each chunk
-    has as many clients as fit into memory, in whole blocks.
-
-    Args:
-        config: The options of the run.
-        state: The state whose models are evaluated.
-        block_numbers: The number [S] of each client's block.
-    """
-    places = torch.arange(len(block_numbers))
-    if config.folder is None:
-        return [places]
-    row_bytes = max([1, *(rows[0].nbytes for rows in state.clients.values())])
-    max_clients = max(1, EVAL_CHUNK_BYTES // row_bytes)
-    chunks = list[list[Tensor]]()
-    count = max_clients  # the first block begins a chunk
-    for block in split_by_block(places, block_numbers):
-        if count + len(block) > max_clients:
-            chunks.append([])
-            count = 0
-        chunks[-1].append(block)
-        count += len(block)
-    return [torch.cat(chunk).sort().values for chunk in chunks]
-
-
-def _evaluate_chunk(
-    config: RunConfig,
-    state: State,
-    split: str,
-    ids: Tensor,
-    metrics: Metrics,
-    block_numbers: Tensor,
-) -> Tensors:
-    """The values [S] of the clients `ids`, computed together."""
     alg = config.algorithm
     model, clients = personalized_models(config, state, ids, block_numbers)
     result = None
@@ -203,10 +155,10 @@ def _evaluate_chunk(
         values["accuracy"] = accuracy
     if metrics:
         pairs = [without_masked(*pair) for pair in scores]
-        client_names = config.context.data.names_of(ids.tolist())
+        client_names = config.data.names_of(ids.tolist())
         for name, metric in metrics.items():
             values[name] = measured_by(name, metric, pairs, client_names)
-    return values
+    return {name: value.double().cpu() for name, value in values.items()}
 
 
 def personalized_models(
@@ -225,7 +177,7 @@ def personalized_models(
         block_numbers: The numbers [S] of the clients' blocks, where `ids` are a part of
             the clients that are evaluated; None for all of them.
     """
-    required = config.algorithm.clients_for_model(config.context.data, ids)
+    required = config.algorithm.clients_for_model(config.data, ids)
     if len(required) <= len(ids):
         return _send_and_personalize(config, state, ids, block_numbers)
     models, clients = _send_and_personalize(config, state, required, None)
@@ -243,7 +195,7 @@ def _send_and_personalize(
     cohort = config.cohort(ids, max(1, state.round), "evaluation")
     down = config.algorithm.send(state.server, cohort)
     buffers = _evaluation_buffers(config, state, ids)
-    context = config.context.without_augmentation()
+    context = config.without_augmentation()
     clients = Clients(context, ids, cohort.round, buffers, block_numbers)
     client_states = client_rows(config, state, ids, down)
     models = dict(config.algorithm.model(down, client_states, clients))

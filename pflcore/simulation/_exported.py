@@ -26,7 +26,7 @@ from pflcore.results._files import atomic_write
 from pflcore.results.record import to_json
 from pflcore.simulation._evaluate import has_custom_predict
 from pflcore.simulation._models import Personalized
-from pflcore.simulation._safetensors import write_safetensors
+from pflcore.simulation.checkpoint import write_tensors
 from pflcore.train import Net
 from pflcore.train._losses import LOSSES
 
@@ -85,7 +85,7 @@ def _export_model(model: Personalized, client: int, folder: Path) -> dict[str, A
     tensors = model.tensors()
     file = f"client-{client}.safetensors"
     with atomic_write(folder / file) as part:
-        write_safetensors(part, tensors)
+        write_tensors(part, tensors)
     entry: dict[str, Any] = {"client": client}
     if model.name is not None:
         entry["name"] = model.name

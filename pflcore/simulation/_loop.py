@@ -9,14 +9,15 @@ import itertools
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pflcore.algorithms import algorithm_of
+from pflcore.algorithms import algorithm_of, name_of
 from pflcore.algorithms._protocol import Algorithm, Stop, Tensors, check_training
 from pflcore.check import (
     BatchNormPolicy,
@@ -25,7 +26,6 @@ from pflcore.check import (
     Seed,
     check_fields,
     checked,
-    device_of,
     ids_of,
     require,
     warn_caller,
@@ -33,40 +33,39 @@ from pflcore.check import (
 from pflcore.data._federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.ops import backend
-from pflcore.results import History
+from pflcore.results._history import History, RunEnd
 from pflcore.simulation import _describe as describe
 from pflcore.simulation import checkpoint as store
-from pflcore.simulation._describe import Record, RunDescription
+from pflcore.simulation._describe import Record
 from pflcore.simulation._evaluate import evaluate, evaluate_clients
 from pflcore.simulation._log import log_engine, log_round
-from pflcore.simulation._ranks import local_device
 from pflcore.simulation._run_models import RunModels
-from pflcore.simulation._sampling import Sampling, checked_sampling, sampling_kind
+from pflcore.simulation._sampling import Sampling, checked_sampling
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._setup import (
     ModelSource,
-    RunOptions,
-    adjustable_clients_per_block,
-    prepare_run,
+    as_net,
+    check_sampling,
+    make_config,
     select_eligible_clients,
     select_eval_clients,
     training_data,
+    with_adversary_ids,
     with_client_ids,
 )
 from pflcore.simulation._signals import defer_signals
 from pflcore.simulation._state import (
-    RunConfig,
     State,
+    batch_norm_policy,
     check_state,
     copy_state,
     flatten_state,
+    initial_state,
 )
 from pflcore.simulation.callbacks import Callback, check_record
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.round import sample_cohort, step
-from pflcore.train import Training
-from pflcore.train import _memory as memory
-from pflcore.train._context import TrainContext
+from pflcore.train import Net, Training
 from pflcore.train._losses import Loss
 from pflcore.train._validate import check_torch_modes
 
@@ -144,91 +143,76 @@ class Simulation:
     def __post_init__(self) -> None:
         check_fields(self)
         check_torch_modes()
-        self.algorithm = with_client_ids(algorithm_of(self.algorithm), self.data)
-        adversary = self.robustness.adversary
-        if adversary is not None:
-            adversary = adversary.with_ids(self.data)
-            self.robustness = replace(self.robustness, adversary=adversary)
-            adversary.check_target(getattr(self.algorithm, "target", None))
-            adversary.check_uploads(self.algorithm)
-        check_training(self.algorithm, self.training)
-        options = RunOptions(
+        net = self._resolve_options()
+        self.eval_clients = select_eval_clients(
+            self.data, self.evaluation, self.robustness.adversary, self.seed
+        )
+        self.config = make_config(
+            net,
+            self.data,
+            self.hardware,
+            self.training,
+            self.rounds,
+            self.seed,
             algorithm=self.algorithm,
-            model=self.model,
-            data=self.data,
-            training=self.training,
-            rounds=self.rounds,
-            participation=self.participation,
-            clients=None,
-            seed=self.seed,
-            evaluation=self.evaluation,
             robustness=self.robustness,
-            hardware=self.hardware,
             batch_norm=self.batch_norm,
-            loss=self.loss,
-            sampling="uniform",
         )
-        self.data = training_data(options)
-        clients = None
-        if self.clients is not None:
-            names = self.data.names
-            clients = ids_of("clients", self.clients, self.data.n, names).sort().values
-        self.clients = clients
-        self.eligible_clients = select_eligible_clients(self.data, clients)
-        self.sampling = checked_sampling(
-            self.sampling, self.data.n, self.eligible_clients
-        )
-        trainable = self.data.trainable_clients
-        num_trainable = self.data.n if trainable is None else len(trainable)
-        num_eligible = num_trainable
-        if self.eligible_clients is not None:
-            num_eligible = len(self.eligible_clients)
-        self.algorithm.check_sampling(
-            sampling_kind(self.sampling),
-            self.participation,
-            num_eligible,
-            num_trainable,
-        )
-        expected = self.participation * num_eligible
-        if sampling_kind(self.sampling) == "poisson" and expected < 1:
-            warn_caller(
-                f"sampling: with participation={self.participation:g}, {expected:g} "
-                "clients take part in a round on average; many rounds have none."
-            )
-        options = replace(
-            options, data=self.data, clients=clients, sampling=self.sampling
-        )
-        self.eval_clients = select_eval_clients(options)
+        net = self.config.net
+        self.metrics = metrics_of(self.evaluation.metrics, net.scores_classes)
         self.history: History | None = None
         # The records of all rounds up to the state, by `run` or a checkpoint.
         self._records: list[Record] = []
-        device = device_of(self.hardware.device)
-        if self.hardware.ranks == "auto":
-            device = local_device(device)
-        config, self._state = prepare_run(options, device)
+        self._state = initial_state(
+            self.config.algorithm,
+            net,
+            self.data.n,
+            trainable_clients=self.data.trainable_clients,
+            training=self.training,
+        )
         # True where the caller may hold the state, so that the run needs a copy.
         self._state_shared = False
-        scores_classes = config.context.net.scores_classes
-        self.metrics = metrics_of(self.evaluation.metrics, scores_classes)
-        self._run = RunDescription(
-            options, config, self.eval_clients, tuple(self.metrics)
+
+    def _resolve_options(self) -> Net:
+        """Replaces what options name by what they mean, and checks that they fit.
+
+        Returns the model that the run starts from.
+        """
+        self.algorithm = with_client_ids(algorithm_of(self.algorithm), self.data)
+        self.robustness = with_adversary_ids(self.robustness, self.algorithm, self.data)
+        check_training(self.algorithm, self.training)
+        net = as_net(self.model, self.loss, self.data, self.seed)
+        self.data = training_data(
+            self.data,
+            self.algorithm,
+            net,
+            self.robustness,
+            self.evaluation,
+            self.seed,
         )
+        if self.clients is not None:
+            ids = ids_of("clients", self.clients, self.data.n, self.data.names)
+            self.clients = ids.sort().values
+        self.eligible_clients = select_eligible_clients(self.data, self.clients)
+        self.sampling = checked_sampling(
+            self.sampling, self.data.n, self.eligible_clients
+        )
+        check_sampling(
+            self.sampling,
+            self.participation,
+            self.algorithm,
+            self.data,
+            self.eligible_clients,
+        )
+        net = self.algorithm.prepare(net)
+        batch_norm_policy(self.algorithm, net, self.batch_norm)
+        return net
 
     # the run ------------------------------------------------------------------
     @property
-    def config(self) -> RunConfig:
-        """The options that a round needs, on their device."""
-        return self._run.config
-
-    @property
-    def context(self) -> TrainContext:
-        """The part of `config` that training needs."""
-        return self._run.context
-
-    @property
     def name(self) -> str:
         """The algorithm's name in records."""
-        return self._run.name
+        return name_of(self.config.algorithm)
 
     @property
     def state(self) -> State:
@@ -247,88 +231,70 @@ class Simulation:
         fits = isinstance(state, State) and state.round <= self.rounds
         wanted = f"a State, like history.state, of at most {self.rounds} rounds"
         require(fits, "state", wanted, state)
-        context = self.context
-        alg = self.config.algorithm
-        check_state(state, alg, context.net, self.data.n, context.training)
+        config = self.config
+        check_state(state, config.algorithm, config.net, self.data.n, config.training)
         self._state = copy_state(self.config, state)
         self._state_shared = False
         self._records = [
             record for record in self._records if record["round"] <= state.round
         ]
 
-    def peak_bytes(self) -> int:
-        """An estimate of the run's peak memory besides its data."""
-        return self._run.peak_bytes()
-
     def header(self) -> Record:
-        """The description of the run, the first line of its record.
+        """The description of the run: the first line of its record.
 
-        It is for readers: `history.header` is the header with which `run` began. By
-        `identity` a program tells runs apart.
+        `history.header` is the header with which `run` began. A checkpoint has it, too,
+        and tells runs apart by it.
         """
-        return self._run.header()
+        return describe.describe_run(self, self._digests)
 
-    def identity(self) -> Record:
-        """The description by which a checkpoint tells runs apart.
-
-        It has the header's entries that decide the results, with digests of the whole
-        data and model. Entries of the place of the run are in "made_with", which may
-        differ. The initial weights are left out: a checkpoint brings its own.
-        """
-        return self._run.identity()
+    @cached_property  # every checkpoint has the header, and data may be large
+    def _digests(self) -> Record:
+        """Digests of the data and the model, which stay the same over the run."""
+        return describe.digests_of(self.data, self.config.net)
 
     # the rounds ---------------------------------------------------------------
     def iterate(self) -> Iterator[Record]:
         """Plays the rounds that are left, and yields the record of each.
 
         The record's "eval" is None where no evaluation is due, and where an error ended
-        the evaluation: a lack of memory, Ctrl-C, or an exception of a metric. Where the
-        run diverges, or memory runs out, the iteration ends early, after a record with
-        the key "stopped". A lack of memory also sets "failed" in it. The state is then
-        that of the last round that was yielded, and the run can continue from it.
+        the evaluation: Ctrl-C, or an exception of a metric. Raises Stop where the run
+        diverges. The state is then that of the last round that was yielded, and the run
+        can continue from it.
         """
-        ranks = self.config.ranks
+        config = self.config
+        ranks = config.ranks
         if ranks.is_first:
-            log_engine(self.config.algorithm, self.context)
+            log_engine(config)
         while self._state.round < self.rounds:
             round = self._state.round + 1
-            phase = "round"
             start = time.perf_counter()
             record: Record = {}
-            error: BaseException | str | None = None
+            error: BaseException | None = None
             try:
                 # A rank that is interrupted completes the round as the others do.
                 with defer_signals(ranks.count > 1):
                     ids = self._start_round(round)
-                    self._state, outcome = step(self.config, self._state, ids)
-                    record = describe.round_record(self._run, self._state, outcome)
-                    phase = "the evaluation after round"
+                    self._state, outcome = step(config, self._state, ids)
+                    record = describe.round_record(config, self._state, outcome)
                     record["report"] = describe.round_report(
-                        self._run, self._state, outcome
+                        config, self._state, outcome
                     )
                     record["eval"] = self._evaluate_round(round)
             except BaseException as e:
                 ranks.tell(f"round {round}", e)
-                # An error of memory holds the round's frames with their tensors, so
-                # only its request is kept.
-                error = memory.failed_request(e) if memory.is_out_of_memory(e) else e
+                error = e
             if record:
                 # A round that was played counts, also without its evaluation.
                 record["seconds"] = float(f"{time.perf_counter() - start:.4g}")
                 if ranks.is_first:
                     log_round(record, self.rounds, outcome)
                 yield record
-            if isinstance(error, BaseException):
-                raise error
             if error is not None:
-                yield self._out_of_memory_record(f"in {phase} {round}", error)
-                return
+                raise error
             if self._has_diverged(round):
-                reason = describe.explain_void(
-                    self._run, self._state, self._records, outcome
+                raise Stop(
+                    describe.explain_void(config, self._state, self._records, outcome)
                 )
-                yield {"stopped": reason}
-                return
 
     def _start_round(self, round: int) -> Tensor:
         """The ids of the round's cohort.
@@ -359,16 +325,6 @@ class Simulation:
         void_rounds = self._state.void_rounds
         is_last = round >= self.rounds
         return void_rounds >= MAX_VOID_ROUNDS or (void_rounds > 0 and is_last)
-
-    def _out_of_memory_record(self, where: str, request: str) -> Record:
-        """The last record of a run for which memory has no room."""
-        device = self.hardware.device
-        memory.free_caches(device)
-        adjustable = adjustable_clients_per_block(self.context)
-        text = memory.out_of_memory_text(
-            where, self.peak_bytes(), request, device, adjustable
-        )
-        return {"stopped": text, "failed": True}
 
     def _evaluate_round(self, round: int) -> Record | None:
         """The evaluation of a round in which one is due."""
@@ -414,7 +370,7 @@ class Simulation:
             checkpoint: A folder, or a `Checkpoint`, which has the times, too. After a
                 crash `run(checkpoint=folder, resume=True)` of the same simulation
                 returns what this call would have returned. A checkpoint that cannot be
-                written is a warning.
+                written is an error before the first round, and later a warning.
             resume: Goes on from the checkpoint where there is one, as `restore` does,
                 also to more rounds. Where there is none, the run begins. It needs
                 `checkpoint`.
@@ -432,14 +388,13 @@ class Simulation:
         if not ranks.is_first:  # the first rank alone writes and calls back
             callbacks = []
             checkpoint = None
-        with ExitStack() as stack:
-            stack.enter_context(_warnings_on(ranks.is_first))
+        with _warnings_on(ranks.is_first):
             with ranks.together("the beginning of the run"):
                 self._check_ranks_agree()
                 if checkpoint:
-                    stack.enter_context(store.lock(checkpoint.folder))
-                    # The folder may hold the checkpoint of another run.
-                    self._save_checkpoint(checkpoint)
+                    # The folder may hold the checkpoint of another run. Where it cannot
+                    # be written, no round is played.
+                    self._write_checkpoint(checkpoint.folder)
             return self._run_rounds(callbacks, checkpoint)
 
     def _check_ranks_agree(self) -> None:
@@ -448,14 +403,11 @@ class Simulation:
         if ranks.count == 1:
             return
         description = {
-            **self.identity(),
-            "digest of the initial weights": describe.content_digest(
-                self.context.net.w0
-            ),
+            **self.header(),
             "number of rounds played": self._state.round,
             "digest of the state": describe.content_digest(flatten_state(self._state)),
             # The number of threads changes no bit.
-            "kernels": str(backend()._replace(threads=1)),
+            "backend": str(backend()._replace(threads=1)),
             "CPU capability": torch.backends.cpu.get_cpu_capability(),
         }
         descriptions = ranks.exchange("the comparison of the ranks", description)
@@ -473,7 +425,7 @@ class Simulation:
     def _run_rounds(
         self, callbacks: Sequence[Callback], checkpoint: Checkpoint | None
     ) -> History:
-        """Plays all rounds, in a folder that is locked."""
+        """Plays the rounds that are left, and keeps their records."""
         # Without a history the records are those of a checkpoint.
         before = [] if self.history else list(self._records)
         history = History(self.header(), before, rank=self.config.ranks.rank)
@@ -482,21 +434,24 @@ class Simulation:
             with self.config.ranks.together("the end of the run"):
                 for record, callback in itertools.product(before, callbacks):
                     callback(record["round"], record)
-                self._play_rounds(history, callbacks, checkpoint)
+                for record in self.iterate():
+                    # A signal that ends the program would separate the record from the
+                    # round.
+                    with defer_signals():
+                        history.rounds.append(record)
+                        self._records.append(record)
+                        self._call_back(callbacks, record)
+                    self._save_checkpoint_if_due(checkpoint, record)
         except Stop as stop:
-            history.stopped = str(stop)
+            history.end = RunEnd("stopped", str(stop))
         except KeyboardInterrupt:
-            history.interrupted = True
-            if not self._is_complete(history.rounds):
-                history.stopped = (
-                    f"Interrupted after round {self._state.round} of {self.rounds}."
-                )
+            reason = f"Interrupted after round {self._state.round} of {self.rounds}."
+            is_whole = self._is_complete(history.rounds)
+            history.end = RunEnd("interrupted", None if is_whole else reason)
         except Exception as error:
             words = str(error) or "without a message"
-            history.stopped = (
-                f"{type(error).__name__} in round {self._state.round}: {words}"
-            )
-            history.failed = True
+            reason = f"{type(error).__name__} in round {self._state.round}: {words}"
+            history.end = RunEnd("failed", reason)
             error.history = history  # type: ignore[attr-defined]
             raise
         finally:
@@ -505,25 +460,6 @@ class Simulation:
         if not history.interrupted:
             self._warn_of_problems(history)
         return history
-
-    def _play_rounds(
-        self,
-        history: History,
-        callbacks: Sequence[Callback],
-        checkpoint: Checkpoint | None,
-    ) -> None:
-        """Plays the rounds that are left, and keeps their records."""
-        for record in self.iterate():
-            if "stopped" in record:
-                history.stopped = record["stopped"]
-                history.failed = record.get("failed", False)
-                return
-            # A signal that ends the program would separate the record from the round.
-            with defer_signals():
-                history.rounds.append(record)
-                self._records.append(record)
-                self._call_back(callbacks, record)
-            self._save_checkpoint_if_due(checkpoint, record)
 
     def _call_back(self, callbacks: Sequence[Callback], record: Record) -> None:
         """Calls the callbacks with the record of a round.
@@ -561,15 +497,13 @@ class Simulation:
     def save(self, folder: str | Path) -> None:
         """Writes a checkpoint into `folder`, in place of one that is there.
 
-        It holds the state as it is now, the records of `run` so far, and the identity
-        of the run. Raises OSError where it cannot be written, ValueError where another
-        run writes into the folder.
+        It holds the state as it is now, the records of `run` so far, and the header of
+        the run. Raises OSError where it cannot be written.
         """
         ranks = self.config.ranks
         with ranks.together("the saving of a checkpoint"):
             if ranks.is_first:
-                with store.lock(folder):
-                    store.save_run(folder, self._run, self._state, self._records)
+                self._write_checkpoint(folder)
 
     def restore(self, folder: str | Path) -> Simulation:
         """Takes up the checkpoint in `folder`, and returns the simulation itself.
@@ -587,8 +521,9 @@ class Simulation:
 
         Raises ValueError for a checkpoint that is absent, damaged, or of another run.
         """
-        config, self._state, self._records = store.restore_run(folder, self._run)
-        self._run = replace(self._run, config=config)
+        self.config, self._state, self._records = store.restore_run(
+            folder, self.header(), self.config
+        )
         self._state_shared = False
         self.history = None
         return self
@@ -596,9 +531,9 @@ class Simulation:
     def check_checkpoint(self, folder: str | Path) -> None:
         """Raises ValueError unless `restore` would take up the checkpoint in `folder`.
 
-        Nothing changes. It looks at the checkpoint's identity and number of rounds.
+        Nothing changes. It looks at the checkpoint's header and number of rounds.
         """
-        store.check_identity(folder, store.load(folder)[1], self._run)
+        store.check_run(folder, store.load(folder)[1], self.header(), self.config)
 
     def _restore_if_there(self, checkpoint: Checkpoint) -> None:
         """Takes up a checkpoint where there is one."""
@@ -625,9 +560,13 @@ class Simulation:
     def _save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Writes a checkpoint; warns where it cannot be written."""
         try:
-            store.save_run(checkpoint.folder, self._run, self._state, self._records)
+            self._write_checkpoint(checkpoint.folder)
         except OSError as e:
             warn_caller(f"{e} The run goes on.", RuntimeWarning)
+
+    def _write_checkpoint(self, folder: str | Path) -> None:
+        """Writes a checkpoint of the state as it is now."""
+        store.save_run(folder, self.header(), self.config, self._state, self._records)
 
 
 @contextmanager

@@ -460,12 +460,12 @@ class LazyModels:
     state: State
 
     def __len__(self) -> int:
-        return self.config.context.data.n
+        return self.config.data.n
 
     @functools.cached_property
     def _groups(self) -> list[Tensor]:
         """The ids of the clients whose models are made at once, as in evaluations."""
-        return split_by_training(self.config.context.data, torch.arange(len(self)))
+        return split_by_training(self.config.data, torch.arange(len(self)))
 
     @functools.cached_property
     def _groups_of_models(self) -> list[tuple[Tensors, Clients]]:
@@ -483,19 +483,13 @@ class LazyModels:
 
     def __getitem__(self, client: int) -> Personalized:
         """The model of one client."""
-        context = self.config.context
-        facts = client_facts(context.data, int(client))
-        if self.config.folder is None:
-            group, place = self._places[int(client)]
-            models, clients = self._groups_of_models[group]
-        else:
-            # The rows of all clients may not fit into memory.
-            ids = torch.tensor([int(client)])
-            models, clients = personalized_models(self.config, self.state, ids)
-            place = 0
+        config = self.config
+        facts = client_facts(config.data, int(client))
+        group, place = self._places[int(client)]
+        models, clients = self._groups_of_models[group]
         model = {key: rows[place] for key, rows in models.items()}
         buffers = clients.buffers[place]
-        return Personalized(self.config.algorithm, context.net, model, buffers, **facts)
+        return Personalized(config.algorithm, config.net, model, buffers, **facts)
 
     def adapt(self, samples: Any, rounds: int) -> Personalized:
         """The model of a newcomer, see `History.adapt`."""
@@ -522,17 +516,17 @@ def adapt(
         samples: The newcomer's samples, see `History.adapt`.
         rounds: The number of rounds of the newcomer's work.
     """
-    n = config.context.data.n
-    others = config.context.data.trainable_clients
+    n = config.data.n
+    others = config.data.trainable_clients
     alg = config.algorithm
     config = _config_with_newcomer(config, state, samples, rounds)
-    state, keeps_models = with_new_client(alg, state, config.context.net, n, others)
-    if not config.context.data.size("train")[n]:
+    state, keeps_models = with_new_client(alg, state, config.net, n, others)
+    if not config.data.size("train")[n]:
         return LazyModels(config, state)[n]  # a newcomer with test samples alone
     for _ in range(rounds):
         if keeps_models:
             # The newcomer's model is made of the uploads of all clients.
-            ids = config.context.data.trainable_clients
+            ids = config.data.trainable_clients
             everyone = torch.arange(n + 1) if ids is None else ids
             state, outcome = step(config, state, everyone)
         else:
@@ -548,28 +542,26 @@ def _config_with_newcomer(
 ) -> RunConfig:
     """The options of `rounds` more rounds with one more client.
 
-    They are played with the learning rate of the last round, without augmentation, in
-    memory.
+    They are played with the learning rate of the last round, without augmentation.
     """
-    context = config.context.without_augmentation()
-    net = context.net
+    config = config.without_augmentation()
     needs_val = config.algorithm.traits.needs_val
     data = with_extra_client(
-        context.data, samples, needs_val, context.seed, net.ignored_label
+        config.data, samples, needs_val, config.seed, config.net.ignored_label
     )
-    lr = context.training.lr_at(max(1, state.round), context.rounds)
-    training = replace(context.training, lr=lr, schedule=None)
+    lr = config.training.lr_at(max(1, state.round), config.rounds)
+    training = replace(config.training, lr=lr, schedule=None)
     try:
-        plan_single_samples(net, data, training)
+        plan_single_samples(config.net, data, training)
     except ValueError as e:
         raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
-    context = context._replace(
+    return replace(
+        config,
         data=data,
         training=training,
-        engine=context.engine._replace(chain=None),  # it was verified on other data
-        rounds=context.rounds + rounds,
+        engine=config.engine._replace(chain=None),  # it was verified on other data
+        rounds=config.rounds + rounds,
     )
-    return config._replace(context=context, folder=None)
 
 
 def _newcomer_round(config: RunConfig, state: State) -> tuple[State, RoundOutcome]:
@@ -578,7 +570,7 @@ def _newcomer_round(config: RunConfig, state: State) -> tuple[State, RoundOutcom
     The server learns nothing from it but the models to which the client belongs.
     """
     alg = config.algorithm
-    newcomer = torch.tensor([config.context.data.n - 1])
+    newcomer = torch.tensor([config.data.n - 1])
     result = train_cohort(config, state, newcomer)
     result, outcome = accept(result, alg.traits, state.server)
     server_changes = alg.assign_new_client(state.server, result.up, result.cohort)

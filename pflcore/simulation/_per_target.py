@@ -18,7 +18,7 @@ from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._protocol import Algorithm
 from pflcore.check import Model, checked, require
 from pflcore.data._federation import Federation
-from pflcore.results import History
+from pflcore.results._history import History, RunEnd
 from pflcore.results._weights import dense_weights
 from pflcore.simulation._attacks import Adversary
 from pflcore.simulation._describe import Record
@@ -98,7 +98,7 @@ def run_each_target(
         has_checkpoint = target_checkpoint is not None
         run = simulation.run(on_target_round, target_checkpoint, resume=has_checkpoint)
         runs.append(run)
-        if run.failed or (run.interrupted and run.stopped):
+        if run.interrupted and run.stopped:
             break
         for client in clients:
             models[client] = run.model(client)
@@ -167,12 +167,13 @@ def _merge_runs(
     if is_complete:
         by_round = zip(*(run.rounds for run in runs), strict=False)
         rounds = [merge_records(records, groups) for records in by_round]
+    end = runs[-1].end
+    if stopped:
+        end = RunEnd("stopped" if end is None else end.kind, stopped)
     return History(
         header,
         rounds,
-        stopped=stopped or None,
-        interrupted=runs[-1].interrupted,
-        failed=runs[-1].failed,
+        end,
         models=TargetModels([models[client] for client in sorted(models)]),
         rank=runs[0].rank,
     )

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,13 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pflcore._device import to_device
-from pflcore.algorithms._protocol import Stop, Tensors
-from pflcore.simulation._signals import defer_signals
+from pflcore.algorithms._protocol import Stop
+from pflcore.simulation._rows import map_rows
+from pflcore.simulation._signals import allow_signals, defer_signals
 from pflcore.train._memory import is_out_of_memory
 
 T = TypeVar("T")
-# The type, the shape after the first axis, and the kind of device of a tensor.
-RowForm = tuple[torch.dtype, tuple[int, ...], str]
 
 
 class RankError(RuntimeError):
@@ -239,7 +239,7 @@ class Ranks:
             self.traffic.seconds += time.perf_counter() - start
 
     # clients ------------------------------------------------------------------
-    def share_clients(
+    def share(
         self,
         work: Tensor,  # [S]
         block_numbers: Tensor,  # [S]
@@ -254,6 +254,8 @@ class Ranks:
             work: The work of each client, such as its number of samples.
             block_numbers: The number of each client's block, see `assign_blocks`.
         """
+        if self.count == 1:
+            return [torch.arange(len(work))]
         blocks: dict[int, list[int]] = {}
         for position, block in enumerate(block_numbers.tolist()):
             blocks.setdefault(block, []).append(position)
@@ -270,69 +272,77 @@ class Ranks:
             loads[rank] += costs[block]
         return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
 
-    def gather_clients(
-        self, place: str, shares: Sequence[Tensor], compute: Callable[[Tensor], Tensors]
-    ) -> Tensors:
-        """Rows [S, ...] of all clients, of which each rank computes its share.
+    @contextlib.contextmanager
+    def own_work(self, place: str) -> Iterator[None]:
+        """A block in which each rank computes its share of the clients.
 
-        Raises as `exchange` does where a rank's `compute` fails.
+        An error in it is raised on all ranks, and a signal may end it at any time.
+        """
+        try:
+            with allow_signals():
+                yield
+        except BaseException as error:
+            self.tell(place, error)
+            raise
+
+    def gather(self, place: str, rows: Any, shares: Sequence[Tensor]) -> Any:
+        """The rows of all clients, of which each rank has computed its share.
+
+        Raises as `exchange` does where a rank fails.
 
         Args:
-            shares: The positions [s] of each rank, from `share_clients`.
-            compute: Makes rows [s, ...] by name of the clients at some positions. The
-                names are the same on all ranks. It is not called without clients.
+            place: The place in the program, in words: the same on all ranks.
+            rows: This rank's rows, a dict of tensors [s, ...] or `CohortRows`, with the
+                same names on all ranks; None on a rank without clients.
+            shares: The positions [s] of each rank, from `share`.
         """
-        own_positions = shares[self.rank]
+        if self.count == 1:
+            return rows
         counts = [len(share) for share in shares]
-        forms: dict[str, RowForm] = {}
-        parcels: dict[str, Parcel] = {}
-        error = None
+        forms = parcels = error = None
         try:
-            if len(own_positions):
-                rows = compute(own_positions)
-                forms = {name: row_form(tensor) for name, tensor in rows.items()}
-                # Memory is taken here, where all ranks hear of a lack of it.
-                for name, tensor in rows.items():
-                    parcels[name] = self._parcel(forms[name], max(counts), tensor)
+            # Memory is taken here, where all ranks hear of a lack of it.
+            forms = map_rows(row_form, rows)
+            parcels = map_rows(partial(self._parcel_of, max(counts)), rows)
         except BaseException as e:
             error = e
         all_forms = self.exchange(place, forms, error)
-        # A rank without clients has no tensors, so it learns their forms from others.
-        forms = next(form for form in all_forms if form)
+        if parcels is None:
+            # A rank without clients learns the forms of the rows from another.
+            forms = next(form for form in all_forms if form is not None)
+            parcels = map_rows(partial(self._parcel, max(counts)), forms)
         # The place among the gathered rows, rank after rank, of each client's row.
         order = torch.cat(list(shares)).argsort()
-        gathered = {}
-        for name, form in forms.items():
-            parcel = parcels.pop(name, None) or self._parcel(form, max(counts))
-            rows_by_rank = self._send(parcel, counts)
-            gathered[name] = rows_by_rank[to_device(order, rows_by_rank.device)]
-        return gathered
+        return map_rows(partial(self._send, counts, order), parcels)
 
-    def _parcel(self, form: RowForm, count: int, rows: Tensor | None = None) -> Parcel:
-        """The buffers for `count` rows of each rank, with this rank's rows in them.
+    def _parcel_of(self, count: int, rows: Tensor) -> Parcel:
+        """The buffers for `count` rows of each rank, with this rank's rows in them."""
+        parcel = self._parcel(count, row_form(rows))
+        parcel.sent[: len(rows)] = rows.detach()
+        return parcel
+
+    def _parcel(self, count: int, form: RowForm) -> Parcel:
+        """The buffers for `count` rows of each rank.
 
         All ranks send as many rows, as the collective wants it. So a rank with fewer
         clients than another sends some zeros, too.
         """
-        dtype, shape, device_type = form
-        device = torch.device(device_type)
-        if device_type == "cuda":
+        device = torch.device(form.device_type)
+        if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        by_card = device_type == "cuda" and self._card_group is not None
+        by_card = device.type == "cuda" and self._card_group is not None
         wire_device = device if by_card else torch.device("cpu")
-        sent = torch.zeros(count, *shape, dtype=dtype, device=wire_device)
-        if rows is not None:
-            sent[: len(rows)] = rows.detach()
-        received = sent.new_empty(self.count * count, *shape)
+        sent = torch.zeros(count, *form.shape, dtype=form.dtype, device=wire_device)
+        received = sent.new_empty(self.count * count, *form.shape)
         return Parcel(sent, received, device)
 
-    def _send(self, parcel: Parcel, counts: Sequence[int]) -> Tensor:
-        """The rows [S, ...] of all ranks, rank after rank.
+    def _send(self, counts: Sequence[int], order: Tensor, parcel: Parcel) -> Tensor:
+        """The rows [S, ...] of all ranks, in the order of the cohort.
 
         They travel as bytes: any dtype will do, and their bits stay.
         """
-        sent, received, device = parcel
-        most = len(sent)
+        sent = parcel.sent
+        received = parcel.received
         if sent.numel():
             is_on_card = sent.device.type == "cuda"
             group = self._card_group if is_on_card else self._cpu_group
@@ -341,12 +351,23 @@ class Ranks:
                 as_bytes = sent.view(-1).view(torch.uint8)
                 dist.all_gather(list(pieces), as_bytes, group=group)
             self.traffic.bytes_received += received.nbytes - sent.nbytes
-        parts = received.split(most)
+        parts = received.split(len(sent))
         filled = [part[:count] for part, count in zip(parts, counts, strict=True)]
-        return torch.cat(filled).to(device)
+        rows = torch.cat(filled).to(parcel.device)
+        return rows[to_device(order, rows.device)]
 
 
-class Parcel(NamedTuple):
+@dataclass(frozen=True)
+class RowForm:
+    """The form of a tensor's rows: dtype, shape, and the kind of their device."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device_type: str
+
+
+@dataclass(frozen=True)
+class Parcel:
     """The buffers with which rows go to all ranks.
 
     Attributes:
@@ -362,7 +383,7 @@ class Parcel(NamedTuple):
 
 def row_form(tensor: Tensor) -> RowForm:
     """The form of a tensor's rows."""
-    return tensor.dtype, tuple(tensor.shape[1:]), tensor.device.type
+    return RowForm(tensor.dtype, tuple(tensor.shape[1:]), tensor.device.type)
 
 
 def describe_failure(error: BaseException) -> Failure:

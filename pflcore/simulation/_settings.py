@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import annotated_types as at
@@ -13,7 +12,6 @@ from torch import Tensor
 from pflcore.check import Ids, NonNegativeInt, PositiveFloat, PositiveInt, checked
 from pflcore.metrics import Metric
 from pflcore.simulation._attacks import Adversary
-from pflcore.simulation.executor import Executor
 
 # A larger number of threads is a mistake.
 ThreadCount = Annotated[
@@ -98,8 +96,6 @@ class Hardware:
         workers: The number of threads, which never changes a result; None for one per
             core. A GPU has one.
         device: The device, as torch names it, for example "cpu" or "cuda:0".
-        storage: The place of the clients' rows: "memory", a folder, or "auto" for a
-            choice by what fits into memory.
         clients_per_block: The most clients of a block under vmap. It changes last
             digits; None for 64 on a CPU and 128 on a GPU.
         graphs: On a GPU, capture local steps as CUDA graphs.
@@ -107,16 +103,12 @@ class Hardware:
             lets each process play alone.
         rank_timeout: Minutes for which processes wait for each other. The first run of
             a process decides.
-        executor: What computes the clients of a cohort, see
-            `pflcore.simulation.executor`; None for this process, or for all ranks.
     """
 
     engine: Literal["auto", "chain", "loop", "vmap"] = "auto"
     workers: ThreadCount | None = None
     device: str = "cpu"
-    storage: str | Path = "auto"
     clients_per_block: PositiveInt | None = None
     graphs: bool = True
     ranks: Literal["auto", 1] = "auto"
     rank_timeout: PositiveFloat = 30.0
-    executor: Executor | None = None

@@ -12,9 +12,8 @@ running statistics.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +27,12 @@ from pflcore.algorithms._protocol import (
     RowUpdate,
     Tensors,
     apply,
+    lazy_zeros,
 )
 from pflcore.check import PositiveInt, checked, require, summarize_kind
 from pflcore.simulation._ranks import ONE_RANK, Ranks
+from pflcore.simulation._rows import CohortRows
 from pflcore.simulation._settings import Robustness
-from pflcore.simulation._storage import check_disk_space, disk_bytes, stored_zeros
-from pflcore.simulation.executor import Executor, InProcess
 from pflcore.train import Net, Training
 from pflcore.train._context import TrainContext
 from pflcore.train._optimizers import first_state
@@ -71,42 +70,49 @@ class State:
     optimizers: Tensors = field(default_factory=dict)  # [N, ...]
 
 
-class RunConfig(NamedTuple):
-    """The options of a run that stay the same.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RunConfig(TrainContext):
+    """Everything that a round needs and that stays the same over a run.
 
-    A `TrainContext`, which is one of its fields, has what local training needs. It
-    knows no algorithm, no defence and no files. A round needs both.
+    It is the context of the clients' training, together with what the rounds around
+    the training need.
 
     Attributes:
         algorithm: The algorithm: the server's rule and the hooks of the clients.
-        context: What training needs: the model, the data, the training options, the
-            engine, the seed and the number of rounds, all on the run's device.
         robustness: What the run does about long updates, and clients that attack it.
         batch_norm: The policy for running statistics, see `batch_norm_policy`.
-        folder: The folder with the files of client rows; None where the rows are in
-            memory.
-        executor: What computes the clients of a cohort.
         ranks: The processes that play the run together.
     """
 
     algorithm: Algorithm
-    context: TrainContext
-    robustness: Robustness = Robustness()
+    robustness: Robustness = field(default_factory=Robustness)
     batch_norm: str = "auto"
-    folder: Path | None = None
-    executor: Executor = InProcess()
     ranks: Ranks = ONE_RANK
+
+    @classmethod
+    def of(
+        cls, algorithm: Algorithm, context: TrainContext, **options: Any
+    ) -> RunConfig:
+        """The options of a run whose clients train as `context` says.
+
+        Args:
+            algorithm: The algorithm.
+            context: The options of the training.
+            options: Values of the other attributes, by name.
+        """
+        shared = {f.name: getattr(context, f.name) for f in fields(TrainContext)}
+        return cls(**shared, algorithm=algorithm, **options)
 
     @property
     def averages(self) -> bool:
         """True where batch norm's statistics are averaged over clients."""
-        net = self.context.net
-        return batch_norm_policy(self.algorithm, net, self.batch_norm) == "average"
+        policy = batch_norm_policy(self.algorithm, self.net, self.batch_norm)
+        return policy == "average"
 
     @property
     def in_process(self) -> RunConfig:
         """The same run for this process alone, which waits for no other rank."""
-        return self._replace(executor=InProcess(), ranks=ONE_RANK)
+        return replace(self, ranks=ONE_RANK)
 
     def cohort(self, ids: Tensor, round: int, purpose: str = "send") -> Cohort:
         """The cohort of the clients `ids` [S].
@@ -116,21 +122,20 @@ class RunConfig(NamedTuple):
             round: The round, from 1.
             purpose: "send" for a round, or "evaluation".
         """
-        context = self.context
         return Cohort(
             ids,
-            num_samples=context.data.size("train")[ids],
-            n=context.data.n,
+            num_samples=self.data.size("train")[ids],
+            n=self.data.n,
             round=round,
-            rounds=context.rounds,
-            seed=context.seed,
+            rounds=self.rounds,
+            seed=self.seed,
             purpose=purpose,
-            trainable_clients=context.data.trainable_clients,
+            trainable_clients=self.data.trainable_clients,
         )
 
     def fits_one_thread(self, count: int) -> bool:
         """True where `count` models are little work for several threads."""
-        return count * self.context.net.size < ONE_THREAD_MAX_WEIGHTS
+        return count * self.net.size < ONE_THREAD_MAX_WEIGHTS
 
 
 def batch_norm_policy(alg: Algorithm, net: Net, batch_norm: str = "auto") -> str:
@@ -164,7 +169,6 @@ def initial_state(
     alg: Algorithm,
     net: Net,
     n: PositiveInt,
-    folder: Path | None = None,
     clients: bool = True,
     trainable_clients: Tensor | None = None,
     training: Training | None = None,
@@ -178,8 +182,6 @@ def initial_state(
         alg: The algorithm.
         net: The model that the run starts from.
         n: The number of clients.
-        folder: The folder for files with the rows of clients, their own and the
-            server's; None where the rows are in memory.
         clients: False leaves client state out, as for a server on a machine of its own.
         trainable_clients: The ids [T] of the clients with training samples; None for
             all.
@@ -196,16 +198,13 @@ def initial_state(
         start = alg.init(**alg.server_init_args(net), n=len(trainable_clients))
         for name in server.keys() - set(alg.traits.per_client_state):
             server[name] = insert_clients(start[name], server[name], trainable_clients)
-    if folder is not None:
-        for name in alg.traits.per_client_state:
-            server[name] = stored_zeros(n, server[name][0], folder)
     client_states = {}
     if clients:
         for name, row in new_client_state(alg, net, server, n).items():
-            client_states[name] = stored_zeros(n, row[0], folder)
+            client_states[name] = lazy_zeros(n, row[0])
     optimizers = {}
     for name, row in kept_optimizer_state(net, training).items():
-        optimizers[name] = stored_zeros(n, row[0], folder)
+        optimizers[name] = lazy_zeros(n, row[0])
     participated = torch.zeros(n, dtype=torch.bool)
     buffers = net.b0.repeat(n, 1)
     return State(server, client_states, buffers, participated, optimizers=optimizers)
@@ -246,6 +245,22 @@ def new_client_state(alg: Algorithm, net: Net, server: Tensors, n: int) -> Tenso
     return {name: row[:1] for name, row in rows.items()}
 
 
+def kept_rows(
+    config: RunConfig, state: State, ids: Tensor, down: Payload
+) -> CohortRows:
+    """Copies [S, ...] of all that the clients `ids` keep, as before their training.
+
+    The arguments are those of `client_rows`.
+    """
+    # The rows of clients that never took part are zeros, as a new optimizer's are.
+    optimizers = {
+        name: rows[to_device(ids, rows.device)]
+        for name, rows in state.optimizers.items()
+    }
+    buffers = state.buffers[to_device(ids, state.buffers.device)]
+    return CohortRows(client_rows(config, state, ids, down), buffers, optimizers)
+
+
 def client_rows(config: RunConfig, state: State, ids: Tensor, down: Payload) -> Tensors:
     """Copies [S, ...] of the state of the clients `ids`.
 
@@ -264,8 +279,7 @@ def client_rows(config: RunConfig, state: State, ids: Tensor, down: Payload) -> 
     is_new = ~state.participated[ids]
     if not rows or not is_new.any():
         return rows
-    n = config.context.data.n
-    first_states = config.algorithm.init_client(down, config.context.net, n)
+    first_states = config.algorithm.init_client(down, config.net, config.data.n)
     for name, first in first_states.items():
         new = to_device(is_new, rows[name].device)
         rows[name][new] = first.expand_as(rows[name])[new]
@@ -307,26 +321,12 @@ def _without_prefix(tensors: Tensors, prefix: str) -> Tensors:
 
 
 def copy_state(config: RunConfig, state: State) -> State:
-    """A copy that shares no memory and no file with `state`."""
+    """A copy that shares no memory with `state`."""
     alg = config.algorithm
     n = len(state.participated)
-    has_client_rows = bool(state.clients)
-    context = config.context
     new = initial_state(
-        alg,
-        context.net,
-        n,
-        config.folder,
-        has_client_rows,
-        training=context.training,
+        alg, config.net, n, bool(state.clients), training=config.training
     )
-    if config.folder is not None:
-        num_participated = int(state.participated.sum())
-        # Only clients that took part have rows that take space. All rows have the same
-        # size, so the first ones stand for them.
-        tables = [*state.clients.values(), *state.optimizers.values()]
-        needed = sum(disk_bytes(rows[:num_participated]) for rows in tables)
-        check_disk_space("a copy of the state needs", needed, config.folder)
     tensors = state_dict(alg, state)
     return load_state_dict(alg, new, tensors, state.round, state.void_rounds)
 

@@ -28,6 +28,7 @@ from pflcore.algorithms._protocol import (
     Traits,
     squared_norms,
 )
+from pflcore.simulation._rows import CohortRows, take_rows
 
 # The reason for clients that are left out before the algorithm sees their uploads.
 NON_FINITE_REASON = "the upload or the new state is not finite"
@@ -41,36 +42,33 @@ class CohortResult(NamedTuple):
     Attributes:
         cohort: The clients that were trained.
         down: The download of each client.
-        up: The upload of each client.
         states_before: The clients' own state before the round.
-        client_states: The clients' own state after their training.
-        buffers: The clients' running statistics of batch norm after their training.
-        loss: The mean of each client's losses over its minibatches.
-        optimizers: The optimizer states that the clients keep, after their training.
+        rows: What the clients keep and what they upload, after their training.
     """
 
     cohort: Cohort
     down: Payload  # [S, ...]
-    up: Tensors  # [S, ...]
     states_before: Tensors  # [S, ...]
-    client_states: Tensors  # [S, ...]
-    buffers: Tensor  # [S, b]
-    loss: Tensor  # [S]
-    optimizers: Tensors = {}  # noqa: RUF012 (nothing changes it)
+    rows: CohortRows
+
+    @property
+    def up(self) -> Tensors:
+        """The upload [S, ...] of each client."""
+        return self.rows.up
+
+    def with_rows(self, **changes: Any) -> CohortResult:
+        """The results with other values of some rows."""
+        return self._replace(rows=self.rows._replace(**changes))
 
     def take(self, mask: Tensor) -> CohortResult:
         """The results of the clients where `mask`, bool [S], is true."""
-
-        def select_rows(value: Any) -> Any:
-            """The rows of the mask, of a tensor or a dict."""
-            if isinstance(value, dict):
-                return {name: select_rows(part) for name, part in value.items()}
-            if isinstance(value, Tensor):
-                return value[to_device(mask, value.device)]
-            # `SharedRows` stay whole: no step after training reads them.
-            return value
-
-        return CohortResult(self.cohort.take(mask), *map(select_rows, self[1:]))
+        positions = mask.nonzero()[:, 0]
+        return CohortResult(
+            self.cohort.take(mask),
+            take_rows(self.down, positions),
+            take_rows(self.states_before, positions),
+            self.rows.take(positions),
+        )
 
 
 @dataclass
@@ -114,7 +112,12 @@ class RoundOutcome:
 
 
 def accept(
-    result: CohortResult, traits: Traits, server: Tensors, clip: float | None = None
+    result: CohortResult,
+    traits: Traits,
+    server: Tensors,
+    clip: float | None = None,
+    *,
+    sends_buffers: bool = False,
 ) -> tuple[CohortResult, RoundOutcome]:
     """The results of the accepted clients, and the outcome so far.
 
@@ -126,15 +129,18 @@ def accept(
         traits: The traits of the algorithm, which name its updates.
         server: The server's state, which is only read.
         clip: The length to which longer updates are shortened; None for no limit.
+        sends_buffers: Batch norm's statistics travel, from every client that answers.
     """
     ids = result.cohort.ids
+    buffer_bytes = result.rows.buffers.nbytes if sends_buffers else 0
     outcome = RoundOutcome(
         ids.tolist(),
-        bytes_down=payload_bytes(result.down),
-        bytes_up=payload_bytes(result.up),
+        bytes_down=payload_bytes(result.down) + buffer_bytes,
+        bytes_up=payload_bytes(result.up) + buffer_bytes,
     )
-    own = (result.client_states | result.optimizers).values()
-    tensors = [*result.up.values(), *own, result.buffers]
+    rows = result.rows
+    kept = [*rows.client_states.values(), *rows.optimizers.values(), rows.buffers]
+    tensors = [*rows.up.values(), *kept]
     finite = finite_rows(tensors, len(ids))
     outcome.dropped = ids[~finite].tolist()
     outcome.drop_reasons = dict.fromkeys(outcome.dropped, NON_FINITE_REASON)
@@ -164,10 +170,16 @@ def _lacks_required_client(outcome: RoundOutcome, traits: Traits) -> bool:
     return not set(traits.required_clients).isdisjoint(outcome.dropped)
 
 
-def mean_train_loss(result: CohortResult) -> float:
-    """The mean of the clients' training losses, weighted by samples."""
+def mean_train_loss(result: CohortResult) -> float | None:
+    """The mean of the clients' training losses, weighted by samples.
+
+    None where the losses are unknown.
+    """
+    loss = result.rows.loss
+    if loss is None:
+        return None
     weight = result.cohort.mean_weights().weight[0]
-    return float(weight @ result.loss.double().cpu())
+    return float(weight @ loss.double().cpu())
 
 
 def _relative_norms(
@@ -299,7 +311,7 @@ def clip_updates(
     shortened by the same factor: see `Traits.clipped_with_update`.
     """
     up = dict(result.up)
-    client_states = dict(result.client_states)
+    client_states = dict(result.rows.client_states)
     origins = update_origins(result, traits, server)
     follows = set(traits.clipped_with_update)
     for key in up.keys() & {*origins, *follows}:
@@ -308,7 +320,7 @@ def clip_updates(
     for key in client_states.keys() & follows:
         before = result.states_before[key]
         client_states[key] = shrink_towards(client_states[key], before, factor)
-    return result._replace(up=up, client_states=client_states)
+    return result.with_rows(up=up, client_states=client_states)
 
 
 def shrink_towards(rows: Tensor, origin: Tensor, factor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """One round of federated learning: train, accept, serve, commit.
 
 - `train_cohort` trains the clients of the cohort on their own data.
-- An adversary, where a run has one, replaces the uploads of its clients.
-- `accept` leaves out clients whose results are not finite, and clips long updates.
+- `receive_uploads` lets an adversary replace the uploads of its clients, where a run
+  has one. Then it leaves out clients whose results are not finite, and clips long
+  updates, by `accept`.
 - `serve` computes what the round changes, the server's new state above all.
 - `commit` writes the changes.
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from pflcore.algorithms._protocol import (
     BadUpload,
     Changes,
     MixingWeights,
+    Payload,
     RowUpdate,
     Tensors,
     VoidRound,
@@ -36,30 +37,23 @@ from pflcore.algorithms._protocol import (
     check_training,
 )
 from pflcore.check import Fraction, PositiveInt, checked, require, warn_caller
-from pflcore.simulation._log import log_clients, observe_clients
+from pflcore.simulation._rows import CohortRows, take_rows
 from pflcore.simulation._sampling import draw_clients
 from pflcore.simulation._signals import defer_signals
 from pflcore.simulation._state import (
     RunConfig,
     State,
-    client_rows,
     flatten_state,
     initial_state,
+    kept_rows,
     unflatten_state,
 )
-from pflcore.simulation._storage import check_disk_space, disk_bytes
 from pflcore.simulation._uploads import (
     CohortResult,
     RoundOutcome,
     accept,
     drop_clients,
     non_finite_names,
-)
-from pflcore.simulation.executor import (
-    BlockPlan,
-    CohortWork,
-    computed_rows,
-    take_positions,
 )
 from pflcore.train import Clients
 from pflcore.train._context import TrainContext
@@ -84,31 +78,17 @@ def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutc
     Do not use `state` afterwards: its rows are updated in place. Raises ValueError for
     a repeated client, or where a required client is missing.
     """
-    alg = config.algorithm
-    adversary = config.robustness.adversary
-    check_training(alg, config.context.training)
-    ids = _check_cohort(alg, ids)
+    check_training(config.algorithm, config.training)
+    ids = _check_cohort(config.algorithm, ids)
     if not len(ids):
         return _step_without_clients(config, state, ids)
     with single_threaded(config.fits_one_thread(len(ids))):
         result = train_cohort(config, state, ids)
-        if adversary is not None:
-            result = adversary.attack_uploads(result, alg.traits, state.server)
-        work = None
-        if config.ranks.is_first:
-            work = observe_clients(result, alg, state.server)
-        # Statistics travel from every client that answers, accepted or not.
-        buffer_bytes = result.buffers.nbytes if config.averages else 0
-        result, outcome = accept(
-            result, alg.traits, state.server, config.robustness.clip
-        )
-        outcome.bytes_down += buffer_bytes
-        outcome.bytes_up += buffer_bytes
-        changes = serve(alg, state, result, outcome, config.averages)
+        result, outcome = receive_uploads(config, state, result)
+        changes = serve(config.algorithm, state, result, outcome, config.averages)
         # No rank commits a round in which another has failed.
-        config.ranks.exchange(f"the commit of round {result.cohort.round}")
-        log_clients(work, alg, result.cohort.round, outcome)
-        return commit(state, changes, config.folder), outcome
+        config.ranks.exchange(f"the commit of round {state.round + 1}")
+        return commit(state, changes), outcome
 
 
 def _step_without_clients(
@@ -121,7 +101,7 @@ def _step_without_clients(
     if not changes:
         return replace(state, round=cohort.round), outcome
     named: Changes = {f"server.{name}": new for name, new in changes.items()}
-    return commit(state, named, config.folder), outcome
+    return commit(state, named), outcome
 
 
 def _check_cohort(alg: Algorithm, ids: Tensor) -> Tensor:
@@ -139,80 +119,51 @@ def _check_cohort(alg: Algorithm, ids: Tensor) -> Tensor:
 
 
 def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
-    """Trains the clients `ids` [S] on their own data, by the run's executor."""
-    context = config.context
-    count = len(ids)
-    with REPEATABLE_FLAGS.set_for(context.net.w0.device):
+    """Trains the clients `ids` [S] on their own data.
+
+    The ranks of a run share the clients.
+    """
+    ranks = config.ranks
+    with REPEATABLE_FLAGS.set_for(config.net.w0.device):
         cohort = config.cohort(ids, state.round + 1)
-        # An algorithm may draw here for the whole cohort. So this is no work to share.
+        # An algorithm may draw here for the whole cohort, so every rank does it.
         down = config.algorithm.send(state.server, cohort)
-        states_before = client_rows(config, state, ids, down)
-        device_ids = to_device(ids, state.buffers.device)
-        buffers = state.buffers[device_ids]
-        # The rows of clients that never took part are zeros, as a new state is.
-        optimizers = {name: t[device_ids] for name, t in state.optimizers.items()}
-
-        def plan() -> BlockPlan:
-            blocks = assign_blocks(context, ids)
-            work = _training_work(context, cohort.num_samples, blocks)
-            return BlockPlan(work, blocks)
-
-        def compute(positions: Tensor) -> Tensors:
-            block_numbers = None  # a whole cohort assigns them where it needs them
-            if len(positions) < count:
-                block_numbers = cohort_work.block_numbers[positions]
-            kept = None
-            if optimizers:
-                kept = KeptOptimizers(
-                    {
-                        name: take_positions(value, positions, count)
-                        for name, value in optimizers.items()
-                    }
-                )
-            clients = Clients(
-                context,
-                ids[positions],
-                cohort.round,
-                take_positions(buffers, positions, count),
-                block_numbers,
-                kept,
-            )
-            part_down = {
-                name: take_positions(value, positions, count)
-                for name, value in down.items()
-            }
-            part_states = {
-                name: take_positions(value, positions, count)
-                for name, value in states_before.items()
-            }
-            client_states, up, fit = config.algorithm.train(
-                part_down, part_states, clients
-            )
-            rows = {"buffers": fit.buffers, "loss": fit.loss}
-            rows |= {f"up.{name}": tensor for name, tensor in up.items()}
-            rows |= {f"client.{name}": tensor for name, tensor in client_states.items()}
-            after = {} if kept is None else kept.left()
-            return rows | {f"optimizer.{name}": row for name, row in after.items()}
-
+        before = kept_rows(config, state, ids, down)
+        blocks = assign_blocks(config, ids)
+        shares = ranks.share(block_work(config, cohort.num_samples, blocks), blocks)
+        own = shares[ranks.rank]
         place = f"the training of round {cohort.round}"
-        cohort_work = CohortWork(place, ids, compute, plan)
-        rows = computed_rows(config.executor, cohort_work)
-        return CohortResult(
-            cohort,
-            down,
-            _without_prefix(rows, "up."),
-            states_before,
-            _without_prefix(rows, "client."),
-            rows["buffers"],
-            rows["loss"],
-            _without_prefix(rows, "optimizer."),
-        )
+        rows = None
+        with ranks.own_work(place):
+            if len(own):
+                part = before.take(own)
+                clients = Clients(
+                    config, ids[own], cohort.round, part.buffers, blocks[own]
+                )
+                part_down = take_rows(down, own)
+                rows = train_clients(config.algorithm, part_down, part, clients)
+        rows = ranks.gather(place, rows, shares)
+    return CohortResult(cohort, down, before.client_states, rows)
 
 
-def _training_work(
+def train_clients(
+    alg: Algorithm,
+    down: Payload,  # [s, ...]
+    before: CohortRows,  # [s, ...]
+    clients: Clients,  # s of them
+) -> CohortRows:
+    """The rows that the clients keep and upload, after their training."""
+    optimizers = KeptOptimizers(before.optimizers) if before.optimizers else None
+    clients = replace(clients, optimizers=optimizers)
+    client_states, up, fit = alg.train(down, before.client_states, clients)
+    left = {} if optimizers is None else optimizers.left()
+    return CohortRows(client_states, fit.buffers, left, up, fit.loss)
+
+
+def block_work(
     context: TrainContext, num_samples: Tensor, block_numbers: Tensor
 ) -> Tensor:
-    """The work [S] of each client's training, for the balance between processes.
+    """The work [S] of each client's training, for the balance between ranks.
 
     Under vmap a block takes as many steps as its largest client.
     """
@@ -223,13 +174,24 @@ def _training_work(
     return largest.scatter_reduce(0, blocks, num_samples, "amax")[blocks]
 
 
-def _without_prefix(rows: Tensors, prefix: str) -> Tensors:
-    """The rows whose names begin with a prefix, by the rest of their names."""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in rows.items()
-        if name.startswith(prefix)
-    }
+def receive_uploads(
+    config: RunConfig, state: State, result: CohortResult
+) -> tuple[CohortResult, RoundOutcome]:
+    """The results that the server accepts, and the outcome so far.
+
+    An adversary, where the run has one, replaces the uploads of its clients before.
+    """
+    traits = config.algorithm.traits
+    robustness = config.robustness
+    if robustness.adversary is not None:
+        result = robustness.adversary.attack_uploads(result, traits, state.server)
+    return accept(
+        result,
+        traits,
+        state.server,
+        robustness.clip,
+        sends_buffers=config.averages,
+    )
 
 
 def warn_bad_upload(bad: BadUpload) -> None:
@@ -304,22 +266,23 @@ def round_changes(
     """The changes of server and clients, named as in `flatten_state`."""
     changes: Changes = {f"server.{name}": new for name, new in server_changes.items()}
     changes |= client_changes(result)
-    if buffer_mixing is not None and result.buffers.numel():
-        n = result.cohort.n
-        changes["batch_norm"] = mixed_buffers(result.buffers, buffer_mixing, n)
+    buffers = result.rows.buffers
+    if buffer_mixing is not None and buffers.numel():
+        changes["batch_norm"] = mixed_buffers(buffers, buffer_mixing, result.cohort.n)
     return changes
 
 
 def client_changes(result: CohortResult) -> Changes:
     """The changes of the state of the cohort's clients by training."""
     ids = result.cohort.ids
+    rows = result.rows
     changes: Changes = {
-        f"clients.{name}": RowUpdate(ids, rows)
-        for name, rows in result.client_states.items()
+        f"clients.{name}": RowUpdate(ids, new)
+        for name, new in rows.client_states.items()
     }
-    for name, rows in result.optimizers.items():
-        changes[f"optimizer.{name}"] = RowUpdate(ids, rows)
-    changes["batch_norm"] = RowUpdate(ids, result.buffers)
+    for name, new in rows.optimizers.items():
+        changes[f"optimizer.{name}"] = RowUpdate(ids, new)
+    changes["batch_norm"] = RowUpdate(ids, rows.buffers)
     changes["seen"] = RowUpdate(ids, torch.ones_like(ids, dtype=torch.bool))
     return changes
 
@@ -347,24 +310,16 @@ def mixed_buffers(
     return RowUpdate(mixing.receivers[has_weights], rows)
 
 
-def commit(state: State, changes: Changes, folder: Path | None = None) -> State:
+def commit(state: State, changes: Changes) -> State:
     """The state after the round.
 
     Without changes the round is void: only the counters of rounds move on.
 
-    Do not use `state` afterwards: its rows are updated in place. Raises OSError, before
-    anything is written, where the disk of `folder` has no room for the new rows.
+    Do not use `state` afterwards: its rows are updated in place.
     """
     if not changes:
         round = state.round + 1
         return replace(state, round=round, void_rounds=state.void_rounds + 1)
-    if folder is not None:
-        needed = sum(
-            disk_bytes(change.rows)
-            for name, change in changes.items()
-            if isinstance(change, RowUpdate) and name != "batch_norm"
-        )
-        check_disk_space("this round's rows need", needed, folder)
     # A signal that ends the program between two rows would leave half a round.
     with defer_signals():
         tensors = apply(flatten_state(state), changes)
@@ -394,10 +349,9 @@ def sample_cohort(
         sampling: The rule by which they are drawn, as `Simulation` has it: "uniform",
             "poisson", "size", weights [N] or a function.
     """
-    context = config.context
-    n = context.data.n if clients is None else len(clients)
+    n = config.data.n if clients is None else len(clients)
     count = max(1, int(participation * n + 0.5))
-    drawn = draw_clients(context, round, count, clients, sampling, participation)
+    drawn = draw_clients(config, round, count, clients, sampling, participation)
     required = config.algorithm.traits.required_clients
     if not required:
         return drawn.sort().values

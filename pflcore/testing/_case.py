@@ -119,7 +119,7 @@ class Case:
         context = TrainContext(
             self.net, self.data, TRAINING, Engine("loop"), Workers(1), rounds=6
         )
-        return RunConfig(algorithm or self.watched, context._replace(**changed))
+        return RunConfig.of(algorithm or self.watched, replace(context, **changed))
 
     def renumbered(
         self, numbers: Sequence[int], target: int = 1, **changed: Any
@@ -164,8 +164,8 @@ class Case:
     ) -> Play:
         """Plays a round with each cohort; raises Fault where a round fails."""
         alg = config.algorithm
-        n = config.context.data.n
-        state = initial_state(alg, config.context.net, n)
+        n = config.data.n
+        state = initial_state(alg, config.net, n)
         play = Play(state, [tensors_of(state)], [], [], [])
         # The watched hook `train` appends to this list. An algorithm is frozen, so the
         # attribute cannot be assigned in the usual way.
@@ -197,7 +197,7 @@ class Case:
 
         Raises Fault where it fails.
         """
-        split = "test" if "test" in config.context.data.index else "train"
+        split = "test" if "test" in config.data.index else "train"
         with errors_as_faults("predict"):
             values = evaluate(config, state, split)
         return {f"the evaluation's {key}": value for key, value in values.items()}

@@ -137,7 +137,7 @@ def rounds_play_no_part(case: Case) -> None:
         "update or train: {} depends on the number of rounds of the run, so that a "
         "finished run cannot go on; say why in traits, as rounds_reason."
     )
-    longer = case.left(case.config(rounds=2 * case.config().context.rounds))
+    longer = case.left(case.config(rounds=2 * case.config().rounds))
     require_same(case.found, longer, fault)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+
+from typing_extensions import Self
 
 from pflcore.data._federation import Federation
 from pflcore.train._engines import Engine
@@ -17,13 +18,12 @@ CPU_BLOCK_CLIENTS = 64
 GPU_BLOCK_CLIENTS = 128
 
 
-class TrainContext(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TrainContext:
     """Everything that training needs and that stays the same over a run.
 
     A context knows the clients' data and how they train. It knows neither an algorithm
-    nor a server. `pflcore.simulation.round.RunConfig` holds a context together with
-    the options of the rounds around the training: the algorithm, the robust
-    aggregation, the policy for batch norm and the folder of the clients' rows.
+    nor a server. `RunConfig` adds what the rounds around the training need.
 
     Attributes:
         net: The model as a function of a row.
@@ -34,8 +34,6 @@ class TrainContext(NamedTuple):
         seed: The seed of the run. It is a part of the key of every random stream.
         rounds: The number of rounds, on which a schedule of the step size may depend.
         clients_per_block: The largest number of clients of a block under vmap.
-        sample_activation_bytes: The bytes that a training step keeps of one sample
-            between its forward and its backward pass, for the estimate of memory.
         graphs: The CUDA graphs of training steps, or None on a CPU.
     """
 
@@ -47,11 +45,10 @@ class TrainContext(NamedTuple):
     seed: int = 0
     rounds: int = 1
     clients_per_block: int = CPU_BLOCK_CLIENTS
-    sample_activation_bytes: int = 0
     graphs: GradientGraphs | None = None
 
-    def without_augmentation(self) -> TrainContext:
-        """The same context for what trains outside of a run's rounds."""
+    def without_augmentation(self) -> Self:
+        """The same options for what trains outside of a run's rounds."""
         if not self.training.transforms:
             return self
-        return self._replace(training=replace(self.training, augment=None))
+        return replace(self, training=replace(self.training, augment=None))

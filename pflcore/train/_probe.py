@@ -122,7 +122,7 @@ class EngineProbe:
         captured before, at weights of half the size and with other random numbers. So a
         replay that still uses those is found.
         """
-        context = self.clients.context._replace(engine=engine, graphs=graphs)
+        context = replace(self.clients.context, engine=engine, graphs=graphs)
         clients = replace(self.clients, context=context)
         if graphs is not None:
             replace(clients, round=1).fit(0.5 * self.w, epochs=1, lr=1.0)

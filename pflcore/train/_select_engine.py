@@ -28,7 +28,6 @@ import torch.nn as nn
 
 from pflcore.check import warn_caller
 from pflcore.data._federation import Federation
-from pflcore.train import _memory as memory
 from pflcore.train import _validate as validate
 from pflcore.train._chain import Chain, NotAChain, find_chain
 from pflcore.train._context import (
@@ -42,7 +41,7 @@ from pflcore.train._gpu_flags import NO_TF32_FLAGS, REPEATABLE_FLAGS
 from pflcore.train._graphs import GradientGraphs
 from pflcore.train._net import Net
 from pflcore.train._probe import EngineProbe, first_mismatch, make_probes
-from pflcore.train._training import Training, autocast
+from pflcore.train._training import Training
 from pflcore.train._validate import MismatchError
 from pflcore.train._workers import Workers, single_threaded
 
@@ -95,9 +94,6 @@ def make_context(  # noqa: PLR0913 (the options of a run)
         gradient_graphs = None
         if data.device.type == "cuda":
             gradient_graphs = verified_graphs(probes, selected, graphs)
-        x, y = spread_samples(data, FIRST_BATCH_SIZE)
-        with autocast(training.precision, device):
-            batch_bytes = memory.activation_bytes(net, x, y)
     note = chain_note(training)
     if selected.chain is not None and note is not None:
         selected = selected._replace(reason=f"{selected.reason}; {note}")
@@ -113,7 +109,6 @@ def make_context(  # noqa: PLR0913 (the options of a run)
         seed,
         rounds,
         clients_per_block=clients_per_block or default_clients,
-        sample_activation_bytes=batch_bytes // FIRST_BATCH_SIZE,
         graphs=gradient_graphs,
     )
 

@@ -57,7 +57,7 @@ def adapted(alg, down, s):
 
 
 def with_index(s, **index):
-    return s._replace(data=replace(s.data, index={**s.data.index, **index}))
+    return replace(s, data=replace(s.data, index={**s.data.index, **index}))
 
 
 # Per-FedAvg -------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_scaled_differences_are_right_in_float32():
     def flat(scores, y):
         return 1e-5 * nn.functional.cross_entropy(scores, y)
 
-    s = tiny((12, 9), lr=1e4, batch_size=4)._replace(net=Net(tiny_model(), flat))
+    s = replace(tiny((12, 9), lr=1e4, batch_size=4), net=Net(tiny_model(), flat))
 
     def played(s, **options):
         return after(PerFedAvg(alpha=5e4, **options), s)[0].server["x"].double()
@@ -156,7 +156,7 @@ def test_nobody_adapts_on_test_data(alg):
     rows = torch.cat(list(s.data.index["test"]))
     x[rows] += 3.0
     y[rows] = 1
-    other = s._replace(data=replace(s.data, x=x, y=y))
+    other = replace(s, data=replace(s.data, x=x, y=y))
     one = alg.model(down, {}, at_work(s))["w"]
     two = alg.model(down, {}, at_work(other))["w"]
     assert torch.equal(one, two) and not torch.equal(one, down["x"])
@@ -174,10 +174,10 @@ LOSSES = (
     "alg", [FineTune(finetune_epochs=0), PerFedAvg(steps=0), KnnPer(lam=0.0)]
 )
 def test_not_adapted_it_is_fedavg_by_any_loss(alg, loss):
-    s = tiny()._replace(net=Net(tiny_model(), loss))
+    s = replace(tiny(), net=Net(tiny_model(), loss))
     state, _ = served(s)
-    ours = evaluate(RunConfig(alg, s), state)
-    plain = evaluate(RunConfig(FedAvg(), s), state)
+    ours = evaluate(RunConfig.of(alg, s), state)
+    plain = evaluate(RunConfig.of(FedAvg(), s), state)
     rtol = 1e-5 if isinstance(alg, KnnPer) else 0
     torch.testing.assert_close(ours, plain, rtol=rtol, atol=0)
 
@@ -202,7 +202,7 @@ def candidates(s, state, down):
         for epochs in range(1, 5):
             tried.append(FineTune(finetune_lr=lr, finetune_epochs=epochs))
     rows = [adapted(alg, down, s) for alg in tried]
-    values = [evaluate(RunConfig(alg, s), state, "val")["accuracy"] for alg in tried]
+    values = [evaluate(RunConfig.of(alg, s), state, "val")["accuracy"] for alg in tried]
     return torch.stack(values), torch.stack(rows)
 
 
@@ -306,7 +306,7 @@ def test_a_run_that_evaluates_some_gives_them_the_numbers_that_all_would_give():
 def test_a_client_of_few_samples_votes_alike_beside_clients_of_many(kernel):
     sizes = (3, 40, 7, 25)
     model = Net(lambda: layers("Linear 6 5, SiLU, Linear 5 4"))
-    s = tiny(sizes)._replace(net=model)
+    s = replace(tiny(sizes), net=model)
     alg = KnnPer(k=10, kernel=kernel)
     x = model.w0.expand(4, -1)
     whole = alg.model({"x": x}, {}, at_work(s))
@@ -345,7 +345,7 @@ def test_knnper_is_accepted_where_it_beats_the_shared_model(margin):
     algs = FedAvg(), knn, replace(knn, min_size=21, margin=margin)
     on = {}
     for split in ("val", "test"):
-        values = [evaluate(RunConfig(alg, s), state, split) for alg in algs]
+        values = [evaluate(RunConfig.of(alg, s), state, split) for alg in algs]
         on[split] = [of_alg["accuracy"] for of_alg in values]
     taken = s.data.size("train") >= 21
     taken &= True if margin is None else on["val"][1] - on["val"][0] > margin

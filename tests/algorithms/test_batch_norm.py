@@ -71,7 +71,7 @@ def test_statistics_are_mixed_as_the_model_is(alg):
 def test_statistics_follow_a_mixing_matrix(alg):
     s = normal()
     ids = [0, 1, 3]
-    setup = RunConfig(alg, s, batch_norm="average")
+    setup = RunConfig.of(alg, s, batch_norm="average")
     state, done = step(setup, initial_state(alg, s.net, 4), torch.tensor(ids))
     if isinstance(alg, FedDWA):  # K numbers a client
         mix = spread(done.mix.weight, done.mix.index, 3)
@@ -98,7 +98,7 @@ def test_who_takes_nothing_keeps_the_statistics_from_before_the_round(dtype):
     s = normal()
     alg = Chosen()
     object.__setattr__(alg, "dtype", dtype)
-    setup = RunConfig(alg, s, batch_norm="average")
+    setup = RunConfig.of(alg, s, batch_norm="average")
     state, _ = step(setup, initial_state(alg, s.net, 4), torch.tensor([0, 1, 2]))
     assert torch.equal(state.buffers[1:], s.net.b0.expand(3, -1))
     near(state.buffers[0], trained(s, [0, 1, 2])[0])
@@ -109,7 +109,7 @@ def test_a_round_of_nobodys_statistics_is_void():
     begun = initial_state(FedAvg(), s.net, 4)
     begun.server["x"].fill_(torch.nan)
     state, done = step(
-        RunConfig(FedAvg(), s, batch_norm="average"), begun, torch.arange(4)
+        RunConfig.of(FedAvg(), s, batch_norm="average"), begun, torch.arange(4)
     )
     assert done.void and done.dropped == [0, 1, 2, 3]
     assert torch.equal(state.buffers, s.net.b0.expand(4, -1))

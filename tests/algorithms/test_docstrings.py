@@ -8,7 +8,7 @@ import inspect
 import re
 import warnings
 from collections import defaultdict
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -115,7 +115,7 @@ def two_rounds(alg):
 
     watched = Watched(**{f.name: getattr(alg, f.name) for f in fields(alg)})
     net = alg.prepare(Net(layers(BATCH_NORM)))
-    config = RunConfig(watched, context()._replace(net=net))
+    config = RunConfig.of(watched, replace(context(), net=net))
     state = initial_state(watched, net, SIZES["N"])
     seen = [(part, tensors) for part, tensors in seen if part == "server"]
     for ids in COHORTS:

@@ -48,12 +48,14 @@ def test_a_cached_dictionary_is_the_clients_last_download():
     for ids in ([0, 1], [1], [1]):
         sent.append(state.server["x"].clone())
         state, _ = after(alg, s, [ids], state)
-    found = evaluate(RunConfig(alg, s), state)["loss"]
+    found = evaluate(RunConfig.of(alg, s), state)["loss"]
     now = state.server["x"]
     # Client 0 took part in round 1, client 1 in all three rounds, client 2 in none.
     for i, x in enumerate((sent[0], sent[2], now)):
         state.server["x"] = x
-        assert found[i] == evaluate(RunConfig(FactorizedWaffle(), s), state)["loss"][i]
+        assert (
+            found[i] == evaluate(RunConfig.of(FactorizedWaffle(), s), state)["loss"][i]
+        )
     assert len({v.sum().item() for v in (*sent[1:], now)}) == 3
 
 
@@ -72,9 +74,7 @@ def test_a_server_with_more_factors_serves_what_it_served_and_goes_on():
     few.run()
     before = few.evaluate("test")["loss"]
     was = few.state.server["x"].clone()
-    many.state = many.algorithm.widen_state(
-        few.state, few.context.net, many.context.net
-    )
+    many.state = many.algorithm.widen_state(few.state, few.config.net, many.config.net)
     near(many.evaluate("test")["loss"], before, 1e-12, 1e-14)
     history = many.run()
     assert len(history.rounds) == 2 and torch.equal(few.state.server["x"], was)
@@ -83,7 +83,7 @@ def test_a_server_with_more_factors_serves_what_it_served_and_goes_on():
 
 def test_a_simulation_factorizes_the_model():
     run = run_of("factorized_waffle", 2, lr=0.1, batch_size=8)
-    names = run.context.net.names
+    names = run.config.net.names
     assert [*names[:3], *names[-2:]] == [
         "0.w_a",
         "0.strength",
@@ -92,7 +92,7 @@ def test_a_simulation_factorizes_the_model():
         "4.bias",
     ]
     history = run.run()
-    assert history.rounds[-1]["bytes_up"] == 3 * 8 * run.context.net.size
+    assert history.rounds[-1]["bytes_up"] == 3 * 8 * run.config.net.size
     own = Net(factorize(model(), 6))
     kept = FactorizedWaffle(ranks=(2, 3)).prepare(own)
     assert strengths(kept).numel() == 12  # a model that has factors keeps them

@@ -44,7 +44,7 @@ def test_what_is_evaluated(mix):
     s = tiny()
     alg = APFL(mix=mix, alpha_lr=1.0)
     state, _ = after(alg, s, 3)
-    losses = evaluate(RunConfig(alg, s), state)["loss"]
+    losses = evaluate(RunConfig.of(alg, s), state)["loss"]
     w = state.server["x"]
     own = state.clients
     for i, (v, a) in enumerate(zip(own["v"], own["alpha"], strict=True)):
@@ -147,7 +147,7 @@ def test_fedfomo_does_not_take_a_model_that_was_not_sent():
     """Row 0 would be best for both clients, but client 1 was sent -1: no model."""
     s = quadratics([[1.0], [1]], [[0.0], [0]], lr=0.0, rows=4)
     index = {"train": s.data.index["train"], "val": s.data.index["test"]}
-    s = s._replace(data=replace(s.data, index=index))
+    s = replace(s, data=replace(s.data, index=index))
     own = {"w": t([[4.0], [4]]), "old": t([[4.0], [4]])}
     down = {"w": SharedRows(t([[0.0], [2]]), torch.tensor([[1], [-1]]))}
     own, up, _ = FedFomo().train(down, own, at_work(s))
@@ -236,7 +236,7 @@ def test_without_validation_data_nobody_is_drawn_anywhere(alg):
     """
     s = validated(3)
     val = [rows[:0] if i == 1 else rows for i, rows in enumerate(s.data.index["val"])]
-    s = s._replace(data=replace(s.data, index={**s.data.index, "val": val}))
+    s = replace(s, data=replace(s.data, index={**s.data.index, "val": val}))
     (one, _), (state, done) = play(alg, s, 2)
     assert not done.dropped
     if isinstance(alg, FedFomo):

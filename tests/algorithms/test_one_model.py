@@ -51,7 +51,7 @@ def constant_gradients(momentum):
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_moons_first_round_is_fedavgs_with_batch_norm(engine):
     """The reference models are equal then, and leave the statistics as they are."""
-    s = double(tiny(engine=engine)._replace(net=Net(normed_model)))
+    s = double(replace(tiny(engine=engine), net=Net(normed_model)))
 
     ours = after(MOON(mu=5.0), s)[0]
     theirs = after(FedAvg(), s)[0]

@@ -56,7 +56,7 @@ def test_golden_rounds(name, engine):
     quarter = replace(
         s.training, lr=4 * s.training.lr, schedule=lambda round, rounds: 0.25
     )
-    s = s._replace(training=quarter)
+    s = replace(s, training=quarter)
     for options in case["options"]:
         alg = ALGORITHMS[case["method"]](**options)
         state = joined(alg, s)
@@ -67,7 +67,7 @@ def test_golden_rounds(name, engine):
             found = {
                 **vars(state),
                 "done": vars(done),
-                "evaluation": evaluate(RunConfig(alg, s), state),
+                "evaluation": evaluate(RunConfig.of(alg, s), state),
             }
             found["report"] = alg.report(state.server, done.mix, done.cohort)
             compare(found, want, case)

@@ -81,7 +81,7 @@ def test_private_columns_never_travel(alg, width):
         private = alg.private_mask(s.net)
         assert torch.equal(view["w"][0, private], s.net.w0[private])
         near(local.buffers[0], state.buffers[[0, 2]].mean(0))
-    assert evaluate(RunConfig(alg, s), state)["loss"].isfinite().all()
+    assert evaluate(RunConfig.of(alg, s), state)["loss"].isfinite().all()
 
 
 def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg():

@@ -260,7 +260,7 @@ def test_an_unmixed_client_keeps_its_statistics():
     x = state.server["x"].expand(4, -1)
     trained = replace(at_work(s, round=2), buffers=before).fit(x).buffers
 
-    state, _ = step(RunConfig(Nobody(), s), state, torch.arange(4))
+    state, _ = step(RunConfig.of(Nobody(), s), state, torch.arange(4))
 
     near(state.buffers[0], trained[2:].mean(0))
     assert torch.equal(state.buffers[1:], before[1:])

@@ -72,7 +72,7 @@ def test_a_run_on_real_images(capsys, pictures):
         and "client 3: best" in out
         and "selected on test data" in out
     )
-    assert "61,706 parameters" in err and "of memory at the peak" in err
+    assert "61,706 parameters" in err
     (run,) = read("o")
     head = run.header
     want = {
@@ -542,7 +542,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     if os.getuid() != 0:
         folders.append(tmp_path / "closed")
     for folder in folders:
-        with sentence("out: expected a folder that can be written"):
+        with sentence("checkpoint: it cannot be written into", OSError):
             simulation().run(
                 lambda *_: pytest.fail("a round was played"), Checkpoint(folder)
             )
@@ -629,7 +629,6 @@ def test_every_job_is_looked_at_before_the_first_round(capsys):
     assert command(f"compare --algorithms local apfl {SHORT} --dry-run") == 0
     out = capsys.readouterr().out
     assert out.index("local: ") < out.index("apfl: ") and not Path("o").exists()
-    assert "of the clients' own" in out and "in memory; peak memory" in out
 
 
 @pytest.mark.parametrize("words", ["--lr fast", "--learning-rate 1", "--seed 1e23"])

@@ -115,7 +115,7 @@ run | algorithm = "ditto"; roundz = 1 | config: got 'roundz', did you mean 'roun
 run | rounds = 1 | name of an algorithm
 compare | algorithms = ["ditto"]; [ditto]; lamb = 2 | config: got 'ditto.lamb', did you mean 'ditto.lam'?
 compare | algorithm = "ditto"; algorithms = ["ditto"] | config: got 'algorithm', did you mean 'algorithms'?
-run fedavg | debug = "yes" | debug: expected true or false, got 'yes'
+run fedavg | graphs = "yes" | graphs: expected true or false, got 'yes'
 run fedavg | lr = -1 | lr: expected
 run fedavg | metrics = [[1]] | metrics: expected single values in a list, got [1]
 run fedavg | lr = | config: expected a file of options in TOML, got c.toml (

@@ -32,7 +32,7 @@ def played(monkeypatch):
 
     def run(self, *args, **options):
         if self.state.round == 0:
-            rates.append(self.config.context.training.lr)
+            rates.append(self.config.training.lr)
         return honest(self, *args, **options)
 
     monkeypatch.setattr(Simulation, "run", run)

@@ -310,6 +310,13 @@ def test_a_subset_keeps_its_labels_and_truth():
         equals(part.client(new), fed.client(old))
 
 
+def test_a_subset_of_a_used_federation_knows_its_own_trainable_clients():
+    data = small(index={"train": index([], [1, 3]), "test": index([4], [5])})
+    assert data.trainable_clients.tolist() == [1]
+    assert data.subset([1]).trainable_clients is None
+    assert data.subset([1, 0]).trainable_clients.tolist() == [0]
+
+
 def test_standardised_by_training_samples_only():
     fed = many(5, 12, 40).split(test=0.3, seed=0, of=None)
     x = fed.x.clone()

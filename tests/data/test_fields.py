@@ -96,7 +96,7 @@ def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
     history = run.run()
     data = run.data
     last = history.rounds[-1]["eval"]
-    together = evaluate(RunConfig(run.algorithm, run.context), run.state)
+    together = evaluate(RunConfig.of(run.algorithm, run.config), run.state)
     for i in range(data.n):
         rows, y = data.client(i, "test")
         x = data.fields.split_fields(rows)
@@ -115,7 +115,9 @@ def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
         assert last["accuracy"][i] == pytest.approx(float(each.mean()))
         # A client that is evaluated alone has the same results.
         alone = evaluate(
-            RunConfig(run.algorithm, run.context), run.state, clients=torch.tensor([i])
+            RunConfig.of(run.algorithm, run.config),
+            run.state,
+            clients=torch.tensor([i]),
         )
         for key in ("loss", "accuracy"):
             torch.testing.assert_close(together[key][i], alone[key][i])
@@ -194,7 +196,7 @@ def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
     hardware = Hardware(engine, workers=1)
     setting = Simulation(
         "fedavg", Net(module), data, training, hardware=hardware
-    ).context
+    ).config
     got = at_work(setting).fit(setting.net.w0.expand(data.n, -1)).w
     for i in range(data.n):
         rows, y = data.client(i)

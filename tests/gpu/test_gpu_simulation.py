@@ -38,7 +38,7 @@ def test_same_losses_as_on_the_cpu(name, kind):
         played(name, model, data(kind), training, on, 3, engine)
         for on in ("cuda", "cpu")
     )
-    assert got.context.engine.form == form, got.context.engine.reason
+    assert got.config.engine.form == form, got.config.engine.reason
     losses = (run.history.series("loss")[1] for run in (got, want))
     torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
 
@@ -132,7 +132,7 @@ def assert_same_bits(name, model, kind, engine):
 
     assert got.header()["path"]["graphs"] == "captured"
     if name in DIFFERENT:  # other algorithms may not repeat a step
-        assert got.context.graphs.replays > 0
+        assert got.config.graphs.replays > 0
     for a, b in zip(models(got), models(want), strict=True):
         assert torch.equal(a, b)
 

@@ -228,7 +228,7 @@ def test_checkpoints_of_other_things_are_refused(tmp_path):
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     strategy, grid = new_run(algorithm("ditto"), tmp_path, 1.0, {})
     with (
-        store.lock(tmp_path / "server"),
+        flower.lock_folder(tmp_path / "server"),
         sentence("checkpoint: another run is writing into"),
     ):
         strategy.start(grid)

@@ -14,7 +14,6 @@ from small import swept
 from torch import nn
 
 from pflcore import Client, Server
-from pflcore.simulation import checkpoint
 
 ALL = range(DATA.n)
 
@@ -135,14 +134,6 @@ def test_the_expected_layout_of_uploads_comes_back(tmp_path):
         uploads[i] = (tensors | {"more": torch.ones(1)}, num_samples)
     with pytest.warns(RuntimeWarning, match="its upload holds"):
         assert restored.aggregate(uploads, strict=False).ids == [0]
-
-
-def test_a_zero_of_version_0_1_is_todays_none(tmp_path):
-    new_server("heurfedamp").save(tmp_path)
-    tensors, facts = checkpoint.load(tmp_path)
-    facts["identity"]["options"]["xi_self"] = 0.0
-    checkpoint.save(tmp_path, tensors, facts)
-    new_server("heurfedamp").restore(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parts.results import N, a_run, cells, line
 
+from pflcore.results import RunEnd
 from pflcore.results import record as records
 from pflcore.results.table import table
 
@@ -146,7 +147,7 @@ def test_latex_rows_have_a_cell_for_each_column():
 def test_latex_leaves_an_empty_column_of_notes_out():
     assert "& note" not in table(TWO, format="latex")
     stopped = histories(a_run())
-    stopped[0].stopped = "It was enough."
+    stopped[0].end = RunEnd("stopped", "It was enough.")
     text = table(stopped, format="latex")
     assert "& note" in text and "% waffle, seed 0, stopped: It was enough." in text
 

@@ -56,7 +56,7 @@ def test_a_bad_upload(name, value):
     )
     for bad in {BAD, *alg.traits.required_clients}:
         state = initial_state(alg, s.net, N)
-        config = RunConfig(spoilt(alg, value, bad), s)
+        config = RunConfig.of(spoilt(alg, value, bad), s)
         for _ in range(3):
             before = copy.deepcopy(state)
             try:
@@ -73,6 +73,6 @@ def test_a_bad_upload(name, value):
                 )
             tensors = [*state.server.values(), *state.clients.values(), state.buffers]
             assert all(v.isfinite().all() for v in tensors if v.is_floating_point())
-        loss = evaluate(RunConfig(alg, s), state)["loss"][torch.arange(N) != bad]
+        loss = evaluate(RunConfig.of(alg, s), state)["loss"][torch.arange(N) != bad]
         assert value == 1e30 or loss.isfinite().all()
         assert name != "fedavg, median" or (loss < 2).all()

@@ -24,7 +24,7 @@ class Lengths(FedAvg):
 
 def played(n, clip=None):
     s = points([0.0] * n)
-    setup = RunConfig(Lengths(), s, Robustness(clip=clip))
+    setup = RunConfig.of(Lengths(), s, robustness=Robustness(clip=clip))
     state, done = step(setup, initial_state(Lengths(), s.net, n), torch.arange(n))
     return state.server["x"], done
 

@@ -9,8 +9,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +18,7 @@ import pytest
 import torch
 from entry_points import sentence
 from parts.checkpoint import DATA, OPTIONS, TRAINING, make, saved
-from parts.memory import KINDS, fails
+from parts.memory import fails
 from parts.states import same
 from small import SIX, equals, images, layers, normed_model, swept, tiny_model
 from torch import nn
@@ -198,6 +196,13 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
     torch.testing.assert_close(restored, tensors, rtol=0, atol=0, equal_nan=True)
 
 
+def test_tensors_that_share_memory_come_back(tmp_path):
+    x = torch.arange(6.0)
+    tensors = {"x": x, "again": x, "part": x[2:5], "every second": x[::2]}
+    checkpoint.save(tmp_path, tensors, {})
+    equals(load(tmp_path)[0], tensors)
+
+
 @dataclass(frozen=True)
 class Spoils(FedAvg):
     """FedAvg with a huge update, void rounds and a growing state.
@@ -295,7 +300,7 @@ def test_a_run_leaves_checkpoints_as_it_was_told(tmp_path, monkeypatch):
     monkeypatch.setattr(
         checkpoint,
         "save_run",
-        lambda _folder, _run, state, _: saved_rounds.append(state.round),
+        lambda _folder, _header, _config, state, _: saved_rounds.append(state.round),
     )
     make(rounds=7).run(checkpoint=Checkpoint(tmp_path, every=3, minutes=0))
     assert saved_rounds == [0, 3, 6, 7]
@@ -318,11 +323,8 @@ def noted(round, record):
 
 PRESSED = KeyboardInterrupt()
 KEY = KeyError("my own mistake")
+MEMORY = MemoryError("out of memory")
 PLACES = {"evaluate": evaluate, "callback": noted, "update": Scaffold.update}
-MEMORY = "Out of memory in round 4.* needs about .*participation"
-EVALUATION = (
-    "Out of memory in the evaluation after round 3, when 20.00 MiB more were asked for"
-)
 # The function that fails, which of its calls, the error, the last round, the reason.
 ENDS = [
     ("callback", 3, Stop("That will do."), 3, "That will do[.]$"),
@@ -331,12 +333,8 @@ ENDS = [
     ("evaluate", 3, PRESSED, 3, "Interrupted after round 3 of 5[.]$"),
     ("evaluate", 5, PRESSED, 5, "Interrupted after round 5 of 5[.]$"),
     ("evaluate", 3, KEY, 3, "KeyError in round 3: 'my own mistake'"),
-    ("evaluate", 3, KINDS["on a GPU"][0], 3, EVALUATION),
     ("update", 4, KEY, 3, "KeyError in round 3: 'my own mistake'"),
-    *(
-        ("update", 4, e, 3, MEMORY.replace(".*", f".*{asked}.*", 1))
-        for e, asked in KINDS.values()
-    ),
+    ("update", 4, MEMORY, 3, "MemoryError in round 3: out of memory"),
 ]
 
 
@@ -361,7 +359,8 @@ def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
     monkeypatch.setattr(Scaffold, "update", called["update"])
     monkeypatch.setattr("pflcore.simulation._loop.evaluate", called["evaluate"])
     run = make("scaffold", rounds=5)
-    passed_on = pytest.raises(KeyError) if error is KEY else nullcontext()
+    is_failure = error in (KEY, MEMORY)
+    passed_on = pytest.raises(type(error)) if is_failure else nullcontext()
     with passed_on:
         run.run(called["callback"], Checkpoint(tmp_path, every=1))
     history, state = run.history, run.state
@@ -442,11 +441,11 @@ def frozen():
 
 
 OTHERS = {
-    "clients": {"data": images((8, 20, 30, 9))},
-    "training samples": {"data": images((8, 20, 30, 12, 9))},
-    "digest of the samples": {"data": images((8, 20, 30, 9, 12), seed=1)},
-    "1.weight": {"model": normed_model},
-    "what is not trained": {"model": frozen},
+    "data is": {"data": images((8, 20, 30, 9))},
+    "size is": {"data": images((8, 20, 30, 12, 9))},
+    "data is .* there": {"data": images((8, 20, 30, 9, 12), seed=1)},
+    "model": {"model": normed_model},
+    "digest of the model": {"model": frozen},
     "seed": {"seed": 3},
     "lam": {"algorithm": ALGORITHMS["ditto"](lam=7.0)},
     "loss": {"loss": nn.NLLLoss()},
@@ -467,22 +466,6 @@ def test_what_differs_is_named(tmp_path):
         UserWarning, match="clients_per_block is 64 there and 5 here; .* last digits"
     ):
         loaded(tmp_path, "ditto", hardware=Hardware(clients_per_block=5))
-
-
-@pytest.mark.parametrize(
-    "name, option", [("heurfedamp", "xi_self"), ("fedala", "layers")]
-)
-def test_a_zero_of_version_0_1_is_todays_none(name, option, tmp_path):
-    saved(tmp_path, algorithm=name)
-    tensors, facts = checkpoint.load(tmp_path)
-    options = facts["run"]["options"]
-    assert options[option] is None
-    options[option] = 0.0
-    checkpoint.save(tmp_path, tensors, facts)
-
-    loaded(tmp_path, name)
-    words = f"another run: {option} is None there and 1 here"
-    refused(lambda: loaded(tmp_path, ALGORITHMS[name](**{option: 1})), words)
 
 
 class Own(nn.Module):
@@ -509,10 +492,10 @@ ALIKE = [  # options of a run, of a run that differs, and the difference that is
     (
         {"model": layers("Linear 6 4, ReLU")},
         {"model": layers("Linear 6 4, Tanh")},
-        r"1 is 'ReLU",
+        "model is 'Sequential",
     ),
-    ({"loss": weighted(1)}, {"loss": weighted(2)}, "digest of the loss"),
-    ({"loss": smooth(0.1)}, {"loss": smooth(0.5)}, "digest of"),
+    ({"loss": weighted(1)}, {"loss": weighted(2)}, "loss is 'CrossEntropyLoss"),
+    ({"loss": smooth(0.1)}, {"loss": smooth(0.5)}, "loss is 'CrossEntropyLoss"),
 ]
 
 
@@ -531,73 +514,9 @@ def test_an_exchanged_file_is_refused(tmp_path, monkeypatch):
     b = saved(tmp_path / "b", algorithm="waffle", seed=1)
     shutil.copy(b / checkpoint.FILE_NAME, a / checkpoint.FILE_NAME)
     refused(lambda: make("waffle").restore(a), "another run: seed")
-    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 5)
-    refused(lambda: load(b), "expected format 5, got 4")
+    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 6)
+    refused(lambda: load(b), "expected format 6, got 5")
     refused(lambda: load(tmp_path), r"has no checkpoint\.safetensors")
-
-
-FORGED = """\
-facts | format | null | expected format 4, got None
-facts | format | [4] | expected format 4, got
-facts | run | 5 | that of another run
-facts | round | -1 | round: expected at most 4, got -1
-facts | round | 5 | round: expected at most 4, got 5
-facts | round | true | round: expected at most 4, got True
-facts | void | "x" | void: expected at most 2, got 'x'
-facts | void | null | void: expected at most 2, got None
-facts | rounds | null | rounds: expected a list of records
-facts | rounds | [5] | rounds: expected records with round, cohort
-facts | rounds | [{"round": 1}] | rounds: expected records with round, cohort
-facts | rounds | [] | report.1.weights: expected a round's report
-tensors | server.x | [0, 0, 0] | server.x
-tensors | server.x | null | server.x
-tensors | clients.v | "double" | clients.v
-tensors | clients.v | "nan" | clients.v: expected finite numbers
-tensors | clients.v | "long" | clients.v: expected rows of
-tensors | clients.v | null | clients.v
-tensors | server.x | "nan" | server.x: expected finite numbers
-tensors | batch_norm | null | batch_norm
-tensors | batch_norm | "nan" | batch_norm: expected finite numbers
-tensors | seen | [1, 1, 1, 1, 1] | seen
-tensors | seen | null | seen
-tensors | net.w0 | [0, 0, 0] | net.w0
-tensors | net.w0 | null | net.w0
-tensors | net.b0 | null | net.b0
-tensors | report.x.weights | [0] | report.x.weights: expected a round's report
-tensors | report.9 | [0] | report.9: expected a round's report
-"""
-CHANGES = {
-    "double": lambda old: old.double(),
-    "nan": lambda old: torch.full_like(old, math.nan),
-    "long": lambda old: torch.cat([old, old]),
-}
-
-
-@pytest.mark.parametrize("row", FORGED.splitlines())
-def test_a_checkpoint_that_no_run_wrote_is_one_sentence(row, tmp_path, monkeypatch):
-    """A forged checkpoint with a correct digest is refused with one sentence.
-
-    Another program, or a person who may write the file, can make one.
-    """
-    part, key, value, words = row.split(" | ")
-    options = {"algorithm": "ditto", "model": normed_model}
-    tensors, facts = load(saved(tmp_path, **options))
-    tensors["report.1.weights"] = torch.zeros(1001)
-    forged = json.loads(value)
-    if part == "facts":
-        facts[key] = forged
-    elif forged is None:
-        del tensors[key]
-    elif isinstance(forged, list):
-        tensors[key] = torch.tensor(forged)
-    else:
-        tensors[key] = CHANGES[forged](tensors[key])
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "FORMAT_VERSION", facts["format"])
-        checkpoint.save(tmp_path, tensors, facts)
-    run = make(**options)
-    refused(lambda: run.restore(tmp_path), re.escape(words))
-    assert run.state.round == 0 and len(run.run().rounds) == 4
 
 
 def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
@@ -676,28 +595,8 @@ def test_only_the_last_checkpoint_and_no_leavings_stay(tmp_path):
     make().run(checkpoint=Checkpoint(tmp_path, every=1))
     names = {p.name for p in tmp_path.iterdir()}
     assert names == {
-        ".lock",
         "checkpoint-notes.safetensors",
         checkpoint.FILE_NAME,
         "victim",
     }
     assert victim.read_text() == "mine"
-
-
-# one run a folder -----------------------------------------------------------
-def test_two_runs_in_one_folder_are_refused_until_the_first_has_died(tmp_path):
-    code = (
-        "import fcntl, sys, time; f = open(sys.argv[1], 'ab'); fcntl.flock(f, "
-        "fcntl.LOCK_EX); print('in', flush=True); time.sleep(60)"
-    )
-    words = [sys.executable, "-c", code, str(tmp_path / ".lock")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None and owner.stdout.readline() == "in\n"
-        for attempt in (
-            lambda: make().save(tmp_path),
-            lambda: make().run(checkpoint=tmp_path),
-        ):
-            refused(attempt, "another run is writing into")
-        owner.kill()
-    saved(tmp_path)
-    assert load(tmp_path)[1]["round"] == 2

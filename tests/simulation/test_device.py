@@ -60,7 +60,7 @@ def test_everything_is_on_the_device(name):
     want = play(name, kind, "cpu")
     with pretended_gpu() as gpu:
         got = play(name, kind, gpu)
-        size = got.context.net.size
+        size = got.config.net.size
         server = {f"g.{k}": v for k, v in got.state.server.items()}
         tensors = server | got.state.clients
         rows = {
@@ -72,8 +72,8 @@ def test_everything_is_on_the_device(name):
             f"rows of parameters that left the device: {rows}"
         )
         assert not unrepeated
-    assert got.context.engine.form == ("vmap" if kind else "chain"), (
-        got.context.engine.reason
+    assert got.config.engine.form == ("vmap" if kind else "chain"), (
+        got.config.engine.reason
     )
     for key in ("loss", "accuracy"):
         values = (x.history.series(key)[1] for x in (got, want))
@@ -90,7 +90,7 @@ def test_the_second_card_is_the_only_one_that_works(name):
     with pretended_gpu(1, cards=2) as gpu:
         run = play(name, "", gpu)
         assert contexts == {1}
-    assert run.context.engine.form == "chain"
+    assert run.config.engine.form == "chain"
 
 
 def waits_of_a_round(name, kind, epochs, gpu, optimizer="sgd"):

@@ -21,7 +21,7 @@ from pflcore import (
     cross_silo,
     tune,
 )
-from pflcore.results import read
+from pflcore.results import RunEnd, read
 from pflcore.results import record as records
 from pflcore.results.table import table
 
@@ -78,7 +78,7 @@ def test_a_history_and_its_models_are_a_line_each():
     assert "3 clients, 2 rounds, accuracy 0." in repr(history)
     named = simulation(data=images().standardize(), rounds=1).run().model(1)
     assert repr(named) == "Personalized(fedavg, 59 weights, logits, of raw features)"
-    history.stopped = "That will do."
+    history.end = RunEnd("stopped", "That will do.")
     assert repr(history).endswith("stopped: 'That will do.')")
     assert repr(type(history)({})) == "History(0 rounds)"
 
@@ -192,14 +192,12 @@ def test_losses_that_are_not_finite_read_as_they_were(losses):
     assert not after[:, 0].isnan().any()
 
 
-@pytest.mark.parametrize("end", ["interrupted", "failed", None])
-def test_the_way_in_which_a_run_ended_is_read_again(end, tmp_path):
+@pytest.mark.parametrize("kind", ["stopped", "interrupted", "failed"])
+def test_the_way_in_which_a_run_ended_is_read_again(kind, tmp_path):
     history = simulation(rounds=1).run()
-    history.stopped = "That will do."
-    if end is not None:
-        setattr(history, end, True)
+    history.end = RunEnd(kind, "That will do.")
     run = read_again(history, tmp_path / "record.jsonl")
-    for name in ("interrupted", "failed", "unfinished", "stopped", "complete"):
+    for name in ("end", "interrupted", "failed", "unfinished", "stopped", "complete"):
         assert getattr(run, name) == getattr(history, name), name
 
 

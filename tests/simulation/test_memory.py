@@ -1,15 +1,12 @@
-"""A run that is out of memory ends with one sentence.
+"""A round that runs out of memory never was.
 
-Its record is whole, and its state is that of the last round. The memory is that of a
-GPU or of the host.
+The memory is that of a GPU or of the host.
 """
 
 import copy
 
 import pytest
 import torch
-from entry_points import sentence
-from parts.commands import DIGITS, command
 from parts.memory import CUDA, Making, fails
 from parts.states import same
 from parts.user import simulation
@@ -17,18 +14,6 @@ from small import normed_model, swept
 
 from pflcore import step
 from pflcore.algorithms import FedDWA
-from pflcore.simulation.round import RunConfig
-
-
-def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
-    failing = fails(None, 1, torch.OutOfMemoryError(CUDA))
-    monkeypatch.setattr("pflcore.simulation._setup.initial_state", failing)
-    words = (
-        r"Out of memory before the first round, with [\d.]+ KiB of data, when "
-        r"20.00 MiB more"
-    )
-    with sentence(f"{words} .* needs about", MemoryError):
-        simulation()
 
 
 @pytest.mark.parametrize(
@@ -64,8 +49,7 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(algorithm, monkeyp
     for at in range(1, 1000):
         mode = Making(fails(type, at, torch.OutOfMemoryError(CUDA)))
         try:
-            setup = RunConfig(run.algorithm, run.context, batch_norm=run.batch_norm)
-            after, _ = step(setup, run.state, torch.arange(3))
+            after, _ = step(run.config, run.state, torch.arange(3))
             break
         except torch.OutOfMemoryError:
             pass
@@ -78,18 +62,3 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(algorithm, monkeyp
         ), at
     assert at > 1 or algorithm == "local"
     assert after.round == 3
-
-
-def test_on_the_command_line(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("tyro")
-    pytest.importorskip("sklearn")
-    monkeypatch.chdir(tmp_path)
-    failing = fails(None, 1, torch.OutOfMemoryError(CUDA))
-    monkeypatch.setattr("pflcore.simulation._setup.initial_state", failing)
-    assert command(f"run fedavg {DIGITS} --out p") == 2
-    err = capsys.readouterr().err
-    assert (
-        err.startswith("pflcore: Out of memory before the first round")
-        and err.count("\n") == 1
-    )
-    assert not (tmp_path / "p").exists()

@@ -168,15 +168,15 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path):
 FAULTS = PROGRAM.with_name("rank_faults.py")
 # The ranks hear of each of these, and go on to the next.
 TOLD_FAULTS = {
-    "data": "ValueError: ranks: rank 1 would play another run than rank 0: digest of",
-    "weights": "rank 1 would play another run than rank 0: digest of the initial wei",
+    "data": "ValueError: ranks: rank 1 would play another run than rank 0: data is",
+    "weights": "rank 1 would play another run than rank 0: initial_weights is",
     "options": "participation is 1.0 on rank 0 and 0.5 on rank 1; give all ranks the",
     "callback": "rank 0 of 3 failed: OSError: no room for the record",
     "stop": None,
     "interrupt": None,
     "model": "rank 1 of 3 failed: ValueError: the layer is too hot",
-    "memory": None,
-    "server": None,
+    "memory": "MemoryError: tried to allocate 20.00 GiB",
+    "server": "MemoryError: Tried to allocate 3.00 GiB",
 }
 
 

@@ -257,3 +257,16 @@ def test_features_without_statistics_take_those_of_all_training_samples():
     want = (data.client(1, "test")[0] - x.mean(0)) / x.std(0, correction=0)
     equals(scaled.client(1, "test")[0], want.float())
     equals(scaled.scaling.for_client(1).mean, x.mean(0))
+
+
+@pytest.mark.parametrize("algorithm", ["fedamp", "feddwa"])
+def test_a_newcomer_trains_beside_a_first_client_without_training(algorithm):
+    """The servers of these methods keep a model for each client."""
+    data = without_training(images((7, 20, 31, 12)), 0)
+    history = simulation(algorithm, data).run()
+    x, y = images((15,), seed=5).client(0)
+
+    trained = history.adapt((x, y), rounds=1).tensors()
+    as_it_came = history.adapt((x, y), rounds=0).tensors()
+
+    assert any(not trained[key].equal(as_it_came[key]) for key in trained)

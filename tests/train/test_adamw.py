@@ -1,5 +1,7 @@
 """AdamW and clipping: algorithms that train with them, or refuse them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from entry_points import sentence
@@ -48,9 +50,9 @@ def test_a_method_whose_formula_rests_on_plain_sgd_refuses_the_rest(
     with sentence(words):
         simulation(alg, training=Training(**training))
     s = tiny(**training)
-    s = s._replace(net=alg.prepare(s.net))
+    s = replace(s, net=alg.prepare(s.net))
     with sentence(words):
-        step(RunConfig(alg, s), initial_state(alg, s.net, 3), torch.arange(3))
+        step(RunConfig.of(alg, s), initial_state(alg, s.net, 3), torch.arange(3))
 
 
 def test_option_ii_with_clipping_is_the_mean_of_the_clipped_gradients():

@@ -123,7 +123,7 @@ def test_what_may_differ_is_looked_at_one_by_one(what):
 
 def evaluated(engine, empty=None):
     s = at_work(engine, empty=empty).context
-    return evaluate(RunConfig(FedAvg(), s), initial_state(FedAvg(), s.net, 5))
+    return evaluate(RunConfig.of(FedAvg(), s), initial_state(FedAvg(), s.net, 5))
 
 
 def test_engines_evaluate_alike_and_without_samples_nobody_is_looked_at():

@@ -164,7 +164,7 @@ def company_cases():
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("engine, body, activation", company_cases())
 def test_the_others_change_no_bit(engine, body, activation, optimizer):
-    s = company.simulation(engine, body, activation, local_optimizer=optimizer).context
+    s = company.simulation(engine, body, activation, local_optimizer=optimizer).config
     whole = company.of_hooks(s, company.EVERYBODY)
     for ids in ([3], [0, 2, 3, 7, 9]):
         at = torch.tensor(ids)
@@ -177,7 +177,7 @@ def test_the_others_change_no_bit_of_many_steps_of_adamw():
     Torch's vectorized power has other last digits than the power of a single number.
     """
     settings = {"dtype": F64, "local_optimizer": "adamw", "epochs": 24}
-    s = company.simulation("chain", "mlp", "Tanh", **settings).context
+    s = company.simulation("chain", "mlp", "Tanh", **settings).config
     whole, one = (
         at_work(s, ids).fit(s.net.w0.repeat(len(ids), 1)).w
         for ids in (company.EVERYBODY.tolist(), [3])
@@ -187,7 +187,7 @@ def test_the_others_change_no_bit_of_many_steps_of_adamw():
 
 @pytest.mark.parametrize("body", company.BODIES)
 def test_under_vmap_the_others_change_last_digits_alone(body):
-    s = company.simulation("vmap", body, "SiLU", dtype=F64).context
+    s = company.simulation("vmap", body, "SiLU", dtype=F64).config
     whole = company.of_hooks(s, company.EVERYBODY)
     at = torch.tensor([0, 2, 3, 7, 9])
     for name, rows in company.of_hooks(s, at).items():
@@ -197,11 +197,11 @@ def test_under_vmap_the_others_change_last_digits_alone(body):
 @pytest.mark.parametrize("body", company.BODIES)
 @pytest.mark.deep("several whole runs")
 def test_the_size_of_blocks_changes_last_digits_alone(body):
-    s = company.simulation("vmap", body, "SiLU", dtype=F64).context
+    s = company.simulation("vmap", body, "SiLU", dtype=F64).config
     whole = company.of_hooks(s, company.EVERYBODY)
     for count in (1, 3, 64):
         for name, rows in company.of_hooks(
-            s._replace(clients_per_block=count), company.EVERYBODY
+            replace(s, clients_per_block=count), company.EVERYBODY
         ).items():
             near(rows, whole[name], 1e-9, 1e-12)
 
@@ -402,7 +402,7 @@ def test_shuffles_belong_to_seed_round_client_and_stream():
         first(round=2),
         first(i=1),
         first(stream="other"),
-        first(s._replace(seed=1)),
+        first(replace(s, seed=1)),
     ]
     assert len({first(), *others}) == 5 and first() == first()
     still = numbered((40, 40), reshuffle=False)
@@ -478,7 +478,7 @@ def test_training_writes_nothing_and_statistics_are_the_clients_own(engine):
     assert clients.after(done).buffers is done.buffers
     assert (done.buffers != s.net.b0).any(1).all()
     same(clients.fit(start), done)
-    setup = RunConfig(FedAvg(), s, batch_norm="local")
+    setup = RunConfig.of(FedAvg(), s, batch_norm="local")
     state = initial_state(FedAvg(), s.net, 3)
     want = torch.stack([done.buffers[0], s.net.b0, done.buffers[2]])
     near(step(setup, state, torch.tensor([0, 2]))[0].buffers, want)

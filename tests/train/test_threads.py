@@ -106,14 +106,14 @@ def trained():
     run = prepared(model, data, every=0)
     before = resident()
     run.run()
-    return run.header()["path"]["form"], resident() - before, run.peak_bytes()
+    return run.header()["path"]["form"], resident() - before
 
 
 @pytest.mark.deep("a process of its own")
 @pytest.mark.skipif(
     not STATUS.exists(), reason="the system does not tell a process's memory"
 )
-def test_what_a_worker_keeps_of_large_images_is_bounded_and_said():
-    form, kept_bytes, peak_bytes = in_a_process(trained)
-    # Bounds in MiB; batches of 32 that are not split would take 150.
-    assert form == "chain" and kept_bytes >> 20 < 100 and 64 <= peak_bytes >> 20 < 100
+def test_what_a_worker_keeps_of_large_images_is_bounded():
+    form, kept_bytes = in_a_process(trained)
+    # In MiB; batches of 32 that are not split would take 150.
+    assert form == "chain" and kept_bytes >> 20 < 100

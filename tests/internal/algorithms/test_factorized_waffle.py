@@ -194,7 +194,7 @@ def test_evaluation_modes():
     for mode, b in {"mean": pi, "thr_soft": pi * above, "hard": above}.items():
         got = view(eval_mode=mode)
         close(got["b"][:, 0], b)
-        found = evaluate(RunConfig(replace(alg, eval_mode=mode), s), state)
+        found = evaluate(RunConfig.of(replace(alg, eval_mode=mode), s), state)
         close(found["loss"][1], F.cross_entropy(scores(b[1]), y))
         close(found["accuracy"][1], (scores(b[1]).argmax(1) == y).double().mean())
     u = (torch.arange(100_000, dtype=D) + 0.5) / 100_000

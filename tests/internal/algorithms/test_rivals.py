@@ -113,5 +113,5 @@ def test_no_batch_of_one_for_batch_norm(size, batch, drop_last):
     training = Training(lr=0.1, batch_size=batch, drop_last=drop_last)
     run = Simulation(FedALA(), normed_model, images((size, 8)), training, rounds=3)
     assert run.run().stopped is None
-    count = int(of(run.context, [0, 1]).size[0])
+    count = int(of(run.config, [0, 1]).size[0])
     assert 1 < count <= size and (drop_last or count % batch != 1)

@@ -43,7 +43,7 @@ NAME = ["unknown", WORDS, 3]
 IDS = [[99], [0, 0], [[0]], []]
 DATA = images()
 DICTS = [tiny_model()().state_dict() for _ in range(4)]
-SETUP = RunConfig(
+SETUP = RunConfig.of(
     FedAvg(), make_setting(Net(tiny_model()), DATA, Training(), workers=1)
 )
 RUN = {"algorithm": "fedavg", "model": tiny_model(), "data": DATA, "rounds": 1}
@@ -92,7 +92,7 @@ TABLE = {
         },
     ),
     pflcore.step: (
-        {"config": SETUP, "state": initial_state(FedAvg(), SETUP.context.net, 3)},
+        {"config": SETUP, "state": initial_state(FedAvg(), SETUP.net, 3)},
         {"ids": IDS},
     ),
     Federation: (
@@ -185,8 +185,8 @@ def test_what_an_annotation_does_not_allow_is_refused(f, given):
 
 
 # These are made by pflcore, and not by its users.
-GIVEN = """AcrossRanks Backend Basis Clients ClientGroups Cohort CohortWork Comparison Executor Fit ModelForm History Layout MixingWeights Nearest Objective
-RoundOutcome PackedModels Partition Personalized SharedRows RowUpdate RowSource Run RunConfig Source
+GIVEN = """Backend Basis Clients ClientGroups Cohort Comparison Fit ModelForm History Layout MixingWeights Nearest Objective
+RoundOutcome PackedModels Partition Personalized SharedRows RowUpdate RowSource Run RunConfig RunEnd Source
 State TopK Traits
 apply"""  # noqa: E501
 # Hooks call these at each step or round with values of pflcore. Checks would take time.

@@ -42,7 +42,7 @@ simulation: _device check ops metrics data nn results train algorithms
 interop: _install check ops data train algorithms results simulation
 testing: check data train algorithms simulation
 tuning: _proposals check metrics data train algorithms results simulation
-cli: _install check ops data metrics nn train algorithms results simulation tuning
+cli: _install check ops data nn train algorithms results simulation tuning
 """
 LAYERS = {name: {*below.split()} for name, below in re.findall(r"(\w+):(.*)", TABLE)}
 

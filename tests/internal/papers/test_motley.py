@@ -89,7 +89,7 @@ def test_in_and_out_of_distribution_by_hand():
     )
     assert pool.item() == pytest.approx(own.mean().item())
     found = study.vary(
-        RunConfig(FineTune(), setting), state, p, "finetune_epochs", (0, 2)
+        RunConfig.of(FineTune(), setting), state, p, "finetune_epochs", (0, 2)
     )
     before, _ = found[0]
     tuned, others = found[2]
@@ -101,7 +101,7 @@ def test_in_and_out_of_distribution_by_hand():
     # Without tuning the scores tie at 0, and the first class is chosen.
     assert torch.equal(before[p.report_clients], 1 - own)
     with sentence("option: "):
-        study.vary(RunConfig(FedAvg(), setting), state, p, "server_lr", (1,))
+        study.vary(RunConfig.of(FedAvg(), setting), state, p, "server_lr", (1,))
 
 
 def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone():
@@ -135,7 +135,7 @@ def test_smaller_test_sets_show_other_changes():
     for i in p.report_clients.tolist():
         y[test[i]] = torch.where(torch.arange(len(test[i])) == 0, i % 2, 1 - i % 2)
     p = replace(p, data=replace(p.data, y=y))
-    setup = RunConfig(FineTune(finetune_epochs=2), setting._replace(data=p.data))
+    setup = RunConfig.of(FineTune(finetune_epochs=2), replace(setting, data=p.data))
     found = study.by_evaluation(setup, state, p)
     count = int(test.size[p.report_clients[0]])
     for f, n in (("100%", count), ("25%", -(-count // 4))):

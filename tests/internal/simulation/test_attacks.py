@@ -16,6 +16,7 @@ from pflcore.ops._robust import SORT_BLOCK_COLUMNS
 from pflcore.results.record import group_runs
 from pflcore.results.table import table
 from pflcore.simulation._attacks import DEFAULT_STRENGTH, Adversary
+from pflcore.simulation._rows import CohortRows
 from pflcore.simulation._uploads import CohortResult, accept, update_norms
 
 # All but "dp", which is no robust mean.
@@ -40,7 +41,8 @@ def trained(up, ids=None):
     s = len(next(iter(up.values())))
     ids = torch.arange(s) if ids is None else torch.tensor(ids)
     cohort = Cohort(ids, torch.ones(s, dtype=torch.long), s)
-    return CohortResult(cohort, {}, up, {}, {}, torch.empty(s, 0), torch.zeros(s))
+    rows = CohortRows({}, torch.empty(s, 0), up=up, loss=torch.zeros(s))
+    return CohortResult(cohort, {}, {}, rows)
 
 
 def sent(attack, up, bad, strength=None, traits=None, server=None, victims=None):

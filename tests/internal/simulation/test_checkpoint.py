@@ -20,7 +20,6 @@ from small import equals, layers
 from pflcore import cli
 from pflcore.results import _run_pictures as pictures
 from pflcore.results.record import RecordWriter
-from pflcore.simulation import checkpoint
 from pflcore.simulation._evaluate import has_custom_predict
 
 # the command line -----------------------------------------------------------
@@ -108,17 +107,6 @@ def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(
         assert (tmp_path / "record.jsonl").read_bytes() == before
     (tmp_path / "checkpoint.safetensors").unlink()
     assert cli.main(argv) == 2 and "without a checkpoint" in capsys.readouterr().err
-
-
-def test_a_folder_with_a_zero_of_version_0_1_goes_on(tmp_path, no_pictures):
-    argv = f"run heurfedamp {SMALL} --out {tmp_path} --resume".split()
-    assert cli.main([*argv, "--rounds", "2"]) == 0
-    tensors, facts = checkpoint.load(tmp_path)
-    (run,) = facts["command"]["runs"].values()
-    run["options"]["xi_self"] = 0.0
-    checkpoint.save(tmp_path, tensors, facts)
-    assert cli.main([*argv, "--rounds", "3"]) == 0
-    assert len(lines_of(tmp_path)) == 4  # a header and three rounds
 
 
 def test_a_damaged_folder_is_left_as_it_is(tmp_path, no_pictures, capsys, monkeypatch):

@@ -48,9 +48,7 @@ def of_round(setup, state, ids, at, block):
         k: rows_at(v, at) for k, v in setup.algorithm.send(state.server, cohort).items()
     }
     own = client_rows(setup, state, ids[at], down)
-    part = Clients(
-        setup.context, ids[at], cohort.round, state.buffers[ids[at]], block[at]
-    )
+    part = Clients(setup, ids[at], cohort.round, state.buffers[ids[at]], block[at])
     kept, up, fit = setup.algorithm.train(down, own, part)
     each = {f"own.{k}": v for k, v in kept.items()} | {
         f"up.{k}": v for k, v in up.items()
@@ -85,14 +83,14 @@ def cut_anywhere(engine):
 def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
     run = played(name, case)
     ids = sample_cohort(run.config, 3)
-    block = assign_blocks(run.context, ids)
+    block = assign_blocks(run.config, ids)
     whole = of_round(run.config, run._state, ids, EVERYBODY, block)
     # An algorithm that no chain trains is trained by vmap.
-    inside = run.context.engine.name == "vmap"
+    inside = run.config.engine.name == "vmap"
     for at in (
         split_by_block(EVERYBODY, block)
         if inside
-        else cut_anywhere(run.context.engine.name)
+        else cut_anywhere(run.config.engine.name)
     ):
         part = of_round(run.config, run._state, ids, at.sort().values, block)
         assert differing(part, whole, at.sort().values) == []
@@ -123,16 +121,17 @@ def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatc
     # A small limit gives several blocks where one model is evaluated for all clients.
     monkeypatch.setattr(_schedule, "SHARED_BATCH_SAMPLES", 20)
     run = played(name, case)
-    whole = evaluation.evaluate(run.config, run._state)
+    block = assign_blocks(run.config, EVERYBODY, run.config.data.size("test"))
 
-    def in_blocks(setup, state, block):
-        return [
-            at.sort().values for at in split_by_block(torch.arange(len(block)), block)
-        ][::-1]
+    def values(ids):
+        return evaluation._evaluate_part(
+            run.config, run._state, "test", ids, None, block[ids]
+        )
 
-    monkeypatch.setattr(evaluation, "evaluation_parts", in_blocks)
-    found = evaluation.evaluate(run.config, run._state)
-    assert differing(found, whole, EVERYBODY) == []
+    whole = values(EVERYBODY)
+    for at in split_by_block(EVERYBODY, block):
+        ids = at.sort().values
+        assert differing(values(ids), whole, ids) == []
 
 
 @pytest.mark.parametrize("case", EVERY)

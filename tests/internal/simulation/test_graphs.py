@@ -110,7 +110,7 @@ def test_graphs_change_no_bit(gpu, algorithm, model):
     got = play(algorithm, model, gpu)
     want = play(algorithm, model, gpu, graphs=False)
 
-    assert got.context.graphs.replays > 0
+    assert got.config.graphs.replays > 0
     assert path(got)["graphs"] == "captured"
     assert path(want)["graphs"] == "eager: asked for"
     assert_same_state(got, want)
@@ -122,7 +122,7 @@ def test_augmentation_draws_anew_in_every_replay(gpu):
     got = play("fedavg", convolved, gpu, **options)
     want = play("fedavg", convolved, gpu, graphs=False, **options)
 
-    assert got.context.graphs.replays > 0
+    assert got.config.graphs.replays > 0
     assert_same_state(got, want)
 
 
@@ -141,7 +141,7 @@ def test_graphs_of_an_engine_change_no_bit(gpu, engine):
     got = play("fedavg", dropped, gpu, engine=engine)
     want = play("fedavg", dropped, gpu, engine=engine, graphs=False)
 
-    assert got.context.graphs.replays > 0
+    assert got.config.graphs.replays > 0
     assert_same_state(got, want)
 
 
@@ -151,7 +151,7 @@ def test_dropout_draws_anew_in_every_replay(gpu):
     Two replays with the same weights and samples draw other numbers.
     """
     run = play("fedavg", dropped, gpu)
-    graph = next(iter(run.context.graphs._graphs.values()))
+    graph = next(iter(run.config.graphs._graphs.values()))
 
     graph.replay()
     before = graph.outputs["losses"].real_.clone()
@@ -177,7 +177,7 @@ def test_a_frozen_random_number_is_found_before_round_1(gpu, monkeypatch):
     run = play("fedavg", dropped, gpu)
 
     assert path(run)["graphs"].startswith("eager: captured, its loss is another")
-    assert run.context.graphs.replays == 0
+    assert run.config.graphs.replays == 0
 
 
 def test_frozen_weights_of_one_probe_client_are_found(gpu, monkeypatch):
@@ -230,7 +230,7 @@ def test_a_capture_that_fails_in_a_round_goes_on_without_graphs(gpu, monkeypatch
 def test_a_cpu_has_no_graphs():
     run = play("fedavg", tiny_model(), "cpu")
 
-    assert run.context.graphs is None
+    assert run.config.graphs is None
     assert "graphs" not in path(run)
 
 

@@ -1,30 +1,25 @@
 """Tests of federations with very many clients.
 
-The cost of a round depends on its cohort only. Rows may be on disk. Neither changes a
-result.
+The cost of a round depends on its cohort only.
 """
 
 import json
-import os
 from collections import Counter
 
 import pytest
 import torch
-from entry_points import sentence
 from parts.memory import Making
 from parts.states import same
 from parts.user import simulation as small
-from small import copied, equals, images, normed_model
+from small import copied, equals, images
 from torch.utils._pytree import tree_leaves
 
 from pflcore import Training
-from pflcore.algorithms import FedRep, HypCluster, Waffle
+from pflcore.algorithms import HypCluster, Waffle
 from pflcore.results._export import rows
 from pflcore.results.record import group_runs, to_json
-from pflcore.simulation import _evaluate as evaluation
 from pflcore.simulation import checkpoint
 from pflcore.simulation._per_target import dense_report
-from pflcore.train import _memory as memory
 from pflcore.train._random import draw_without_replacement
 
 
@@ -132,146 +127,15 @@ def test_a_void_round_reports_nothing_and_leaves_the_weights_of_earlier_rounds(a
     assert not all(map(torch.equal, sound.run().state.server.values(), before.values()))
 
 
-# rows on disk ---------------------------------------------------------------
-def full_disk(monkeypatch):
-    monkeypatch.setattr(
-        "shutil.disk_usage", lambda folder: type("Full", (), {"free": 100})
-    )
-
-
-@pytest.mark.parametrize("name", ["ditto", "scaffold", "feddwa"])
-def test_rows_on_disk_change_nothing(name, tmp_path):
-    options = {"participation": 0.2, "every": 2}
-    a, b = (
-        simulation(name, storage=where, **options) for where in ("memory", tmp_path)
-    )
-    first = a.run()
-    second = b.run()
-    for one, two in zip(first.rounds, second.rounds, strict=True):
-        assert one | {"seconds": 0} == two | {"seconds": 0}
-    seen = [(h.header["storage"], h.header["stream"]) for h in (first, second)]
-    assert seen == [("memory", 3), ("disk", 3)]
-    assert os.listdir(tmp_path) == [] and same(
-        first.state, second.state, first.state.participated
-    )
-    x = a.data.x[:5]
-    new = (torch.ones(4, 6), torch.tensor([0, 1, 0, 1]))
-    for i in (0, 7, 39):
-        equals(first.model(i)(x), second.model(i)(x))
-    # A client that joins later meets the rows of clients that never took part.
-    equals(first.adapt(new, 2)(x), second.adapt(new, 2)(x))
-
-
-@pytest.mark.parametrize("every", [0, 1])
-def test_only_clients_that_took_part_take_room(tmp_path, every):
-    """An evaluation of all clients writes no rows."""
-    run = simulation(
-        "ditto", storage=tmp_path, participation=0.1, rounds=2, every=every
-    )
-    cohort = next(run.iterate())["cohort"]
-    own = run._state.clients
-    seen = run._state.participated
-    assert seen.nonzero()[:, 0].tolist() == cohort and not own["v"][~seen].any()
-
-
-def test_many_clients_are_evaluated_in_parts(tmp_path, monkeypatch):
-    whole_run = simulation("ditto", 12, storage=tmp_path)
-    whole = whole_run.run()
-    monkeypatch.setattr(
-        evaluation, "EVAL_CHUNK_BYTES", 5 * whole_run.context.net.size * 4
-    )
-    parts = simulation("ditto", 12, storage=tmp_path).run()
-    assert parts.rounds[-1]["eval"] == whole.rounds[-1]["eval"]
-
-
-@pytest.mark.parametrize("engine", ["loop", "vmap"])
-def test_parts_are_cut_between_those_who_are_computed_at_once(
-    engine, tmp_path, monkeypatch
-):
-    """The parts of an evaluation do not divide a block.
-
-    Some evaluations train. Under vmap, a client's last digits then depend on its block.
-    """
-    alg = FedRep(finetune_epochs=2)
-    how = {
-        "storage": tmp_path,
-        "engine": engine,
-        "model": normed_model,
-        "clients_per_block": 4,
-        "rounds": 2,
-    }
-    run = simulation(alg, data=images(range(2, 15)), **how)
-    run.run()
-    whole = evaluation.evaluate(run.config, run.state)
-    for clients in (1, 5, 9):
-        width = sum(v[0].nbytes for v in run.state.clients.values())
-        monkeypatch.setattr(evaluation, "EVAL_CHUNK_BYTES", clients * width)
-        equals(evaluation.evaluate(run.config, run.state), whole)
-
-
-def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
-    full_disk(monkeypatch)
-    words = "storage: the clients' rows may take .* on disk, and .* has 100 B free"
-    with sentence(words, memory.RunTooLarge):
-        simulation("ditto", storage=tmp_path)
-    assert os.listdir(tmp_path) == []
-    with sentence("storage: expected 'auto', 'memory' or a folder, got "):
-        simulation("ditto", storage="nowhere")
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_full_disk_ends_the_run_with_its_last_state(held, tmp_path, monkeypatch):
-    """The process is not killed where the disk is full.
-
-    A mapped file that cannot grow would end the process by SIGBUS.
-    """
-    run = simulation("ditto", storage=tmp_path, participation=0.2)
-
-    def becomes_full(round, record):
-        # Where the state is held outside, the run continues with a copy.
-        assert not held or run.state.round == round
-        full_disk(monkeypatch)
-
-    rows = "a copy of the state needs" if held else "this round's rows need"
-    with pytest.raises(
-        OSError, match=f"storage: {rows} up to .* 100 B free; make room"
-    ) as told:
-        run.run(becomes_full)
-    assert len(told.value.history.rounds) == 1 and run._state.round == 1
-    monkeypatch.undo()
-    rest = run.run()
-    whole = simulation("ditto", participation=0.2).run()
-    assert [r["round"] for r in rest.rounds] == [2, 3, 4]
-    assert rest.rounds[-1]["eval"] == whole.rounds[-1]["eval"]
-
-
-def test_what_does_not_fit_goes_to_disk_by_itself(monkeypatch):
-    needs = simulation("ditto").peak_bytes()
-    for has, folder in ((needs * 2, False), (needs * 3 // 2, True)):
-        monkeypatch.setattr(memory, "capacity", lambda device, has=has: has)
-        assert bool(simulation("ditto").config.folder) is folder
-    monkeypatch.setattr(memory, "capacity", lambda device: 10)
-    words = r"memory: the run needs about [\d.]+ KiB beside its data, and cpu has 10 B"
-    with sentence(f"{words}; let", memory.RunTooLarge):
-        simulation("ditto", storage="memory")
-
-
-def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
-    """A checkpoint has only the rows of clients that took part.
-
-    The other clients have the rows of new clients, on disk as in memory.
-    """
+def test_a_checkpoint_has_the_rows_of_participants_alone(tmp_path):
     data = images((2,) * 12)
     options = {"rounds": 6, "participation": 0.2, "every": 0}
     whole = simulation("ditto", data=data, **options).run()
-    half = simulation("ditto", data=data, storage=tmp_path, **options)
-    half.run(lambda r, _: half.save(tmp_path / "kept") if r == 2 else None)
-    held, _ = checkpoint.load(tmp_path / "kept")
+    half = simulation("ditto", data=data, **options)
+    half.run(lambda r, _: half.save(tmp_path) if r == 2 else None)
+
+    held, _ = checkpoint.load(tmp_path)
     assert int(held["seen"].sum()) == len(held["clients.v"]) < 12
-    for place in (tmp_path, "memory"):
-        rest = simulation("ditto", data=data, storage=place, **options).restore(
-            tmp_path / "kept"
-        )
-        assert (rest.config.folder is None) == (place == "memory")
-        rest.run()
-        assert same(rest.state, whole.state, rest.state.participated)
+    rest = simulation("ditto", data=data, **options).restore(tmp_path)
+    rest.run()
+    assert same(rest.state, whole.state, rest.state.participated)

@@ -4,6 +4,8 @@ The blocks depend on the whole cohort. A cohort that is cut at their borders has
 same bits as the whole.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from parts.company import (
@@ -59,7 +61,7 @@ def of_parts(setting, block):
 
 @pytest.mark.parametrize("engine, body, activation", cases())
 def test_a_cohort_in_parts_has_the_bits_of_the_whole(engine, body, activation):
-    setting = simulation(engine, body, activation).context
+    setting = simulation(engine, body, activation).config
     block = assign_blocks(setting, EVERYBODY)
     whole = of_hooks(setting, EVERYBODY)
     assert len(block.unique()) == (
@@ -72,7 +74,7 @@ def test_a_cohort_in_parts_has_the_bits_of_the_whole(engine, body, activation):
 @pytest.mark.parametrize("engine, body, activation", QUICK)
 def test_workers_change_no_bit_of_any_hook(engine, body, activation):
     one, two = (
-        of_hooks(simulation(engine, body, activation, workers=n).context, EVERYBODY)
+        of_hooks(simulation(engine, body, activation, workers=n).config, EVERYBODY)
         for n in (1, 2)
     )
     assert differing(two, one, EVERYBODY) == []
@@ -88,14 +90,14 @@ def test_odd_widths_in_parts_have_the_bits_of_the_whole(
 ):
     activation = "Tanh" if engine == "chain" else "SiLU"
     how = {"hidden": hidden, "dtype": dtype, "local_optimizer": optimizer}
-    setting = simulation(engine, "mlp", activation, **how).context
+    setting = simulation(engine, "mlp", activation, **how).config
     whole = of_hooks(setting, EVERYBODY)
     for at, part in of_parts(setting, assign_blocks(setting, EVERYBODY)):
         assert differing(part, whole, at) == []
 
 
 def test_blocks_are_made_of_the_cohort_and_its_sizes_alone():
-    setting = simulation("vmap", "mlp", "SiLU").context
+    setting = simulation("vmap", "mlp", "SiLU").config
     size = setting.data.size()
     block = assign_blocks(setting, EVERYBODY)
     assert block.bincount().tolist() == [3, 4, 4]
@@ -106,21 +108,21 @@ def test_blocks_are_made_of_the_cohort_and_its_sizes_alone():
     some = EVERYBODY[::2]
     assert assign_blocks(setting, some).bincount().tolist() == [3, 3]
     assert assign_blocks(
-        setting._replace(clients_per_block=1), some
+        replace(setting, clients_per_block=1), some
     ).sort().values.tolist() == [*range(6)]
-    assert not assign_blocks(setting._replace(clients_per_block=6), some).any()
+    assert not assign_blocks(replace(setting, clients_per_block=6), some).any()
 
 
 def test_two_threads_share_one_blocks_clients_where_that_is_much_work():
     for hidden, count in ((7, 1), (3000, 2)):
         setting = simulation(
             "vmap", "mlp", "SiLU", hidden=hidden, clients_per_block=CPU_BLOCK_CLIENTS
-        ).context
+        ).config
         assert len(assign_blocks(setting, EVERYBODY).unique()) == count
 
 
 def test_who_leaves_a_cohort_leaves_the_others_in_their_blocks():
-    setting = simulation("vmap", "mlp", "SiLU").context
+    setting = simulation("vmap", "mlp", "SiLU").config
     buffers = setting.net.b0.repeat(len(EVERYBODY), 1)
     clients = Clients(setting, EVERYBODY, 1, buffers)
     kept = EVERYBODY % 3 != 0

@@ -92,7 +92,7 @@ def test_training_alone_is_rounded():
     loss = Watched()
     net = Net(model(), loss)
     run = simulation("ditto", DATA, model=net, training=TRAINING, engine="loop")
-    loss = run.context.net.loss_fn
+    loss = run.config.net.loss_fn
     loss.dtypes.clear()
     history = run.run()
     assert loss.dtypes == {(True, torch.bfloat16), (False, torch.float32)}
@@ -107,7 +107,7 @@ def test_training_alone_is_rounded():
 def test_a_record_says_the_engine_and_the_precision(tmp_path):
     mlp = layers("Linear 6 5, Tanh, Linear 5 4")
     run = simulation(data=images(), model=mlp, training=TRAINING)
-    assert run.context.engine.chain is None
+    assert run.config.engine.chain is None
     header = run.run().header
     assert header["training"]["precision"] == "bf16"
     assert header["path"]["why"].endswith(
