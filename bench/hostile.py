@@ -43,17 +43,26 @@ from pflcore import (
     Simulation,
     Training,
 )
-from pflcore.algorithms._defences import BYZANTINE_NEEDS, Defence
 from pflcore.check import PositiveInt
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
 from pflcore.results.record import group_runs
+from pflcore.robust import (
+    MEANS,
+    ByzantineMean,
+    CenteredClipping,
+    FLTrust,
+    Mean,
+    NearestNeighborMixing,
+    WeightedMean,
+)
 from pflcore.simulation._attacks import Attack
 
 # All but "control", which needs control variates.
 ATTACKS = tuple(name for name in get_args(Attack) if name != "control")
-# All but "dp", which hides clients and keeps none out.
-DEFENCES = tuple(name for name in get_args(Defence) if name != "dp")
+# All but those that keep no client out, and the one that goes before another.
+NO_DEFENCES = ("mean", "private", "nearest_neighbor_mixing")
+DEFENCES = tuple(name for name in MEANS if name not in NO_DEFENCES)
 # The rows of `attacks`: no defence, each of them, and two after neighbour mixing.
 MIXING = "mixing_"
 DEFENCE_ROWS = ("none", *DEFENCES, "mixing_krum", "mixing_trimmed_mean")
@@ -150,7 +159,7 @@ def attacks(seeds: int = 1, defences: Sequence[str] = DEFENCE_ROWS) -> int:
     lost = 0
     clean = 0.0
     for name in defences:
-        algorithm = _defended(name)
+        algorithm = FedAvg(mean=_mean_of_row(name))
         cells = []
         for attack in (None, *ATTACKS):
             accuracies = played(algorithm, data, attack, BAD, honest)[:, 0]
@@ -158,9 +167,8 @@ def attacks(seeds: int = 1, defences: Sequence[str] = DEFENCE_ROWS) -> int:
             clean = clean or mean
             lost += name == HOLDS and mean < clean - POINTS
             cells.append(_mean_text(accuracies))
-        f = algorithm.num_byzantine
-        few = name in BYZANTINE_NEEDS and f < len(BAD)
-        table.add(f"{name}, f={f}" if few else name, *cells)
+        f = getattr(algorithm.mean, "num_byzantine", len(BAD))
+        table.add(f"{name}, f={f}" if f < len(BAD) else name, *cells)
     summary = f"{len(ATTACKS)} x {len(defences)}, lost with {HOLDS}: {lost}"
     print(f"\nattacks x defences: {summary}", flush=True)
     return lost
@@ -174,25 +182,21 @@ def _mean_text(values: torch.Tensor) -> str:
     return f"{mean} ± {values.std(correction=0):.1f}"
 
 
-def _defended(row: str) -> FedAvg:
-    """FedAvg with the defence of a row, and the facts that this defence needs.
+def _mean_of_row(row: str) -> Mean:
+    """The mean of a row, with what it must be told.
 
-    A defence that N clients do not suffice for expects fewer bad ones than there are.
+    A mean that N clients do not suffice for expects fewer bad ones than there are.
     """
     if row == "none":
-        return FedAvg()
-    defence = row.removeprefix(MIXING)
-    options: dict[str, Any] = {"defence": defence}
-    if row != defence:
-        options |= {"neighbor_mixing": True, "num_byzantine": len(BAD)}
-    if defence in BYZANTINE_NEEDS:
-        factor, more = BYZANTINE_NEEDS[defence]
-        options["num_byzantine"] = min(len(BAD), (N - more) // factor)
-    elif defence == "fltrust":
-        options["trusted_client"] = 0
-    elif defence == "centered_clipping":
-        options |= {"clip_norm": 1.0, "clip_steps": 3}
-    return FedAvg(**options)
+        return WeightedMean()
+    if row.startswith(MIXING):
+        mean = _mean_of_row(row.removeprefix(MIXING))
+        return NearestNeighborMixing(len(BAD), mean)
+    cls = MEANS[row]
+    if issubclass(cls, ByzantineMean):
+        return cls(min(len(BAD), (N - cls.margin) // cls.factor))
+    values = {"fltrust": FLTrust(0), "centered_clipping": CenteredClipping(1.0, 3)}
+    return values.get(row) or cls()
 
 
 def waffle(seeds: int = 1) -> int:

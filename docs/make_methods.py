@@ -195,7 +195,7 @@ def _needs_text(algorithm: Algorithm) -> str:
         needs.append("its target in every round")
     if traits.needs_val:
         needs.append("validation samples")
-    if traits.sgd_only_reason:
+    if "local_optimizer" in traits.fixed_training:
         needs.append("SGD")
     return ", ".join(needs)
 

@@ -1,31 +1,67 @@
-"""Robust means: one row from the rows of many clients, some of which may be bad.
+"""Means of the clients' updates, as values: how a server joins what clients send.
 
-Each function takes updates [S, P] of S clients, one row each, in float32, float64,
-float16 or bfloat16, on a CPU or a GPU, and returns one row [P] of that dtype on that
-device. They are the defences of `FedAvg(defence=)`, for whoever has a server of one's
-own: the same code, and so the same bits. All numbers must be finite: a server leaves
-out updates that are not before it asks.
+A server of pflcore takes one as an option, `FedAvg(mean=Krum(num_byzantine=2))`. On
+the command line and in files a mean is a text, `--mean krum:2`; see `mean_of`. For a
+server of one's own, each robust mean is a function, too: `krum(updates, 2)`. It is the
+same code, and so the same bits.
 
-Distances between updates are exact, by `ops.pairwise_sqdist`. `num_byzantine` is the
-number f of bad clients that are expected among the S.
+A value gives rows [R, P] and their weights [1, R]; the sum `weights @ rows` is the
+mean. All but `WeightedMean` are robust: updates that are bad move them only so far.
+But `ClipToMedian`, they give every client one vote, since a client may lie about the
+number of its samples. Distances between updates are exact, by `ops.pairwise_sqdist`.
+
+Symbols: S clients are in the cohort, f (`num_byzantine`) of them are expected to be
+bad; d_i are their updates of P parameters each, in float32, float64, float16 or
+bfloat16, on a CPU or a GPU, and all of them finite. Krum chooses m clients.
 """
 
 from __future__ import annotations
 
+import ast
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, NamedTuple
+
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from pflcore import ops
-from pflcore.algorithms._defences import (
-    BYZANTINE_NEEDS,
-    NEIGHBOR_MIXING_NEEDS,
-    Facts,
-    mix_neighbors,
-    robust_mean,
+from pflcore._cohort import Cohort, MixingWeights, Tensors, VoidRound
+from pflcore._device import to_device
+from pflcore.check import (
+    ClientName,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OnCommandLine,
+    PositiveFloat,
+    PositiveInt,
+    Words,
+    check_fields,
+    checked,
+    known_id,
+    reject,
+    require,
 )
-from pflcore.check import NonNegativeInt, PositiveFloat, PositiveInt, checked, require
+from pflcore.train._random import generator_of
 
 __all__ = [
+    "Bulyan",
+    "CenteredClipping",
+    "ClipToMedian",
+    "FLTrust",
+    "GeometricMedian",
+    "Krum",
+    "Mean",
+    "MeanAroundMedian",
+    "Median",
+    "MultiKrum",
+    "NearestNeighborMixing",
+    "Private",
+    "TrimmedMean",
+    "Uploads",
+    "WeightedMean",
     "bulyan",
     "centered_clipping",
     "clip",
@@ -34,165 +70,750 @@ __all__ = [
     "geometric_median",
     "krum",
     "mean_around_median",
+    "mean_of",
     "median",
     "multi_krum",
     "nearest_neighbor_mixing",
     "trimmed_mean",
 ]
+# Weiszfeld's iteration ends after so many steps, or where no weight changes by so much.
+WEISZFELD_STEPS = 100
+WEISZFELD_TOLERANCE = 1e-9
+# Weiszfeld's weights are one over a distance. A distance counts as at least this part
+# of the median distance.
+WEISZFELD_FLOOR = 1e-6
 
 
-def _check_count(name: str, updates: Tensor, f: int) -> None:
-    """Raises ValueError where there are too few clients for f bad ones."""
-    _check_rows(updates)
-    factor, margin = BYZANTINE_NEEDS.get(name, NEIGHBOR_MIXING_NEEDS)
-    needed = factor * f + margin
-    expected = f"at least {needed} rows for num_byzantine={f}"
-    require(len(updates) >= needed, "updates", expected, len(updates))
+# values -------------------------------------------------------------------------
+class Uploads(NamedTuple):
+    """The updates of one round, and the facts that a mean may look at.
+
+    Attributes:
+        rows: [S, P] the updates, one row for each client.
+        shares: [1, S] the clients' shares in a plain mean, float64, on the CPU.
+        cohort: The clients, in the order of the rows.
+        state: What the mean has kept from the last round, by name.
+    """
+
+    rows: Tensor
+    shares: Tensor
+    cohort: Cohort
+    state: Mapping[str, Tensor] = {}
 
 
-def _check_rows(updates: Tensor) -> None:
-    """Raises ValueError where the updates are no rows of numbers."""
-    fits = updates.dim() == 2 and len(updates) > 0 and updates.is_floating_point()
-    expected = "rows [S, P] of floating point numbers, one for each client"
-    require(fits, "updates", expected, f"{list(updates.shape)} {updates.dtype}")
+# Rows [R, P], and their weights [1, R] in float64, whose sum is a mean.
+Weighed = tuple[Tensor, Tensor]
 
 
-def _row(
-    defence: str,
-    updates: Tensor,
-    facts: Facts | None = None,
-    shares: Tensor | None = None,
-) -> Tensor:
-    """The aggregate [P] of a defence, with equal shares where none are given."""
-    _check_rows(updates)
-    count = len(updates)
-    if shares is None:
-        size = updates.new_full((1, count), 1, dtype=torch.float64)
-    else:
-        fits = shares.shape == (count,) and bool(
-            (shares >= 0).all() and shares.sum() > 0
-        )
-        require(fits, "shares", f"{count} numbers >= 0, not all 0", shares)
-        size = shares.to(updates.device, torch.float64)[None]
-    rows, weight = robust_mean(defence, updates, size / size.sum(), facts)
-    return ops.aggregate(rows, weight.to(rows.device))[0]
+@dataclass(frozen=True)
+class Mean:
+    """Base class of every mean: a frozen dataclass with the method `weigh`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def weigh(self, up: Uploads) -> Weighed:
+        """The rows [R, P] and their weights [1, R], whose sum is the mean."""
+        raise NotImplementedError(f"{type(self).__name__} has no weigh.")
+
+    def __call__(
+        self,
+        updates: Tensor,
+        cohort: Cohort,
+        weighting: str = "samples",
+        state: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensor, MixingWeights, Tensors]:
+        """The rows of a round, their weights, and what the mean keeps of the round.
+
+        Raises VoidRound where a round of this size allows no such mean.
+
+        Args:
+            updates: [S, P] the clients' updates.
+            cohort: The clients that sent them.
+            weighting: The clients' shares in a plain mean: "samples" or "uniform".
+            state: The server's state, which has what the mean kept, by name.
+        """
+        shares = cohort.mean_weights(weighting).weight
+        mean = self.fit_to(cohort)
+        rows, weight = mean.weigh(Uploads(updates, shares, cohort, state or {}))
+        mix = MixingWeights(weight)
+        return rows, mix, self.new_state(rows, mix)
+
+    # what few means differ in ---------------------------------------------------
+    # Whether running statistics of batch norm may be mixed as the models are. Beside a
+    # robust mean, their plain mean would be a way around it.
+    mixes_statistics: ClassVar[bool] = False
+
+    @property
+    def required_clients(self) -> tuple[int, ...]:
+        """The ids of the clients that take part in every round."""
+        return ()
+
+    @property
+    def clients_needed(self) -> int:
+        """The number of clients that a round needs."""
+        return 1
+
+    @property
+    def length(self) -> float | None:
+        """The length that updates are compared with; None for any length."""
+        return None
+
+    def check_rounds(
+        self, sampling: str, participation: float, num_eligible: int, num_trainable: int
+    ) -> None:
+        """Raises ValueError where the rounds of a run do not fit the mean.
+
+        Args:
+            sampling: The rule by which clients are drawn: its name, "weights" or
+                "function".
+            participation: The fraction of clients in a round, or the chance of each.
+            num_eligible: The number of clients that may take part.
+            num_trainable: The number of clients with training samples.
+        """
+        most = max(1, int(participation * num_eligible + 0.5))
+        if sampling == "poisson":
+            most = num_eligible
+        expected = f"one for rounds of {most} clients or fewer"
+        got = Words(f"{self}, which needs {self.clients_needed}")
+        remedy = "lower num_byzantine, or raise participation"
+        require(self.clients_needed <= most, "mean", expected, got, remedy=remedy)
+
+    def fit_to(self, cohort: Cohort) -> Self:
+        """The mean for the clients that are left of a round's cohort."""
+        return self
+
+    def init(self, x0: Tensor) -> Tensors:
+        """The tensors that the mean keeps before round 1, for models like `x0` [P]."""
+        return {}
+
+    def new_state(self, rows: Tensor, mix: MixingWeights) -> Tensors:
+        """The tensors that the mean keeps of a round with these rows [R, P]."""
+        return {}
+
+    def __str__(self) -> str:
+        """The text that `mean_of` reads, with all options."""
+        words = [name_of(type(self))]
+        others = ""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Mean):
+                others = f"/{value}"
+            elif value is not None:
+                words.append(f"{f.name}={value}")
+        return ":".join(words) + others
 
 
-@checked
-def median(
-    updates: Tensor,  # [S, P]
-) -> Tensor:  # [P]
+@dataclass(frozen=True)
+class WeightedMean(Mean):
+    """The mean by the clients' shares: `sum_i share_i d_i` (McMahan et al. 2017)."""
+
+    mixes_statistics = True
+
+    def weigh(self, up: Uploads) -> Weighed:
+        return up.rows, up.shares
+
+
+@dataclass(frozen=True)
+class ClipToMedian(Mean):
+    """The mean by shares of updates that are shortened to the median of their lengths.
+
+    It is `sum_i share_i d_i min(1, M / |d_i|)` with M the median of the lengths (Sun et
+    al. 2019, with M for their fixed bound, which is `clip` of the run).
+    """
+
+    def weigh(self, up: Uploads) -> Weighed:
+        norm = _lengths(up.rows)
+        shares = to_device(up.shares, norm.device)
+        return up.rows, shares * (norm.quantile(0.5) / norm).clamp(max=1.0)
+
+
+@dataclass(frozen=True)
+class Median(Mean):
     """The median of each coordinate; of an even number, the mean of the middle two.
 
     Yin et al. 2018, Definition 1.
     """
-    return _row("median", updates)
+
+    def weigh(self, up: Uploads) -> Weighed:
+        return _as_weighed(coordinate_median(up.rows))
 
 
-@checked
-def trimmed_mean(
-    updates: Tensor,  # [S, P]
-    num_byzantine: NonNegativeInt,
-) -> Tensor:  # [P]
-    """The mean of each coordinate without the f least and f largest numbers.
-
-    Yin et al. 2018, Definition 2. Raises ValueError for fewer than 2 f + 1 rows.
-    """
-    _check_count("trimmed_mean", updates, num_byzantine)
-    return _row("trimmed_mean", updates, Facts(num_byzantine))
-
-
-@checked
-def mean_around_median(
-    updates: Tensor,  # [S, P]
-    num_byzantine: NonNegativeInt,
-) -> Tensor:  # [P]
-    """The mean of the S - f numbers of each coordinate nearest to its median.
-
-    Xie et al. 2018. Of two equally near numbers the smaller one is taken. Raises
-    ValueError for fewer than 2 f + 1 rows.
-    """
-    _check_count("mean_around_median", updates, num_byzantine)
-    return _row("mean_around_median", updates, Facts(num_byzantine))
-
-
-@checked
-def krum(
-    updates: Tensor,  # [S, P]
-    num_byzantine: NonNegativeInt,
-) -> Tensor:  # [P]
-    """The update with the least sum of squared distances to its S - f - 2 nearest.
-
-    Blanchard et al. 2017, section 4. Of equal sums the earlier update is taken. Raises
-    ValueError for fewer than 2 f + 3 rows.
-    """
-    _check_count("krum", updates, num_byzantine)
-    return _row("krum", updates, Facts(num_byzantine))
-
-
-@checked
-def multi_krum(
-    updates: Tensor,  # [S, P]
-    num_byzantine: NonNegativeInt,
-) -> Tensor:  # [P]
-    """The mean of the S - f updates with the least sums of `krum`.
-
-    Raises ValueError for fewer than 2 f + 3 rows.
-    """
-    _check_count("multi_krum", updates, num_byzantine)
-    return _row("multi_krum", updates, Facts(num_byzantine))
-
-
-@checked
-def bulyan(
-    updates: Tensor,  # [S, P]
-    num_byzantine: NonNegativeInt,
-) -> Tensor:  # [P]
-    """The mean of the S - 4 f nearest to the median, of S - 2 f that Krum selects.
-
-    El Mhamdi et al. 2018: Krum selects one update after another. Raises ValueError for
-    fewer than 4 f + 3 rows.
-    """
-    _check_count("bulyan", updates, num_byzantine)
-    return _row("bulyan", updates, Facts(num_byzantine))
-
-
-@checked
-def geometric_median(
-    updates: Tensor,  # [S, P]
-) -> Tensor:  # [P]
+@dataclass(frozen=True)
+class GeometricMedian(Mean):
     """The row with the least sum of distances to the updates.
 
     Pillutla et al. 2022, by Weiszfeld's iteration from the median of each coordinate
     until no weight changes by 1e-9, in at most 100 steps. A distance counts as at least
     1e-6 of the median one.
     """
-    return _row("geometric_median", updates)
+
+    def weigh(self, up: Uploads) -> Weighed:
+        return up.rows, weiszfeld(up.rows)
 
 
-@checked
-def centered_clipping(
-    updates: Tensor,
-    clip_norm: PositiveFloat,
-    center: Tensor | None = None,
-    clip_steps: PositiveInt = 1,
-) -> Tensor:
-    """Steps from a center along the updates, none longer than `clip_norm`.
+@dataclass(frozen=True)
+class FLTrust(Mean):
+    """The mean weighted by the updates' cosines with that of a trusted client.
 
-    Karimireddy et al. 2021, eq. 5: `v <- v + mean_i (d_i - v) min(1, tau / |d_i - v|)`.
+    Cao et al. 2021, eqs. 2 to 4: `sum_i t_i (|r| / |d_i|) d_i / sum_i t_i` with `t_i =
+    max(0, cos(d_i, r))`. r is the update of the trusted client, which joins every
+    round. Deviation: there the server trains r on data of its own, and r is not part of
+    the sum.
 
     Args:
-        updates: [S, P] d, one row for each client.
-        clip_norm: tau, the largest distance from v that an update pulls with.
-        center: [P] the first v, in the paper the result of the last round; None for
-            zero.
-        clip_steps: The number of steps.
+        trusted_client: Id or name of the client that is trusted.
     """
-    if center is not None:
-        expected = f"[{updates.shape[-1]}]"
-        require(center.shape == updates.shape[-1:], "center", expected, center.shape)
-    facts = Facts(clip_norm=clip_norm, clip_steps=clip_steps, center=center)
-    return _row("centered_clipping", updates, facts)
+
+    trusted_client: ClientName
+
+    @property
+    def required_clients(self) -> tuple[int, ...]:
+        """The ids of the clients that take part in every round."""
+        return (known_id("trusted_client", self.trusted_client),)
+
+    def weigh(self, up: Uploads) -> Weighed:
+        trusted_id = known_id("trusted_client", self.trusted_client)
+        row = int((up.cohort.ids == trusted_id).nonzero())
+        return up.rows, _trust_weights(up.rows, _lengths(up.rows), row)
+
+
+@dataclass(frozen=True)
+class CenteredClipping(Mean):
+    """Steps from a center along the updates, none longer than `clip_norm`.
+
+    Karimireddy et al. 2021, eq. 5: `v <- v + sum_i (d_i - v) min(1, tau / |d_i - v|) /
+    S`. The first v is the mean of the last round, and zero in the first one.
+
+    Args:
+        clip_norm: tau, the largest distance from v that an update pulls with.
+        clip_steps: Number of steps in a round.
+    """
+
+    clip_norm: PositiveFloat
+    clip_steps: PositiveInt = 1
+
+    @property
+    def length(self) -> float | None:
+        """The length that updates are compared with."""
+        return self.clip_norm
+
+    def init(self, x0: Tensor) -> Tensors:
+        return {"center": torch.zeros_like(x0)}
+
+    def weigh(self, up: Uploads) -> Weighed:
+        v = up.rows.new_zeros(1, up.rows.shape[1])
+        if "center" in up.state:
+            v = up.state["center"].to(up.rows)[None]
+        for _ in range(self.clip_steps):
+            distance = ops.pairwise_sqdist(up.rows, v)[:, 0].double().sqrt()
+            part = self.clip_norm / distance.clamp(min=self.clip_norm) / len(up.rows)
+            v = ops.aggregate(up.rows, part[None], None, v * (1 - part.sum()).to(v))
+        return _as_weighed(v)
+
+    def new_state(self, rows: Tensor, mix: MixingWeights) -> Tensors:
+        return {"center": mix.aggregate(rows)[0]}
+
+
+@dataclass(frozen=True)
+class Private(Mean):
+    """The mean of shortened updates with noise on their sum, for differential privacy.
+
+    It is `(sum_i d_i min(1, C / |d_i|) + z C g) / E`, g [P] of independent standard
+    normal numbers (McMahan et al. 2018, Algorithm 1, with the fixed-denominator
+    estimator of its section 3). The divisor does not tell how many clients took part.
+
+    Args:
+        clip_norm: C, the largest length of an update in the sum.
+        noise_multiplier: z, the noise's standard deviation in units of C.
+        expected_clients: E, the expected number of clients of a round: the probability
+            of each client times the number of clients. None means all clients with
+            training samples.
+    """
+
+    clip_norm: PositiveFloat
+    noise_multiplier: NonNegativeFloat
+    expected_clients: PositiveFloat | None = None
+
+    @property
+    def length(self) -> float | None:
+        """The length that updates are compared with."""
+        return self.clip_norm
+
+    def check_rounds(
+        self, sampling: str, participation: float, num_eligible: int, num_trainable: int
+    ) -> None:
+        joins_always = participation == 1 and sampling == "uniform"
+        if sampling != "poisson" and not joins_always:
+            reject(
+                "sampling",
+                "'poisson' with a private mean, or participation=1: its privacy is "
+                "that of clients who join independently of each other",
+                sampling,
+            )
+        expected = participation * num_eligible
+        given = self.expected_clients or num_trainable
+        if not math.isclose(given, expected, rel_tol=1e-6):
+            reject(
+                "expected_clients",
+                f"{expected:g}, participation times the clients that may take part "
+                f"(give expected_clients={expected:g})",
+                given,
+            )
+
+    def weigh(self, up: Uploads) -> Weighed:
+        cohort = up.cohort
+        expected = self.expected_clients or cohort.num_trainable
+        norm = _norms(up.rows)
+        factor = (self.clip_norm / norm.clamp(min=self.clip_norm)) / expected
+        # Drawn on the CPU, the noise is the same on every device.
+        generator = generator_of(cohort.seed, cohort.round, "noise of the sum")
+        noise = torch.randn(1, up.rows.shape[1], generator=generator).to(up.rows)
+        scale = self.noise_multiplier * self.clip_norm / expected
+        return _as_weighed(ops.aggregate(up.rows, factor[None], None, noise * scale))
+
+
+@dataclass(frozen=True)
+class ByzantineMean(Mean):
+    """Base class of the means that are told the number f of bad clients.
+
+    A round needs `factor * f + margin` clients. Where clients were left out of it, they
+    count as bad ones, and f goes down by as many if it must.
+
+    Args:
+        num_byzantine: Number f of bad clients that are expected in a round.
+    """
+
+    num_byzantine: NonNegativeInt = 1
+    factor: ClassVar[int] = 2
+    margin: ClassVar[int] = 1
+
+    @property
+    def clients_needed(self) -> int:
+        """The number of clients that a round needs."""
+        return self.factor * self.num_byzantine + self.margin
+
+    def fit_to(self, cohort: Cohort) -> Self:
+        f = self.num_byzantine
+        clients = len(cohort.ids)
+        allowed = min(f, (clients - self.margin) // self.factor)
+        if allowed < max(0, f - cohort.num_dropped):
+            raise VoidRound(
+                f"mean: {self} needs {self.clients_needed} clients in a round, and "
+                f"round {cohort.round} has {clients}; lower num_byzantine, or raise "
+                "participation."
+            )
+        return replace(self, num_byzantine=allowed)
+
+
+@dataclass(frozen=True)
+class TrimmedMean(ByzantineMean):
+    """The mean of each coordinate without the f least and f largest numbers.
+
+    Yin et al. 2018, Definition 2. A round needs 2 f + 1 clients.
+    """
+
+    def weigh(self, up: Uploads) -> Weighed:
+        return _as_weighed(ops.trimmed_mean(up.rows, self.num_byzantine))
+
+
+@dataclass(frozen=True)
+class MeanAroundMedian(ByzantineMean):
+    """The mean of the S - f numbers of each coordinate nearest to its median.
+
+    Xie et al. 2018. Of two equally near numbers the smaller one is taken. A round needs
+    2 f + 1 clients.
+    """
+
+    def weigh(self, up: Uploads) -> Weighed:
+        count = len(up.rows) - self.num_byzantine
+        return _as_weighed(ops.mean_around_median(up.rows, count))
+
+
+@dataclass(frozen=True)
+class Krum(ByzantineMean):
+    """The update with the least sum of squared distances to its S - f - 2 nearest.
+
+    Blanchard et al. 2017, section 4. Of equal sums the earlier update is taken. A round
+    needs 2 f + 3 clients.
+    """
+
+    margin = 3
+
+    def weigh(self, up: Uploads) -> Weighed:
+        count = self.num_chosen(len(up.rows))
+        best = choose_by_krum(ops.pairwise_sqdist(up.rows), self.num_byzantine, count)
+        device = up.rows.device
+        weight = torch.zeros(1, len(up.rows), dtype=torch.float64, device=device)
+        return up.rows, weight.index_fill_(1, to_device(best, device), 1 / count)
+
+    def num_chosen(self, num_clients: int) -> int:
+        """The number m of updates whose mean is taken."""
+        return 1
+
+    def select(self, sqdist: Tensor) -> Tensor:
+        """The chosen clients [m], best first, by squared distances [S, S].
+
+        Raises ValueError where the options do not fit the number of clients.
+        """
+        count = len(sqdist)
+        fits = self.clients_needed <= count
+        wanted = f"0 <= f with 2 f + 2 < {count} clients, and 1 to N - f selected"
+        require(fits, "num_byzantine, num_selected", wanted, Words(self))
+        return choose_by_krum(sqdist, self.num_byzantine, self.num_chosen(count))
+
+
+@dataclass(frozen=True)
+class MultiKrum(Krum):
+    """The mean of the updates with the least sums of `Krum`.
+
+    Args:
+        num_selected: Number of these updates; None for all but f.
+    """
+
+    num_selected: PositiveInt | None = None
+
+    @property
+    def clients_needed(self) -> int:
+        """The number of clients that a round needs."""
+        selected = self.num_selected or 0
+        return max(super().clients_needed, self.num_byzantine + selected)
+
+    def num_chosen(self, num_clients: int) -> int:
+        most = num_clients - self.num_byzantine
+        return most if self.num_selected is None else min(self.num_selected, most)
+
+
+@dataclass(frozen=True)
+class Bulyan(ByzantineMean):
+    """The mean of the S - 4 f nearest to the median, of S - 2 f that Krum selects.
+
+    El Mhamdi et al. 2018: Krum selects one update after another. A round needs 4 f + 3
+    clients.
+    """
+
+    factor = 4
+    margin = 3
+
+    def weigh(self, up: Uploads) -> Weighed:
+        f = self.num_byzantine
+        selected = bulyan_selection(ops.pairwise_sqdist(up.rows), f)
+        rows = up.rows[to_device(selected, up.rows.device)]
+        return _as_weighed(ops.mean_around_median(rows, len(up.rows) - 4 * f))
+
+
+@dataclass(frozen=True)
+class NearestNeighborMixing(ByzantineMean):
+    """Another robust mean, of updates that are mixed with their nearest ones first.
+
+    Each update is replaced by the mean of its S - f nearest, itself included (Allouah
+    et al. 2023, Algorithm 2).
+
+    Args:
+        then: The robust mean of the mixed updates.
+    """
+
+    then: Mean = Median()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        votes = not isinstance(self.then, WeightedMean | FLTrust | Private)
+        require(votes, "then", "a robust mean by the updates alone", self.then)
+
+    @property
+    def length(self) -> float | None:
+        """The length that updates are compared with."""
+        return self.then.length
+
+    @property
+    def clients_needed(self) -> int:
+        """The number of clients that a round needs."""
+        return max(super().clients_needed, self.then.clients_needed)
+
+    def fit_to(self, cohort: Cohort) -> Self:
+        return replace(super().fit_to(cohort), then=self.then.fit_to(cohort))
+
+    def init(self, x0: Tensor) -> Tensors:
+        return self.then.init(x0)
+
+    def weigh(self, up: Uploads) -> Weighed:
+        mixed = mix_neighbors(up.rows, self.num_byzantine)
+        rows, weight = self.then.weigh(up._replace(rows=mixed))
+        # These weights would not be the clients' own.
+        return _as_weighed(ops.aggregate(rows, to_device(weight, rows.device)))
+
+    def new_state(self, rows: Tensor, mix: MixingWeights) -> Tensors:
+        return self.then.new_state(rows, mix)
+
+
+# texts --------------------------------------------------------------------------
+MEANS: dict[str, type[Mean]] = {
+    "mean": WeightedMean,
+    "clip_to_median": ClipToMedian,
+    "median": Median,
+    "trimmed_mean": TrimmedMean,
+    "krum": Krum,
+    "multi_krum": MultiKrum,
+    "fltrust": FLTrust,
+    "geometric_median": GeometricMedian,
+    "mean_around_median": MeanAroundMedian,
+    "bulyan": Bulyan,
+    "centered_clipping": CenteredClipping,
+    "private": Private,
+    "nearest_neighbor_mixing": NearestNeighborMixing,
+}
+# An option of an algorithm that is a mean.
+MeanOption = Annotated[Mean, OnCommandLine(str)]
+
+
+def mean_in(options: Any) -> Mean | None:
+    """The option `mean` of an algorithm or of another mean; None where it has none."""
+    mean = getattr(options, "mean", None)
+    return mean if isinstance(mean, Mean) else None
+
+
+def name_of(cls: type[Mean]) -> str:
+    """The name of a mean in texts; that of the class for one of your own."""
+    return next((name for name, known in MEANS.items() if known is cls), cls.__name__)
+
+
+def mean_of(mean: Mean | str) -> Mean:
+    """The mean of a text; a mean is returned as it is.
+
+    A text is the name and the options, in their order or with their names. A mean that
+    goes before another one ends with "/" and the other one.
+
+    >>> mean_of("krum:2")
+    Krum(num_byzantine=2)
+    >>> mean_of("nearest_neighbor_mixing:2/centered_clipping:clip_norm=0.5").then
+    CenteredClipping(clip_norm=0.5, clip_steps=1)
+
+    Raises ValueError for an unknown name or option, and for a value that does not fit.
+    """
+    if not isinstance(mean, str):
+        return mean
+    first, slash, rest = mean.partition("/")
+    name, *words = first.split(":")
+    require(name in MEANS, "mean", f"one of {', '.join(MEANS)}", name, MEANS)
+    cls = MEANS[name]
+    names = [f.name for f in fields(cls)]
+    options: dict[str, Any] = {}
+    for place, word in enumerate(words):
+        option, equals, value = word.rpartition("=")
+        if not equals:
+            option = names[place] if place < len(names) else word
+        require(option in names, "mean", f"options of {name}: {names}", option, names)
+        options[option] = _value_of(value)
+    if slash:
+        options["then"] = mean_of(rest)
+    missing = {f.name for f in fields(cls) if f.default is MISSING} - {*options}
+    wanted = f"{name} with {', '.join(sorted(missing))}, as {name}:NUMBER"
+    require(not missing, "mean", wanted, Words(mean))
+    return cls(**options)
+
+
+def _value_of(word: str) -> Any:
+    """The number that a word stands for; a client's name is a word."""
+    try:
+        return ast.literal_eval(word)
+    except (SyntaxError, ValueError):
+        return word
+
+
+# arithmetic -----------------------------------------------------------------------
+def _as_weighed(row: Tensor) -> Weighed:
+    """A row [P] or [1, P] as rows with weights."""
+    one = torch.ones(1, 1, dtype=torch.float64, device=row.device)
+    return row.reshape(1, -1), one
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """The lengths [S] of the rows, float64, as exact as `ops.pairwise_sqdist`."""
+    return ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0].sqrt()
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    """The lengths [S] of the rows, float64, none of them 0."""
+    return _norms(rows).clamp(min=1e-150)
+
+
+def coordinate_median(rows: Tensor) -> Tensor:
+    """The median [P] of each column of `rows` [S, P]."""
+    return ops.trimmed_mean(rows, (len(rows) - 1) // 2)
+
+
+def choose_by_krum(
+    sqdist: Tensor,  # [S, S]
+    f: int,
+    m: int,
+) -> Tensor:  # [m] int64
+    """The `m` clients [m] of the least Krum score, best first.
+
+    A client's score is the sum of its squared distances to its S - f - 2 nearest others
+    (Blanchard et al. 2017, section 4). Of equal scores the earlier client comes first.
+
+    Args:
+        sqdist: [S, S] squared distances between the clients' updates.
+        f: The number of bad clients among the S.
+        m: The number of clients to choose.
+    """
+    to_others = sqdist.double().cpu().clone().fill_diagonal_(torch.inf)
+    nearest = to_others.sort(1).values[:, : len(to_others) - f - 2]
+    return nearest.sum(1).sort(stable=True).indices[:m]
+
+
+def bulyan_selection(sqdist: Tensor, f: int) -> Tensor:
+    """The S - 2 f clients that Bulyan selects, int64, ascending.
+
+    Krum's choice among the clients that are left is taken out, again and again (El
+    Mhamdi et al. 2018, section 4). Where fewer than f + 3 are left, Krum's score is the
+    distance to the nearest other: there the paper's number of neighbours, |left| - f -
+    2, is 0.
+    """
+    left = torch.arange(len(sqdist))
+    selected = []
+    for _ in range(len(sqdist) - 2 * f):
+        of_left = sqdist.double().cpu()[left][:, left]
+        best = int(choose_by_krum(of_left, min(f, len(left) - 3), 1))
+        selected.append(int(left[best]))
+        left = torch.cat([left[:best], left[best + 1 :]])
+    return torch.tensor(sorted(selected))
+
+
+def mix_neighbors(delta: Tensor, f: int) -> Tensor:
+    """Each update [S, P] replaced by the mean of its S - f nearest, itself included.
+
+    This is nearest neighbour mixing (Allouah et al. 2023, Algorithm 2), which goes
+    before a defence. Of equally near updates the earlier one is taken.
+    """
+    count = len(delta) - f
+    sqdist = ops.pairwise_sqdist(delta).double().cpu().clone().fill_diagonal_(-1.0)
+    nearest = sqdist.sort(dim=1, stable=True).indices[:, :count]
+    index = to_device(nearest.sort(1).values, delta.device)
+    weight = torch.full(index.shape, 1 / count, dtype=torch.float64)
+    return ops.aggregate(delta, to_device(weight, delta.device), index)
+
+
+def weiszfeld(delta: Tensor) -> Tensor:
+    """The weights [1, S] of the geometric median as a mean of the updates [S, P].
+
+    The geometric median z has the least sum of distances to the updates. Weiszfeld's
+    iteration, as in Pillutla et al. 2022 (Algorithm 2), sets each weight to one over
+    the distance to the last z. It begins with the median of each coordinate, because
+    the way from the mean may be long. The distances are computed from z itself: one
+    update that is very far away leaves the others' exact.
+    """
+    median = coordinate_median(delta)[None]
+    weight = torch.zeros(1, len(delta), dtype=torch.float64, device=delta.device)
+    for _ in range(WEISZFELD_STEPS):
+        distance = ops.pairwise_sqdist(delta, median)[:, 0].double().sqrt()
+        least = (WEISZFELD_FLOOR * distance.median()).clamp(min=1e-150)
+        new = 1 / distance.clamp(min=least)
+        new = (new / new.sum())[None]
+        change = float((new - weight).abs().max())
+        weight = new
+        if change <= WEISZFELD_TOLERANCE:
+            break
+        median = ops.aggregate(delta, weight)
+    return weight
+
+
+def _trust_weights(
+    delta: Tensor,  # [S, P]
+    norm: Tensor,  # [S]
+    trusted_row: int,
+) -> Tensor:  # [1, S]
+    """FLTrust's weights [1, S]: cosines with the trusted update, divided by lengths.
+
+    The division brings each update to the length of the trusted one.
+    """
+    trusted_norm = norm[trusted_row]
+    trusted = delta[trusted_row : trusted_row + 1]
+    sqdist = ops.pairwise_sqdist(delta, trusted)[:, 0]
+    # The cosine of a much shorter update, above all of zeros, is only rounding.
+    has_direction = norm > 1e-12 * trusted_norm
+    product = norm**2 + trusted_norm**2 - sqdist  # twice the inner product
+    trust = (has_direction * product / (2 * norm * trusted_norm)).clamp(0, 1)
+    trust[trusted_row] = 1.0
+    return (trust / trust.sum() * trusted_norm / norm)[None]
+
+
+# functions ------------------------------------------------------------------------
+def _row_of(
+    mean: Mean, updates: Tensor, shares: Tensor | None = None, **state: Tensor
+) -> Tensor:
+    """The mean [P] of updates [S, P], with equal shares where none are given."""
+    _check_rows(updates, mean.clients_needed, mean)
+    count = len(updates)
+    size = torch.ones(count, dtype=torch.float64)
+    if shares is not None:
+        fits = shares.shape == (count,)
+        fits = fits and bool((shares >= 0).all() and shares.sum() > 0)
+        require(fits, "shares", f"{count} numbers >= 0, not all 0", shares)
+        size = shares.double().cpu()
+    cohort = Cohort(torch.arange(count), size, count)
+    shares = cohort.mean_weights().weight
+    rows, weight = mean.weigh(Uploads(updates, shares, cohort, state))
+    return ops.aggregate(rows, to_device(weight, rows.device))[0]
+
+
+def _check_rows(updates: Tensor, needed: int = 1, mean: Mean | None = None) -> None:
+    """Raises ValueError where the updates are no rows of numbers, or too few."""
+    fits = updates.dim() == 2 and len(updates) > 0 and updates.is_floating_point()
+    expected = "rows [S, P] of floating point numbers, one for each client"
+    require(fits, "updates", expected, f"{list(updates.shape)} {updates.dtype}")
+    expected = f"at least {needed} rows for {mean}"
+    require(len(updates) >= needed, "updates", expected, len(updates))
+
+
+def median(updates: Tensor) -> Tensor:
+    """The row of `Median` [P] for updates [S, P]."""
+    return _row_of(Median(), updates)
+
+
+def trimmed_mean(updates: Tensor, num_byzantine: int) -> Tensor:
+    """The row of `TrimmedMean` [P] for updates [S, P]."""
+    return _row_of(TrimmedMean(num_byzantine), updates)
+
+
+def mean_around_median(updates: Tensor, num_byzantine: int) -> Tensor:
+    """The row of `MeanAroundMedian` [P] for updates [S, P]."""
+    return _row_of(MeanAroundMedian(num_byzantine), updates)
+
+
+def krum(updates: Tensor, num_byzantine: int) -> Tensor:
+    """The row of `Krum` [P] for updates [S, P]."""
+    return _row_of(Krum(num_byzantine), updates)
+
+
+def multi_krum(updates: Tensor, num_byzantine: int) -> Tensor:
+    """The row of `MultiKrum` [P] for updates [S, P]."""
+    return _row_of(MultiKrum(num_byzantine), updates)
+
+
+def bulyan(updates: Tensor, num_byzantine: int) -> Tensor:
+    """The row of `Bulyan` [P] for updates [S, P]."""
+    return _row_of(Bulyan(num_byzantine), updates)
+
+
+def geometric_median(updates: Tensor) -> Tensor:
+    """The row of `GeometricMedian` [P] for updates [S, P]."""
+    return _row_of(GeometricMedian(), updates)
+
+
+def centered_clipping(
+    updates: Tensor,
+    clip_norm: float,
+    center: Tensor | None = None,
+    clip_steps: int = 1,
+) -> Tensor:
+    """The row of `CenteredClipping` [P] for updates [S, P], from a center [P] or 0."""
+    mean = CenteredClipping(clip_norm, clip_steps)
+    if center is None:
+        return _row_of(mean, updates)
+    expected = f"[{updates.shape[-1]}]"
+    require(center.shape == updates.shape[-1:], "center", expected, center.shape)
+    return _row_of(mean, updates, center=center)
 
 
 @checked
@@ -205,42 +826,28 @@ def clip(updates: Tensor, clip_norm: PositiveFloat) -> Tensor:
     return shortened
 
 
-@checked
 def clip_to_median(updates: Tensor, shares: Tensor | None = None) -> Tensor:
-    """The mean of the updates, each shortened to the median of their lengths.
-
-    Sun et al. 2019, with the median for their fixed bound.
+    """The row of `ClipToMedian` [P] for updates [S, P].
 
     Args:
         updates: [S, P] one row for each client.
         shares: [S] the clients' shares in the mean, such as their numbers of samples;
             they are divided by their sum. None means equal shares.
     """
-    return _row("clip", updates, shares=shares)
+    return _row_of(ClipToMedian(), updates, shares)
 
 
 @checked
-def fltrust(
-    updates: Tensor,  # [S, P]
-    trusted: NonNegativeInt,
-) -> Tensor:  # [P]
-    """The mean of the updates weighted by their cosines with the trusted one.
-
-    Cao et al. 2021, eqs. 2 to 4: `sum_i t_i (|r| / |d_i|) d_i / sum_i t_i` with `t_i =
-    max(0, cos(d_i, r))`. r, the row `trusted`, is a part of the sum.
-    """
+def fltrust(updates: Tensor, trusted: NonNegativeInt) -> Tensor:
+    """The row of `FLTrust` [P] for updates [S, P], of which it trusts one row."""
     _check_rows(updates)
     expected = f"a row of the {len(updates)} updates"
     require(trusted < len(updates), "trusted", expected, trusted)
-    return _row("fltrust", updates, Facts(trusted_row=trusted))
+    return _row_of(FLTrust(trusted), updates)
 
 
-@checked
-def nearest_neighbor_mixing(updates: Tensor, num_byzantine: NonNegativeInt) -> Tensor:
-    """Each update replaced by the mean of its S - f nearest, [S, P], itself included.
-
-    This is nearest neighbour mixing, which goes before any of the other functions
-    (Allouah et al. 2023, Algorithm 2). Raises ValueError for fewer than 2 f + 1 rows.
-    """
-    _check_count("neighbor_mixing", updates, num_byzantine)
+def nearest_neighbor_mixing(updates: Tensor, num_byzantine: int) -> Tensor:
+    """The updates [S, P] that `NearestNeighborMixing` hands on."""
+    mean = NearestNeighborMixing(num_byzantine)
+    _check_rows(updates, mean.clients_needed, mean)
     return mix_neighbors(updates, num_byzantine)

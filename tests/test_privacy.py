@@ -21,6 +21,7 @@ from pflcore.privacy import epsilon, noise_multiplier
 from pflcore.results import read
 from pflcore.results import record as records
 from pflcore.results.table import table
+from pflcore.robust import Private
 from pflcore.simulation import round as by_hand
 
 # z, q, rounds, delta, and the epsilon that the accountant of Opacus 1.6.0 prints.
@@ -88,9 +89,8 @@ def cohort(s, n, round=1, seed=0):
     return Cohort(torch.arange(s), torch.arange(1, s + 1), n, round, seed=seed)
 
 
-def private(z, clip_norm=1.0, **options):
-    options |= {"clip_norm": clip_norm, "noise_multiplier": z}
-    return FedAvg(defence="dp", **options)
+def private(z, clip_norm=1.0, expected_clients=None):
+    return FedAvg(mean=Private(clip_norm, z, expected_clients))
 
 
 @given(st.data())
@@ -137,7 +137,7 @@ def test_the_noise_is_normal_and_another_in_every_round_and_seed():
 
 def takes_dp(name):
     try:
-        return ALGORITHMS[name](defence="dp", clip_norm=1.0, noise_multiplier=1.0)
+        return ALGORITHMS[name](mean=Private(1.0, 1.0))
     except (TypeError, ValueError):
         return None
 
@@ -149,13 +149,9 @@ def test_which_algorithms_take_it():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="clip_norm: expected a number"):
-        FedAvg(defence="dp", noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="noise_multiplier"):
-        FedAvg(noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="defence: expected a defence that takes no"):
-        Scaffold(defence="dp", clip_norm=1.0, noise_multiplier=1.0)
-    assert FedAdam(defence="dp", clip_norm=1.0, noise_multiplier=1.0).traits.batch_norm
+    with pytest.raises(ValueError, match="mean: expected one without a length"):
+        Scaffold(mean=Private(1.0, 1.0))
+    assert FedAdam(mean=Private(1.0, 1.0)).traits.batch_norm
 
 
 @pytest.mark.parametrize("name", sorted(filter(takes_dp, ALGORITHMS)))
@@ -223,7 +219,7 @@ def test_a_round_without_clients_changes_nothing_but_noise(tmp_path):
 
 def test_noise_needs_cohorts_that_its_privacy_assumes():
     algorithm = private(0.5, expected_clients=3.0)
-    with pytest.raises(ValueError, match="sampling: expected 'poisson' with defence"):
+    with pytest.raises(ValueError, match="sampling: expected 'poisson' with a priv"):
         play(algorithm, 0.5)
     with pytest.raises(ValueError, match="sampling"):
         play(algorithm, 0.5, sampling="size")
@@ -236,9 +232,7 @@ def test_noise_needs_cohorts_that_its_privacy_assumes():
 
 
 def test_a_run_says_what_its_noise_hides(tmp_path):
-    noisy = FedAvg(
-        defence="dp", clip_norm=0.5, noise_multiplier=1.2, expected_clients=3
-    )
+    noisy = private(1.2, 0.5, expected_clients=3)
     run = play(noisy, 0.5, rounds=4, sampling="poisson")
     history = run.run()
     want = epsilon(1.2, 0.5, 4, 1 / 6)

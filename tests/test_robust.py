@@ -39,28 +39,29 @@ BYZFL = {
     "krum": [1.23, 0.98, 0.13, -0.08],
     "multi_krum": [0.718889, 0.40444449, -0.0411111, 0.31333333],
 }
-# Every function with what it is told, and the options of a server that do the same.
+# Every function with what it is told; its value is told the same but for the center.
 FUNCTIONS = {
-    "median": ((), {}),
-    "trimmed_mean": ((2,), {"num_byzantine": 2}),
-    "mean_around_median": ((2,), {"num_byzantine": 2}),
-    "krum": ((2,), {"num_byzantine": 2}),
-    "multi_krum": ((2,), {"num_byzantine": 2}),
-    "bulyan": ((2,), {"num_byzantine": 2}),
-    "geometric_median": ((), {}),
-    "centered_clipping": ((1.5, None, 3), {"clip_norm": 1.5, "clip_steps": 3}),
-    "clip_to_median": ((), {"defence": "clip", "weighting": "uniform"}),
-    "fltrust": ((0,), {"trusted_client": 0}),
+    "median": (),
+    "trimmed_mean": (2,),
+    "mean_around_median": (2,),
+    "krum": (2,),
+    "multi_krum": (2,),
+    "bulyan": (2,),
+    "geometric_median": (),
+    "centered_clipping": (1.5, None, 3),
+    "clip_to_median": (),
+    "fltrust": (0,),
 }
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
 def call(name, rows):
-    return getattr(robust, name)(rows, *FUNCTIONS[name][0])
+    return getattr(robust, name)(rows, *FUNCTIONS[name])
 
 
-def server(name, kind=FedAvg, **more):
-    return kind(**{"defence": name, **FUNCTIONS[name][1], **more})
+def server(name, kind=FedAvg):
+    options = [option for option in FUNCTIONS[name] if option is not None]
+    return kind(weighting="uniform", mean=robust.MEANS[name](*options))
 
 
 def cohort(rows):
@@ -215,7 +216,7 @@ def test_a_server_starts_from_its_last_aggregate(kind):
 
 
 def test_neighbours_are_mixed_before_a_defence():
-    alg = server("median", num_byzantine=2, neighbor_mixing=True)
+    alg = FedAvg(mean=robust.NearestNeighborMixing(2, robust.Median()))
     zeros = torch.zeros(4, dtype=torch.float64)
     changes, _ = alg.update({"x": zeros}, {"delta": ROWS}, cohort(ROWS))
     want = robust.median(robust.nearest_neighbor_mixing(ROWS, 2))
@@ -236,15 +237,23 @@ def test_updates_are_shortened():
         (lambda: robust.fltrust(ROWS, 11), "a row of the 11 updates"),
         (lambda: robust.centered_clipping(ROWS, 1.0, ROWS[0, :3]), "center"),
         (lambda: robust.clip_to_median(ROWS, ROWS[:, 0]), "shares"),
-        (lambda: FedAvg(defence="centered_clipping"), "clip_norm: expected a number"),
+        (lambda: server("centered_clipping", Scaffold), "mean: expected one without a"),
+        (lambda: FedAvg(mean="krum:f=2"), "mean: expected options of krum"),
+        (lambda: FedAvg(mean="private:1"), "mean: expected private with noise_multip"),
+        (lambda: FedAvg(mean=2), "mean: expected a Mean, got 2"),
         (
-            lambda: server("centered_clipping", Scaffold),
-            "defence: expected a defence that takes no",
+            lambda: robust.NearestNeighborMixing(2, robust.Private(1, 1)),
+            "then: expecte",
         ),
-        (lambda: FedAvg(neighbor_mixing=True), "neighbor_mixing"),
-        (lambda: FedAvg(defence="median", clip_steps=2), "clip_steps"),
     ],
 )
 def test_refusals(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()
+
+
+@pytest.mark.parametrize("name", robust.MEANS)
+def test_a_mean_is_its_text(name):
+    words = {"fltrust": ":H11", "centered_clipping": ":0.5", "private": ":0.5:1.1"}
+    mean = robust.mean_of(name + words.get(name, ""))
+    assert type(mean) is robust.MEANS[name] and robust.mean_of(str(mean)) == mean

@@ -274,7 +274,7 @@ class Misspelt(FedAvg):
 
 @found(
     r"client: no hook has this name, and no run calls it; the hooks are init, send, "
-    r".*, add_client, "
+    r".*, assign_new_client, "
 )
 class FormerHook(FedAvg):
     def client(self, down, own, clients):

@@ -19,7 +19,7 @@ from pflcore.algorithms._adaptation import FineTune, KnnPer, PerFedAvg
 from pflcore.algorithms._clusters import ClusteredFL, Ensemble, HypCluster
 from pflcore.algorithms._factorized_waffle import FactorizedWaffle
 from pflcore.algorithms._fedas import FedAS
-from pflcore.algorithms._fedavg import FedAvg, QFedAvg, WithoutDefence
+from pflcore.algorithms._fedavg import FedAvg, QFedAvg, ServerStep
 from pflcore.algorithms._fedcac import FedCAC
 from pflcore.algorithms._feddbe import FedDBE
 from pflcore.algorithms._feddwa import FedDWA, FedDWAQP
@@ -193,6 +193,7 @@ __all__ = [
     "QFedAvg",
     "RowUpdate",
     "Scaffold",
+    "ServerStep",
     "SharedRows",
     "SplitModel",
     "Stop",
@@ -203,7 +204,6 @@ __all__ = [
     "VoidRound",
     "Waffle",
     "WeightErosion",
-    "WithoutDefence",
     "algorithm_of",
     "algorithm_options",
     "apply",

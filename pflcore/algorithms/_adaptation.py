@@ -459,9 +459,8 @@ class PerFedAvg(FedAvg):
     def traits(self) -> Traits:
         """The traits of the algorithm, which depend on its options."""
         reason = "takes its paper's own steps of SGD"
-        return super().traits._replace(
-            sgd_only_reason=reason, no_clip_grad_reason=reason
-        )
+        fixed = {"local_optimizer": reason, "clip_grad": reason}
+        return super().traits._replace(fixed_training=fixed)
 
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients

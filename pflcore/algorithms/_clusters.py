@@ -23,8 +23,8 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore._device import to_device
-from pflcore.algorithms._fedavg import FedAvg, WithoutDefence
-from pflcore.algorithms._fedopt import FedOpt
+from pflcore.algorithms._fedavg import ServerStep
+from pflcore.algorithms._fedopt import ServerOptimizer
 from pflcore.algorithms._protocol import (
     BadUpload,
     Changes,
@@ -64,7 +64,7 @@ def loss_per_model(
 
 
 @algorithm_options
-class Ensemble(WithoutDefence, FedOpt):
+class Ensemble(ServerOptimizer):
     """Ensemble (Motley, section 4.2): k FedAvg runs, of which a client uses the best.
 
     server: x [k, P], b [k, b] (each model's batch norm statistics), pick [N] (the model
@@ -80,7 +80,7 @@ class Ensemble(WithoutDefence, FedOpt):
     Deviation: one cohort a round serves all k models; k separate runs would draw k
     cohorts.
 
-    The other options are those of `FedOpt`, without a defence.
+    The other options are those of `FedOpt`, without its mean.
 
     Args:
         k: Number of models.
@@ -354,7 +354,7 @@ def _draw_matrices(row: Tensor, net: Net, generator: torch.Generator) -> None:
 
 
 @algorithm_options
-class ClusteredFL(WithoutDefence, FedAvg):
+class ClusteredFL(ServerStep):
     """Clustered FL (Sattler et al. 2021, CFL): a cluster splits where updates part.
 
     server: x, way [nodes, P], child [nodes], cluster [N] (the node each client is in;
@@ -375,7 +375,7 @@ class ClusteredFL(WithoutDefence, FedAvg):
     Deviation: `weighting` is uniform, as in the authors' code. A client keeps its
     number at every level of the tree.
 
-    The other options are those of `FedAvg`, without a defence.
+    The other options are those of `FedAvg`, without its mean.
 
     Args:
         weighting: Shares of the clients in a cluster's mean: "uniform" or "samples".

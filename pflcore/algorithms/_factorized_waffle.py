@@ -216,8 +216,7 @@ class FactorizedWaffle(FedAvg):
         )
         return super().traits._replace(
             evaluation_only=("eval_mode", "samples", "untrained_factors"),
-            sgd_only_reason=reason,
-            no_clip_grad_reason=reason,
+            fixed_training={"local_optimizer": reason, "clip_grad": reason},
         )
 
     def prepare(self, net: Net) -> Net:

@@ -63,8 +63,10 @@ class FedDBE(Algorithm):
 
     traits = Traits(
         batch_norm=("average", "local"),
-        sgd_only_reason="takes steps of SGD with the model and an offset",
-        no_clip_grad_reason="takes steps along gradients",
+        fixed_training={
+            "local_optimizer": "takes steps of SGD with the model and an offset",
+            "clip_grad": "takes steps along gradients",
+        },
     )
 
     def server_init_args(self, net: Net) -> Tensors:

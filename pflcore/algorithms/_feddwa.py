@@ -243,17 +243,17 @@ class FedDWA(Algorithm):
     @property
     def traits(self) -> Traits:
         """The traits of the algorithm, which depend on its options."""
-        reason = ""
+        fixed = {}
         if self.guidance == "full_grad":
             reason = (
                 "with guidance='full_grad' takes steps of SGD along whole gradients"
             )
+            fixed = {"local_optimizer": reason, "clip_grad": reason}
         cache = ("last",) if self.guidance == "previous" else ()
         sends_guidance = self._trains_ahead or self.guidance == "kept"
         return Traits(
             batch_norm=("local", "average"),  # local in the authors' code
-            sgd_only_reason=reason,
-            no_clip_grad_reason=reason,
+            fixed_training=fixed,
             model_uploads={"w": "down.x", "g": "down.x"},
             compared_with={"w": "g"} if sends_guidance else {},
             per_client_state=("x", "seen", *cache),

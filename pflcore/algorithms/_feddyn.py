@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pflcore.algorithms._fedavg import FedAvg, WithoutDefence
+from pflcore.algorithms._fedavg import ServerStep
 from pflcore.algorithms._protocol import (
     Cohort,
     Payload,
@@ -24,7 +24,7 @@ from pflcore.train import Clients, Net, Objective
 
 
 @algorithm_options
-class FedDyn(WithoutDefence, FedAvg):
+class FedDyn(ServerStep):
     """FedDyn (Acar et al. 2021): local losses that agree with the whole loss.
 
     server: x, h [P] · client: g [P] (its gradient, by the model that it trained last) ·
@@ -43,7 +43,7 @@ class FedDyn(WithoutDefence, FedAvg):
     The paper's full text was not at hand: the rule is taken from its abstract and first
     pages. FL-bench computes the same rounds.
 
-    The other options are those of `FedAvg`, without a defence.
+    The other options are those of `FedAvg`, without its mean.
 
     Args:
         alpha: Strength of the pull towards x. The steps are stable only while
@@ -58,7 +58,7 @@ class FedDyn(WithoutDefence, FedAvg):
     @property
     def traits(self) -> Traits:
         """The traits of the algorithm, which depend on its options."""
-        return super().traits._replace(clipped_with_update=("g",))
+        return super().traits._replace(clipped_with_update=("g",), mean_state=("h",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {"x": x0, "h": torch.zeros_like(x0)}
@@ -83,7 +83,3 @@ class FedDyn(WithoutDefence, FedAvg):
         mean = cohort.mean_weights(self.weighting)
         step = mean.aggregate(delta)[0] - h / self.alpha
         return {"x": state["x"] + self.server_lr * step, "h": h}, mean
-
-    def add_client(self, state: Tensors, n: int) -> Tensors:
-        # h becomes the mean of one more g_i, which is 0.
-        return {**state, "h": state["h"] * (n / (n + 1))}

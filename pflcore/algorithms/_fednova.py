@@ -8,7 +8,7 @@ gradients count for.
 from __future__ import annotations
 
 from pflcore._device import to_device
-from pflcore.algorithms._fedavg import FedAvg, WithoutDefence
+from pflcore.algorithms._fedavg import ServerStep
 from pflcore.algorithms._protocol import (
     Cohort,
     MixingWeights,
@@ -24,7 +24,7 @@ from pflcore.train import Clients
 
 
 @algorithm_options
-class FedNova(WithoutDefence, FedAvg):
+class FedNova(ServerStep):
     """FedNova (Wang et al. 2020): updates are divided by the steps behind them.
 
     server: x [P] · client: nothing · down: x [S, P] (1 model) · up: delta [S, P] (1
@@ -40,16 +40,15 @@ class FedNova(WithoutDefence, FedAvg):
     The paper's full text was not at hand: the rule is taken from its abstract and first
     pages. FedLab computes the same rounds.
 
-    The other options are those of `FedAvg`, without a defence.
+    The other options are those of `FedAvg`, without its mean.
     """
 
     @property
     def traits(self) -> Traits:
         """The traits of the algorithm, which depend on its options."""
         reason = "divides an update by the number of its steps of SGD"
-        return super().traits._replace(
-            sgd_only_reason=reason, new_optimizer_reason=reason
-        )
+        fixed = {"local_optimizer": reason, "keep_optimizer": reason}
+        return super().traits._replace(fixed_training=fixed)
 
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pflcore.algorithms._fedavg import FedAvg
+from pflcore.algorithms._fedavg import FedAvg, ServerStep
 from pflcore.algorithms._protocol import (
     Cohort,
     Tensors,
@@ -38,26 +38,8 @@ UNUSED_OPTIONS = {
 
 
 @algorithm_options
-class FedOpt(FedAvg):
-    """FedOpt (Reddi et al. 2021, Algorithm 2): FedAvg with a server optimizer.
-
-    server: x [P], and of m, v [P] (momentum, second moment) and t [] (updates so far)
-    what the optimizer needs · client: nothing · down: x [S, P] (1 model) · up: delta
-    [S, P] (1 model).
-
-    With D the weighted mean of the deltas, or a defence's aggregate:
-
-    - sgd: `x += server_lr D`
-    - heavy_ball: `m = beta1 m + D; x += server_lr m`, the formula of Hsu et al. 2019
-    - nesterov: `m = beta1 m + D; x += server_lr (D + beta1 m)`
-    - ema: `m = beta1 m + (1 - beta1) D; x += server_lr m`, Motley's formula; its
-      server_lr of 10 at beta1 = .9 is heavy_ball's 1
-    - adam: m as in ema, `v = beta2 v + (1 - beta2) D^2; x += server_lr m / (sqrt(v) +
-      tau)`
-    - yogi: adam with `v -= (1 - beta2) D^2 sign(v - D^2)`
-    - adagrad: adam with `v += D^2`
-
-    The other options are those of `FedAvg`.
+class ServerOptimizer(ServerStep):
+    """Base class of servers that take an optimizer's step, of one model or of several.
 
     Args:
         optimizer: Server optimizer, one
@@ -140,13 +122,37 @@ class FedOpt(FedAvg):
             return beta2 * v + (1 - beta2) * square
         return v - (1 - beta2) * square * torch.sign(v - square)
 
+
+@algorithm_options
+class FedOpt(ServerOptimizer, FedAvg):
+    """FedOpt (Reddi et al. 2021, Algorithm 2): FedAvg with a server optimizer.
+
+    server: x [P], and of m, v [P] (momentum, second moment) and t [] (updates so far)
+    what the optimizer needs · client: nothing · down: x [S, P] (1 model) · up: delta
+    [S, P] (1 model).
+
+    With D the weighted mean of the deltas, or a robust one:
+
+    - sgd: `x += server_lr D`
+    - heavy_ball: `m = beta1 m + D; x += server_lr m`, the formula of Hsu et al. 2019
+    - nesterov: `m = beta1 m + D; x += server_lr (D + beta1 m)`
+    - ema: `m = beta1 m + (1 - beta1) D; x += server_lr m`, Motley's formula; its
+      server_lr of 10 at beta1 = .9 is heavy_ball's 1
+    - adam: m as in ema, `v = beta2 v + (1 - beta2) D^2; x += server_lr m / (sqrt(v) +
+      tau)`
+    - yogi: adam with `v -= (1 - beta2) D^2 sign(v - D^2)`
+    - adagrad: adam with `v += D^2`
+
+    The other options are those of `FedAvg`.
+    """
+
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {**super().init(x0, n), **self.optimizer_state(x0)}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        rows, mix = self.robust_weights(up["delta"], cohort, state.get("center"))
+        rows, mix, kept = self.mean(up["delta"], cohort, self.weighting, state)
         new = self.optimizer_step(state, mix.aggregate(rows)[0])
-        return {**new, **self.new_center(rows, mix)}, mix
+        return {**new, **kept}, mix
 
 
 @algorithm_options

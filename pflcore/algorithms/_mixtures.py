@@ -99,8 +99,7 @@ class APFL(FedAvg):
         reason = "takes steps of SGD along the gradients of two models"
         return super().traits._replace(
             batch_norm=("local",),  # statistics are those of the client's own mixture
-            sgd_only_reason=reason,
-            no_clip_grad_reason=reason,
+            fixed_training={"local_optimizer": reason, "clip_grad": reason},
         )
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:

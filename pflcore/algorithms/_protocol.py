@@ -30,13 +30,15 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from pflcore import ops
+from pflcore._cohort import Cohort as Cohort
+from pflcore._cohort import MixingWeights as MixingWeights
+from pflcore._cohort import Tensors as Tensors
+from pflcore._cohort import VoidRound as VoidRound
 from pflcore._device import to_device
-from pflcore.check import Words, check_fields, reject, warn_caller
+from pflcore.check import check_fields, reject, warn_caller
 from pflcore.data._federation import Federation
 from pflcore.train import Clients, Fit, Net, Training
-from pflcore.train._random import generator_of
 
-Tensors = dict[str, Tensor]  # a state, or uploads [S, ...], by name
 # The clients' downloads by name, each a tensor [S, ...] or `SharedRows`.
 Payload = dict[str, Any]
 # The result of `train`: the clients' state, their uploads, and their training.
@@ -62,14 +64,6 @@ class Stop(Exception):
     """Ends the run.
 
     A hook or a callback raises it, with one sentence that gives the reason.
-    """
-
-
-class VoidRound(Exception):
-    """Makes the round void: it changes no model.
-
-    `update` raises it, with one sentence that gives the reason, where it cannot compute
-    anything from the uploads of this cohort.
     """
 
 
@@ -105,135 +99,6 @@ class SharedRows(NamedTuple):
     rows: Tensor  # [R, P]
     # [S, M] int64. It hides the method `tuple.index`.
     index: Tensor  # type: ignore[assignment]
-
-
-class MixingWeights(NamedTuple):
-    """The weights of the cohort's updates in each model that the server made.
-
-    The record shows them, and batch norm's statistics are mixed with them.
-
-    Attributes:
-        weight: [M, S] float64, the factor of each update of the cohort in each model.
-            With `index` it is [M, K]: only the factors of the updates that `index`
-            names.
-        index: [M, K] int64, the positions in the cohort of the K updates that each
-            model mixes. None means that every model has a factor for every update.
-        receivers: [M] int64, the ids of the clients whose models they are, one model
-            each. None means that there is one model, M = 1, for all clients.
-    """
-
-    weight: Tensor  # [M, S] or [M, K]
-    # [M, K]. It hides the method `tuple.index`.
-    index: Tensor | None = None  # type: ignore[assignment]
-    receivers: Tensor | None = None  # [M]
-
-    def aggregate(
-        self, updates: Tensor, base: Tensor | None = None, lr: float = 1.0
-    ) -> Tensor:
-        """The models [M, P]: base + lr * (weight @ updates).
-
-        Args:
-            updates: [S, P] of the cohort, in its order.
-            base: [P] or [M, P] the models that the updates change. None means zero.
-            lr: The step size of the server.
-        """
-        device = updates.device
-        index = None if self.index is None else to_device(self.index, device)
-        weight = to_device(self.weight, device)
-        return ops.aggregate(updates, weight, index, base, lr)
-
-    def report(self, cohort: Cohort) -> Tensors:
-        """The weights by clients' ids, for the record.
-
-        - For one model and a cohort of all clients they are "weights" [N].
-        - For one model and a smaller cohort they are "weight" [S], and "index" [S] are
-          the ids.
-        - With `index` they are "weight" [M, K] of the clients "index" [M, K] in the
-          models of the clients "rows" [M].
-        """
-        if self.index is not None:
-            ids = cohort.ids
-            return {"rows": ids, "index": ids[self.index.cpu()], "weight": self.weight}
-        if len(cohort.ids) == cohort.n:
-            return {"weights": self.weight[0]}
-        return {"index": cohort.ids, "weight": self.weight[0]}
-
-
-class Cohort(NamedTuple):
-    """The clients of one round, as a server's hooks receive them.
-
-    Attributes:
-        ids: [S] int64, the numbers of the clients, from 0 to N - 1, in ascending order.
-            Row i of an upload [S, ...] comes from the client `ids[i]`.
-        num_samples: [S] int64, the number of training samples of each client, in the
-            order of `ids`. Most means weigh clients by it.
-        n: N, the number of clients of the federation. The server's tables have a row
-            for each of them.
-        round: The number of this round, counted from 1. In an evaluation it is the
-            number of the last round that was played, and at least 1.
-        rounds: The number of rounds that the run is planned to have. A schedule over
-            the run divides `round` by it.
-        seed: The seed of the run. An algorithm that draws takes `generator`, which
-            depends on it.
-        num_dropped: The number of clients that were left out of this round. They took
-            part, but their uploads were not finite, or could not be used.
-        purpose: "send" in a round, "evaluation" where models are evaluated. It names
-            the stream of `generator`, so that an evaluation changes no draw of a round.
-        trainable_clients: The ids of the federation's clients with training samples,
-            ascending. None means all of them. The others are evaluated, and are in no
-            round: they count nowhere.
-    """
-
-    ids: Tensor  # [S]
-    num_samples: Tensor  # [S]
-    n: int
-    round: int = 1
-    rounds: int = 1
-    seed: int = 0
-    num_dropped: int = 0
-    purpose: str = "send"
-    trainable_clients: Tensor | None = None  # [T]
-
-    @property
-    def num_trainable(self) -> int:
-        """The number of the federation's clients with training samples.
-
-        A mean over the federation's clients is one over these.
-        """
-        trainable = self.trainable_clients
-        return self.n if trainable is None else len(trainable)
-
-    def take(self, kept: Tensor) -> Cohort:
-        """The cohort of the clients that the mask `kept`, bool [S], selects.
-
-        The others count as dropped.
-        """
-        dropped = int((~kept).sum())
-        return self._replace(
-            ids=self.ids[kept],
-            num_samples=self.num_samples[kept],
-            num_dropped=self.num_dropped + dropped,
-        )
-
-    def mean_weights(self, weighting: str = "samples") -> MixingWeights:
-        """The weights [1, S] of one mean of the cohort, which sum to 1.
-
-        Args:
-            weighting: "samples" weighs each client by its training samples, "uniform"
-                all clients equally.
-        """
-        size = self.num_samples
-        if weighting != "samples":
-            size = torch.ones_like(self.num_samples)
-        return MixingWeights((size.double() / size.sum())[None])
-
-    @property
-    def generator(self) -> torch.Generator:
-        """A new generator, seeded by the run's seed, the round and the purpose.
-
-        Each use of this property starts the same sequence again.
-        """
-        return generator_of(self.seed, self.round, self.purpose)
 
 
 class RowUpdate(NamedTuple):
@@ -350,18 +215,10 @@ class Traits(NamedTuple):
         needs_val: True for an algorithm that trains on a split "val". Where the
             federation lacks it, 20 % of each client's training samples become its split
             "val".
-        sgd_only_reason: Why the formula holds for steps of SGD only, as a clause after
-            the algorithm's name: "takes steps of SGD along ...". A run with another
-            local optimizer is refused with it; "" allows every optimizer.
-        new_optimizer_reason: Why the formula holds for optimizers that start anew in
-            every round, as a clause after the algorithm's name. A run with
-            `keep_optimizer` is refused with it; "" allows to keep them.
-        no_clip_grad_reason: Why clipped gradients do not fit the formula, as a clause
-            after the algorithm's name. A run with `clip_grad` is refused with it; ""
-            allows clipping.
-        epochs_reason: Why the formula holds for epochs only, as a clause after the
-            algorithm's name. A run whose training has `steps` is refused with it; ""
-            allows them.
+        fixed_training: Options of `Training` that must have their defaults, each with
+            the reason, as a clause after the algorithm's name: {"local_optimizer":
+            "takes steps of SGD along ..."}. A run with another value is refused with
+            it.
         rounds_reason: Why the results of a round depend on the number of rounds of the
             run, as a clause after the algorithm's name: "follows a curve ...". Such a
             run cannot go on to more rounds than it was begun with; "" says that no hook
@@ -374,6 +231,9 @@ class Traits(NamedTuple):
             client i's weights fall with the distance of the uploads w from its own g.
             Only attacks read it; they take an upload that is not named here for
             compared with the receiver's own.
+        mean_state: Names of server tensors that are means over all clients with
+            training samples, of what is 0 for a client that never took part. They are
+            smaller with one client more.
         per_client_state: Names of server tensors [N, ...] that start as zeros. Rows of
             clients that never took part are not read, so they need no memory.
         clipped_with_update: Names of uploads and of client state that belong to an
@@ -389,13 +249,11 @@ class Traits(NamedTuple):
     required_clients: tuple[int, ...] = ()
     returns: Literal["logits", "probabilities", "values"] = "logits"
     needs_val: bool = False
-    sgd_only_reason: str = ""
-    new_optimizer_reason: str = ""
-    no_clip_grad_reason: str = ""
-    epochs_reason: str = ""
+    fixed_training: Mapping[str, str] = {}
     rounds_reason: str = ""
     model_uploads: Mapping[str, str] = {}
     compared_with: Mapping[str, str] = {}
+    mean_state: tuple[str, ...] = ()
     per_client_state: tuple[str, ...] = ()
     clipped_with_update: tuple[str, ...] = ()
     evaluation_only: tuple[str, ...] = ()
@@ -416,8 +274,7 @@ class Algorithm:
        `update`; `report`.
     3. In every evaluation: `clients_for_model`, `send`, `init_client` for clients that
        are new, `model`, `predict`.
-    4. Where a client joins later: `add_client`, and `assign_new_client` after the
-       client's training.
+    4. Where a client joins later: `assign_new_client` after its training.
 
     A hook must not change its arguments, also not in place.
     """
@@ -625,65 +482,14 @@ class Algorithm:
         """
         return {}
 
-    def check_sampling(
-        self, sampling: str, participation: float, num_eligible: int, num_trainable: int
-    ) -> None:
-        """Raises ValueError where the cohorts of a run are none that the rule assumes.
-
-        By default every way to draw them is good.
-
-        Args:
-            sampling: The rule by which clients are drawn: its name, "weights" or
-                "function".
-            participation: The fraction of clients in a round, or the chance of each.
-            num_eligible: The number of clients that may take part.
-            num_trainable: The number of clients with training samples.
-        """
-
-    def without_target(self) -> Algorithm:
-        """The algorithm whose model serves clients that cannot be the target.
-
-        `run_each_target` plays it for clients without training samples, and for those
-        that attack. By default it raises ValueError.
-        """
-        reject(
-            "data",
-            "training samples of each client, which is the target of a run",
-            Words("clients without, or that attack"),
-            remedy=f"let {type(self).__name__}.without_target() serve them",
-        )
-
-    def add_client(self, state: Tensors, n: int) -> Tensors:
-        """The state [...] after a client has joined the n clients that train.
-
-        `History.adapt` calls it before the client's first training. The run itself then
-        adds the client's rows to tables. This hook is for a tensor that is a mean over
-        all clients. By default the state stays.
-        """
-        return state
-
 
 def check_training(alg: Algorithm, training: Training) -> None:
     """Raises ValueError where the algorithm cannot train with these options."""
-    traits = alg.traits
     name = type(alg).__name__
-    if traits.sgd_only_reason and training.local_optimizer != "sgd":
-        raise ValueError(
-            f"local_optimizer: {name} {traits.sgd_only_reason}, and AdamW's steps are "
-            "others; take local_optimizer='sgd'."
-        )
-    if traits.new_optimizer_reason and training.keep_optimizer:
-        raise ValueError(
-            f"keep_optimizer: {name} {traits.new_optimizer_reason}, and a momentum "
-            "that is kept holds those of earlier rounds, too; leave it out."
-        )
-    if traits.no_clip_grad_reason and training.clip_grad is not None:
-        raise ValueError(
-            f"clip_grad: {name} {traits.no_clip_grad_reason}, which are not clipped; "
-            "leave clip_grad out."
-        )
-    if traits.epochs_reason and training.steps is not None:
-        raise ValueError(f"steps: {name} {traits.epochs_reason}; give epochs.")
+    for option, reason in alg.traits.fixed_training.items():
+        default = Training.__dataclass_fields__[option].default
+        if getattr(training, option) != default:
+            raise ValueError(f"{option}: {name} {reason}; leave it at {default!r}.")
 
 
 def warn_unused_momentum(alg: Algorithm, clients: Clients) -> None:

@@ -185,8 +185,7 @@ class PFedMe(FedAvg):
         reason = "takes its paper's own steps of SGD"
         return super().traits._replace(
             batch_norm=("local",),  # theta is never mixed
-            sgd_only_reason=reason,
-            no_clip_grad_reason=reason,
+            fixed_training={"local_optimizer": reason, "clip_grad": reason},
         )
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:

@@ -17,7 +17,7 @@ Symbols:
 from __future__ import annotations
 
 from dataclasses import field, fields, replace
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -342,6 +342,17 @@ class SFL(LatestModels):
         names = [f.name for f in fields(self) if f.compare]
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
+    def init(self, x0: Tensor, n: int) -> Tensors:
+        # Of a newcomer the graph must know before it trains.
+        if self.adjacency is not None and len(self.adjacency) < n:
+            self._reject_graph(n)
+        return super().init(x0, n)
+
+    def _reject_graph(self, n: int) -> NoReturn:
+        """Raises ValueError for a graph that does not fit n clients."""
+        words = f"{n} x {n} numbers >= 0 (a newcomer counts, too)"
+        reject("adjacency", words, self.adjacency)
+
     def adjacency_matrix(
         self,
         sqdist: Tensor,  # [N, N]
@@ -356,9 +367,7 @@ class SFL(LatestModels):
             return self._nearest_graph(sqdist, has_model)
         n = len(sqdist)
         if graph.shape != (n, n) or not bool((graph >= 0).all()):
-            reject(
-                "adjacency", f"{n} x {n} numbers >= 0 (a newcomer counts, too)", graph
-            )
+            self._reject_graph(n)
         lacks_loop = (graph.diagonal() == 0).double()
         return graph.double() + lacks_loop.diag()
 
@@ -388,15 +397,6 @@ class SFL(LatestModels):
         if self.adjacency is None:
             return self
         return replace(self, adjacency=self.adjacency[ids[:, None], ids])
-
-    def add_client(self, state: Tensors, n: int) -> Tensors:
-        # Raises ValueError where a given graph has no row for the newcomer.
-        rows = len(state["w"]) + 1
-        self.adjacency_matrix(
-            sqdist=torch.zeros(rows, rows),
-            has_model=torch.ones(rows, dtype=torch.bool),
-        )
-        return state
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         weights = state["weights"]
@@ -485,8 +485,10 @@ class Mocha(Algorithm):
     traits = Traits(
         batch_norm=("local",),  # every client is evaluated with a model of its own
         model_uploads={"w": "server.w"},
-        sgd_only_reason="takes its regulariser and its test of stability from the sum "
-        "of SGD's step sizes",
+        fixed_training={
+            "local_optimizer": "takes its regulariser and its test of stability from "
+            "the sum of SGD's step sizes"
+        },
     )
 
     def init(self, x0: Tensor, n: int) -> Tensors:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms._fedavg import FedAvg, WithoutDefence
+from pflcore.algorithms._fedavg import FedAvg, ServerStep
 from pflcore.algorithms._protocol import (
     Algorithm,
     Cohort,
@@ -41,41 +41,17 @@ from pflcore.check import (
     NonNegativeFloat,
     Number,
     Weighting,
+    Words,
     known_id,
     reject,
+    require,
 )
 from pflcore.train import Clients, Net, Objective
 
 
 @algorithm_options
-class Scaffold(FedAvg):
-    """SCAFFOLD (Karimireddy et al. 2020): each step takes `gradient - c_i + c`.
-
-    server: x, c [P] · client: c [P] · down: x, c [S, P] (2 models) · up: delta, control
-    [S, P] (2 models; control is c_i' - c_i).
-
-    Algorithm 1: `x <- x + server_lr * mean_S delta_i`, `c <- c + |S| / N * mean_S
-    control_i`, so that `c = mean_N c_i` after every round. c_i is what client i knows
-    of its own gradients, c what the server knows of all. The new c_i' is, by `option`:
-
-    - "mean_grad": the mean minibatch gradient of the round. It is exact for every local
-      optimizer, and equals option II for plain SGD, also at a step size of 0.
-    - "II": `c_i - c + (x - y_i) / (sum of step sizes)`, y_i the trained model. With
-      momentum m it divides by the effective number of K steps, sum_k (1 - m^(K-k+1)) /
-      (1 - m).
-    - "I": the full-batch gradient at x (with batch norm the mean of its minibatches').
-
-    SGD's weight decay counts as part of the gradient, and clipped gradients are what is
-    averaged. Option II is refused with AdamW, whose steps do not add up to gradients,
-    and option I with clipping.
-
-    A `defence` takes the place of both means, of the updates and of the control
-    variates, each by itself; c is then no mean of the c_i. The run's `clip` shortens a
-    client's step of c_i with its update, so that c stays their mean. "dp" and
-    "centered_clipping" are refused: their length holds for one sum of a round, and
-    control variates have another length than updates.
-
-    The other options are those of `FedAvg`.
+class ControlVariates(ServerStep):
+    """Base class of SCAFFOLD and WAFFLE: their clients' part, and what these receive.
 
     Args:
         weighting: Shares of the clients in both means: "uniform" as in the paper,
@@ -88,29 +64,19 @@ class Scaffold(FedAvg):
     weighting: Weighting = "uniform"
     option: Literal["mean_grad", "II", "I"] = "mean_grad"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.clip_norm is not None:
-            expected = (
-                "a defence that takes no clip_norm with Scaffold, since the length of "
-                "an update does not fit its control variates"
-            )
-            reject("defence", expected, self.defence)
-
     @property
     def traits(self) -> Traits:
         """The traits of the algorithm, which depend on its options."""
-        sgd_only_reason = ""
-        no_clip_grad_reason = ""
+        fixed = {}
         if self.option == "II":
-            sgd_only_reason = "with option 'II' divides by the sum of SGD's step sizes"
+            reason = "with option 'II' divides by the sum of SGD's step sizes"
+            fixed = {"local_optimizer": reason, "keep_optimizer": reason}
         elif self.option == "I":
-            no_clip_grad_reason = "with option 'I' takes whole gradients"
+            fixed = {"clip_grad": "with option 'I' takes whole gradients"}
         return super().traits._replace(
             clipped_with_update=("control", "c"),
-            sgd_only_reason=sgd_only_reason,
-            new_optimizer_reason=sgd_only_reason,
-            no_clip_grad_reason=no_clip_grad_reason,
+            fixed_training=fixed,
+            mean_state=("c",),
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -143,15 +109,51 @@ class Scaffold(FedAvg):
         upload = {"delta": fit.w.sub_(x), "control": new - old}
         return {"c": new}, upload, fit
 
+
+@algorithm_options
+class Scaffold(ControlVariates, FedAvg):
+    """SCAFFOLD (Karimireddy et al. 2020): each step takes `gradient - c_i + c`.
+
+    server: x, c [P] · client: c [P] · down: x, c [S, P] (2 models) · up: delta, control
+    [S, P] (2 models; control is c_i' - c_i).
+
+    Algorithm 1: `x <- x + server_lr * mean_S delta_i`, `c <- c + |S| / N * mean_S
+    control_i`, so that `c = mean_N c_i` after every round. c_i is what client i knows
+    of its own gradients, c what the server knows of all. The new c_i' is, by `option`:
+
+    - "mean_grad": the mean minibatch gradient of the round. It is exact for every local
+      optimizer, and equals option II for plain SGD, also at a step size of 0.
+    - "II": `c_i - c + (x - y_i) / (sum of step sizes)`, y_i the trained model. With
+      momentum m it divides by the effective number of K steps, sum_k (1 - m^(K-k+1)) /
+      (1 - m).
+    - "I": the full-batch gradient at x (with batch norm the mean of its minibatches').
+
+    SGD's weight decay counts as part of the gradient, and clipped gradients are what is
+    averaged. Option II is refused with AdamW, whose steps do not add up to gradients,
+    and option I with clipping.
+
+    A robust `mean` takes the place of both means, of the updates and of the control
+    variates, each by itself; c is then no mean of the c_i. The run's `clip` shortens a
+    client's step of c_i with its update, so that c stays their mean. `Private` and
+    `CenteredClipping` are refused: their length holds for one sum of a round, and
+    control variates have another length than updates.
+
+    The other options are those of `FedAvg`.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expected = (
+            "one without a length with Scaffold, since the length of an update does "
+            "not fit its control variates"
+        )
+        require(self.mean.length is None, "mean", expected, Words(self.mean))
+
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         changes, mix = super().update(state, up, cohort)
-        rows, mean = self.robust_weights(up["control"], cohort)
+        rows, mean, _ = self.mean(up["control"], cohort, self.weighting)
         c = mean.aggregate(rows, state["c"], len(cohort.ids) / cohort.num_trainable)[0]
         return {**changes, "c": c}, mix
-
-    def add_client(self, state: Tensors, n: int) -> Tensors:
-        # c becomes the mean of one more c_i, which is 0.
-        return {**state, "c": state["c"] * (n / (n + 1))}
 
 
 # From (round, rounds) to the globality of a round: 1 is global, 0 local.
@@ -159,7 +161,7 @@ Schedule = Callable[[int, int], float]
 
 
 @algorithm_options
-class Waffle(WithoutDefence, Scaffold):
+class Waffle(ControlVariates):
     """WAFFLE (Beaussart et al. 2021): SCAFFOLD that drifts from global to one target.
 
     server: x, c [P], history [N, 2] (each client's unsmoothed weights in the last two
@@ -237,9 +239,6 @@ class Waffle(WithoutDefence, Scaffold):
             clipped_with_update=clipped,
             reported_state=("mix",),
         )
-
-    def without_target(self) -> Algorithm:
-        return Scaffold(self.server_lr, "uniform", self.option)
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         history = torch.full((n, 2), 1 / n, dtype=torch.float64)
@@ -351,17 +350,14 @@ class WeightErosion(Algorithm):
         rounds_reason = ""
         if self.p_d is None:
             rounds_reason = "without p_d calibrates it by the number of rounds"
-        epochs_reason = ""
+        fixed = {}
         if self.size_unit == "epochs":
-            epochs_reason = "with size_unit='epochs' counts the epochs of the rounds"
+            fixed = {"steps": "with size_unit='epochs' counts the epochs of the rounds"}
         return Traits(
             required_clients=(known_id("target", self.target),),
-            epochs_reason=epochs_reason,
+            fixed_training=fixed,
             rounds_reason=rounds_reason,
         )
-
-    def without_target(self) -> Algorithm:
-        return FedAvg(self.server_lr, "uniform")
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {"x": x0, "alpha": torch.ones(n, dtype=torch.float64)}

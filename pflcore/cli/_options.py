@@ -31,6 +31,7 @@ from pflcore.check import (
     import_optional,
     validated,
 )
+from pflcore.robust import Mean
 
 Facts = Mapping[str, Any]
 POSITIONAL = {"positional": True}  # the metadata of a field
@@ -188,6 +189,8 @@ def _group_type(
         if f.name in defaults:
             option = field(default=defaults[f.name])
         hint: Any = _without_functions(hints[f.name])
+        if isinstance(f.default, Mean):
+            option.default = str(f.default)
         if f.name in choices:
             # `parse` checks the name itself, and suggests the nearest one.
             names = expectation_of(choices[f.name]).names

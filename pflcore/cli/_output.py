@@ -53,8 +53,8 @@ class ReportOptions:
             last_mean, std, worst_decile, the run's metrics, hurt (with --baseline),
             bytes, note
         privacy_delta: delta of the line below the table that has the epsilon of
-            runs with --defence dp; one over the number of clients with training samples
-            if not said
+            runs with --mean private; one over the number of clients with training
+            samples if not said
         overwrite: begin anew in a folder that is not empty; its record, its checkpoints
             and a table that belongs to no record are moved to names that end in .1,
             .2, ...

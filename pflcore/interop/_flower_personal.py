@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import FedAvg, MultiKrum, Result
 from flwr.supercore import log
 from torch import Tensor
 
-from pflcore import ops
+from pflcore import ops, robust
 from pflcore.algorithms._feddwa import FedDWA
 from pflcore.algorithms._pfedgraph import PFedGraph
 from pflcore.interop._flower_messages import (
@@ -31,7 +31,6 @@ from pflcore.interop._packing import (
     split_row,
 )
 from pflcore.interop._personalize import (
-    Krum,
     MixedModels,
     method_of,
     min_models,
@@ -254,7 +253,7 @@ def select_multikrum(
     rows, _ = pack(models)
     possible_rows = torch.tensor([are_possible[place] for place in places])
     rows[~possible_rows] = torch.nan  # Krum takes it as infinitely far from all others
-    krum = Krum(num_malicious_nodes, num_nodes_to_select)
+    krum = robust.MultiKrum(num_malicious_nodes, num_nodes_to_select)
     chosen = krum.select(ops.pairwise_sqdist(rows)).tolist()
     return [contents[places[i]] for i in chosen if possible_rows[i]]
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms import ALGORITHMS, algorithm_of, check_options, name_of
 from pflcore.algorithms._clusters import agglomerate, cosine_matrix
-from pflcore.algorithms._defences import krum
 from pflcore.algorithms._feddwa import FedDWA
 from pflcore.algorithms._pfedgraph import PFedGraph
 from pflcore.algorithms._protocol import (
@@ -33,7 +32,6 @@ from pflcore.algorithms._relations import FedAMP, HeurFedAMP, LatestModels
 from pflcore.check import (
     BatchNormPolicy,
     Names,
-    NonNegativeInt,
     PositiveInt,
     checked,
     require,
@@ -46,39 +44,8 @@ from pflcore.interop._packing import (
     split_row,
     unpack,
 )
+from pflcore.robust import Krum, MultiKrum
 from pflcore.simulation._uploads import finite_rows
-
-
-@checked
-@dataclass(frozen=True)
-class Krum:
-    """Krum (Blanchard et al. 2017): one model of N for all clients.
-
-    Each model has a score: the sum of its squared distances to its N - f - 2 nearest
-    other models, with f = `num_byzantine`. The result is the model with the smallest
-    score; among equal scores the earlier client counts. With `num_selected` > 1
-    (MultiKrum) the result is the mean of that many models with the smallest scores.
-    Deviation: exact distances.
-
-    Args:
-        num_byzantine: The number f of bad clients that Krum withstands; 2 f + 2 < N.
-        num_selected: The number of models whose mean is taken.
-    """
-
-    num_byzantine: NonNegativeInt = 1
-    num_selected: PositiveInt = 1
-
-    def select(self, sqdist: Tensor) -> Tensor:
-        """The selected clients, best first, by squared distances [N, N].
-
-        Raises ValueError where the options do not fit the number of clients.
-        """
-        n = len(sqdist)
-        f = self.num_byzantine
-        fits = 2 * f + 2 < n and self.num_selected <= n - f
-        wanted = f"0 <= f with 2 f + 2 < {n} clients, and 1 to N - f selected"
-        require(fits, "num_byzantine, num_selected", wanted, self)
-        return krum(sqdist, f, self.num_selected)
 
 
 @checked
@@ -106,7 +73,7 @@ METHODS_BY_NAME: dict[str, Callable[..., Method]] = {
     **{name: ALGORITHMS[name] for name in METHOD_NAMES},
     "heurfedamp": partial(HeurFedAMP, xi_self=0.5),
     "krum": Krum,
-    "multikrum": partial(Krum, num_selected=2),
+    "multikrum": partial(MultiKrum, num_selected=2),
     "clusters": Clusters,
 }
 
@@ -285,8 +252,7 @@ def _check_guidance(alg: Method, count: int) -> None:
 def min_models(method: Method) -> int:
     """The smallest number of models with which the method works."""
     if isinstance(method, Krum):
-        f = method.num_byzantine
-        return max(2 * f + 3, f + method.num_selected)
+        return method.clients_needed
     return method.k if isinstance(method, Clusters) else 1
 
 
@@ -373,7 +339,8 @@ def _mixing_weights(
         weight = normalize_rows((group[:, None] == group).double())
     elif isinstance(alg, Krum):
         weight = torch.zeros(n, n, dtype=torch.float64)
-        weight.index_fill_(1, alg.select(sqdist), 1 / alg.num_selected)
+        selected = alg.select(sqdist)
+        weight.index_fill_(1, selected, 1 / len(selected))
     else:
         assert isinstance(alg, LatestModels)
         weight = alg.mixing_matrix(sqdist, norm2, torch.ones(n, dtype=torch.bool))

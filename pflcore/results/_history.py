@@ -225,7 +225,7 @@ class History:
 
     @checked
     def privacy(self, delta: OpenUnitFloat | None = None) -> tuple[float, float] | None:
-        """The (epsilon, delta) with which the noise of defence "dp" hides a client.
+        """The (epsilon, delta) with which the noise of a `Private` mean hides a client.
 
         It counts the rounds so far, void ones too, by `pflcore.privacy.epsilon`. A run
         draws its clients as that assumes: each joins by itself with the probability
@@ -236,10 +236,14 @@ class History:
             delta: See `pflcore.privacy.epsilon`. None is one over the number of clients
                 with training samples.
         """
+        # Records are read without the modules that train.
+        from pflcore.robust import Private, mean_of
+
         options = self.header.get("options") or {}
-        noise = options.get("noise_multiplier")
+        mean = mean_of(options.get("mean", "mean"))
         rate = self.header.get("participation")
-        if options.get("defence") != "dp" or not (noise and rate and self.rounds):
+        noise = mean.noise_multiplier if isinstance(mean, Private) else 0.0
+        if not (noise and rate and self.rounds):
             return None
         if delta is None:
             size = self.header.get("size") or []

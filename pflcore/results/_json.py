@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 
 def to_json(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
     """A copy of `value` that JSON can represent.
 
-    Dataclasses become dicts, tensors and tuples become lists, and numbers that are not
-    finite become None. Functions and classes become their names, and any other value
-    becomes its text.
+    Dataclasses become dicts, or their texts where they have one. Tensors and tuples
+    become lists, and numbers that are not finite become None. Functions and classes
+    become their names, and any other value becomes its text.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -23,7 +23,9 @@ def to_json(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
     if hasattr(value, "tolist"):
         return to_json(value.tolist())
     if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
+        if type(value).__str__ is not object.__str__:
+            return str(value)
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, Iterable):

@@ -57,7 +57,7 @@ def table(
         format: "md" for Markdown, "latex" for tables of the package booktabs, or "csv",
             in which means and deviations have columns of their own.
         privacy_delta: The delta for which a line below the table has the epsilon of
-            runs with the defence "dp"; None for one over the number of clients with
+            runs with a private mean; None for one over the number of clients with
             training samples, see `History.privacy`.
 
     Raises ValueError where no run has the baseline's name, and where no table has a

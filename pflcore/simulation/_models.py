@@ -94,7 +94,9 @@ def with_new_client(
         larger[f"optimizer.{name}"] = tensor.new_zeros(n + 1, *tensor.shape[1:])
     new = {}
     others = torch.arange(n) if trainable_clients is None else trainable_clients
-    server = alg.add_client(state.server, len(others))
+    server = dict(state.server)
+    for name in alg.traits.mean_state:  # the newcomer's part of the mean is 0
+        server[name] = server[name] * (len(others) / (len(others) + 1))
     for name, tensor in flatten_state(replace(state, server=server)).items():
         # Only the algorithm knows how a table grows that is empty before round 1.
         if len(larger.get(name, ())):

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from pflcore.algorithms import algorithm_of
+from pflcore.algorithms import FedAvg, Scaffold, Waffle, WeightErosion, algorithm_of
 from pflcore.algorithms._protocol import Algorithm
-from pflcore.check import Model, checked, require
+from pflcore.check import Model, Words, checked, reject, require
 from pflcore.data._federation import Federation
 from pflcore.results._history import History, RunEnd
 from pflcore.results._weights import dense_weights
@@ -36,6 +36,7 @@ def run_each_target(
     data: Federation,
     training: Training | None = None,
     *,
+    others: Algorithm | None = None,
     on_round: Callable[[int, int, Record], None] | None = None,
     checkpoint: Checkpoint | None = None,
     **options: Any,
@@ -44,8 +45,7 @@ def run_each_target(
 
     Every run begins from the same start. Together they take N times the work and the
     traffic of one run. Clients without training samples, or that attack, cannot be the
-    target. They are served by one more run, of `algorithm.without_target()`: SCAFFOLD
-    for WAFFLE, FedAvg with equal weights for Weight Erosion. In the history that is
+    target. They are served by one more run, of `others`. In the history that is
     returned
 
     - a client's numbers are those of the run whose target it is, or of that one more;
@@ -61,6 +61,8 @@ def run_each_target(
         model: A module, a `Net`, or a function that makes a module.
         data: The federation.
         training: The options of local training.
+        others: The algorithm that serves clients that cannot be the target. None takes
+            SCAFFOLD for WAFFLE, and FedAvg with equal weights for Weight Erosion.
         on_round: Is called as `on_round(target, round, record)` in each run. Of the
             clients that cannot be the target it is the first one.
         checkpoint: The folder and the times of the checkpoints. Every run has a
@@ -79,17 +81,15 @@ def run_each_target(
     adversary = getattr(options.get("robustness"), "adversary", None)
     targets = possible_targets(data, adversary)
     groups = [[target] for target in targets]  # the clients that each run serves
-    others = [client for client in range(data.n) if client not in targets]
-    if others:
-        groups.append(others)
+    algorithms = [replace(algorithm, target=target) for target in targets]  # type: ignore[call-arg]
+    rest = [client for client in range(data.n) if client not in targets]
+    if rest:
+        groups.append(rest)
+        algorithms.append(others or without_target(algorithm))
     runs: list[History] = []
     models: dict[int, Personalized] = {}
-    for clients in groups:
+    for target_algorithm, clients in zip(algorithms, groups, strict=True):
         target = clients[0]
-        if clients is others:
-            target_algorithm = algorithm.without_target()
-        else:
-            target_algorithm = replace(algorithm, target=target)  # type: ignore[call-arg]
         simulation = Simulation(
             target_algorithm, model, data, training or Training(), **options
         )
@@ -108,6 +108,21 @@ def run_each_target(
         if run.interrupted:
             break
     return _merge_runs(runs, groups, models, data.n)
+
+
+def without_target(algorithm: Algorithm) -> Algorithm:
+    """The algorithm that serves clients that cannot be the target.
+
+    Raises ValueError for an algorithm that has no such counterpart.
+    """
+    if isinstance(algorithm, Waffle):
+        return Scaffold(algorithm.server_lr, "uniform", algorithm.option)
+    if isinstance(algorithm, WeightErosion):
+        return FedAvg(algorithm.server_lr, "uniform")
+    expected = "training samples of each client, which is the target of a run"
+    got = Words("clients without, or that attack")
+    remedy = f"give others=, which serves them beside {type(algorithm).__name__}"
+    reject("data", expected, got, remedy=remedy)
 
 
 def possible_targets(data: Federation, adversary: Adversary | None) -> list[int]:

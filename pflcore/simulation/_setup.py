@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from pflcore.check import (
 from pflcore.data._federation import Federation
 from pflcore.data._protocols import leave_out_unlabelled, with_validation
 from pflcore.data._samples import SPLITS
+from pflcore.robust import Mean, mean_in
 from pflcore.simulation._attacks import Adversary
 from pflcore.simulation._ranks import ONE_RANK, find_ranks, local_device
 from pflcore.simulation._sampling import sampling_kind
@@ -38,19 +39,23 @@ from pflcore.train._select_engine import make_context
 ModelSource = Annotated[Net | nn.Module | Callable[[], nn.Module], EXPECT_MODEL]
 # Options of algorithms that are a client, by its id or its name.
 CLIENT_OPTIONS = ("target", "trusted_client")
+O = TypeVar("O", bound=Algorithm | Mean)
 
 
-def with_client_ids(algorithm: Algorithm, data: Federation) -> Algorithm:
-    """The algorithm with the ids of clients that its options name.
+def with_client_ids(options: O, data: Federation) -> O:
+    """An algorithm or a mean with the ids of clients that its options name.
 
     Raises ValueError where an option names no client of the federation.
     """
-    ids = {}
+    changes: dict[str, Any] = {}
     for option in CLIENT_OPTIONS:
-        client = getattr(algorithm, option, None)
+        client = getattr(options, option, None)
         if isinstance(client, str):
-            ids[option] = client_id(option, client, data.n, data.names)
-    return replace(algorithm, **ids) if ids else algorithm
+            changes[option] = client_id(option, client, data.n, data.names)
+    mean = mean_in(options)
+    if mean is not None:
+        changes["mean"] = with_client_ids(mean, data)
+    return replace(options, **changes) if changes else options
 
 
 def with_adversary_ids(
@@ -150,7 +155,7 @@ def check_sampling(
     data: Federation,
     eligible_clients: Tensor | None,
 ) -> None:
-    """Raises ValueError where the algorithm knows no such sampling.
+    """Raises ValueError where the mean of the updates knows no such sampling.
 
     Warns where many rounds will have no client.
     """
@@ -160,7 +165,9 @@ def check_sampling(
     num_eligible = num_trainable
     if eligible_clients is not None:
         num_eligible = len(eligible_clients)
-    algorithm.check_sampling(kind, participation, num_eligible, num_trainable)
+    mean = mean_in(algorithm)
+    if mean is not None:
+        mean.check_rounds(kind, participation, num_eligible, num_trainable)
     expected = participation * num_eligible
     if kind == "poisson" and expected < 1:
         warn_caller(

@@ -30,6 +30,7 @@ from pflcore.algorithms._protocol import (
     lazy_zeros,
 )
 from pflcore.check import PositiveInt, checked, require, summarize_kind
+from pflcore.robust import mean_in
 from pflcore.simulation._ranks import ONE_RANK, Ranks
 from pflcore.simulation._rows import CohortRows
 from pflcore.simulation._settings import Robustness
@@ -188,8 +189,7 @@ def initial_state(
         training: The options of training, where the clients may keep optimizer states.
     """
     for client in alg.traits.required_clients:
-        has_trusted_client = getattr(alg, "trusted_client", None) is not None
-        name = "trusted_client" if has_trusted_client else "target"
+        name = "target" if mean_in(alg) is None else "trusted_client"
         require(0 <= client < n, name, f"a client from 0 to {n - 1}", client)
         can_train = trainable_clients is None or client in trainable_clients
         require(can_train, name, "a client with training samples", client)

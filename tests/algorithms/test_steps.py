@@ -24,11 +24,11 @@ from pflcore.algorithms import (
     FineTune,
     KnnPer,
     MixingWeights,
-    Scaffold,
     SharedRows,
     Waffle,
     WeightErosion,
 )
+from pflcore.robust import Krum
 from pflcore.simulation.round import RunConfig
 
 
@@ -202,16 +202,6 @@ def test_waffle_averages_the_last_two_rounds():
     near(smooth, (history[:, 0] + before.sum(1)) / 3)
 
 
-def test_a_newcomer_counts_in_scaffolds_mean():
-    """The newcomer's c is 0, so the mean of three becomes one of four."""
-    state = {"x": t([5.0]), "c": t([1.0, -2.0])}
-
-    grown = Scaffold().add_client(state, 3)
-
-    near(grown["c"], t([0.75, -1.5]))
-    assert torch.equal(grown["x"], state["x"])
-
-
 def test_fine_tuning_goes_on_epoch_by_epoch():
     """Every epoch has its own shuffle and goes on from the last one's statistics."""
     s = normal()
@@ -274,7 +264,7 @@ def test_krum_looks_at_so_many_of_the_nearest(hostile, chosen):
     """With more or fewer than S - f - 2 of seven, another update would win."""
     rows = t([[0.0], [1], [2], [4], [9], [10], [12]])
 
-    mix = FedAvg(defence="krum", num_byzantine=hostile).robust_weights(rows, some(7))[1]
+    _, mix, _ = Krum(hostile)(rows, some(7))
 
     assert mix.weight.argmax() == chosen
     assert mix.weight.sum() == mix.weight.max() == 1

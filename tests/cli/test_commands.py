@@ -606,7 +606,7 @@ run fedavg DIGITS --attack-clients 1 | attack: expected an attack
 run fedavg DIGITS --attack noise | attack_clients: expected the clients that do the attack 'noise', got None; give their
 run fedavg DIGITS --attack nose --attack-clients 1 | attack: got 'nose', did you mean 'noise'?
 run fedavg DIGITS --local-optimizer sdg | local_optimizer: got 'sdg', did you mean 'sgd'?
-run fedavg DIGITS --defence kurm | defence: got 'kurm', did you mean 'krum'?
+run fedavg DIGITS --mean kurm:2 | mean: got 'kurm', did you mean 'krum'?
 run fedavg DIGITS --attack noise --attack-clients 99 | adversary: expected ids of clients
 run fedavg DIGITS --attack control --attack-clients 1 | adversary: expected an attack on what FedAvg uploads
 """  # noqa: E501
@@ -640,21 +640,18 @@ def test_a_malformed_option_ends_with_code_2(words, tmp_path, capsys):
 
 
 NO_PART = """\
-fedavg | {"num_byzantine": 3} | num_byzantine: expected its default beside defence=None
-fedavg | {"clip_norm": 3.0} | clip_norm: expected its default beside defence=None, got 3.0; it belongs to defence='dp' or 'centered_clipping'
-fedavg | {"defence": "median", "num_byzantine": 3} | num_byzantine: expected its default beside
+fedavg | {"mean": "median:3"} | mean: expected options of median
 fedavgm | {"beta2": 0.5} | beta2: expected its default beside optimizer='heavy_ball'
 fedavgm | {"tau": 0.1} | tau: expected its default beside optimizer='heavy_ball'
 fedadagrad | {"beta2": 0.5} | beta2: expected its default beside optimizer='adagrad'
 waffle | {"weighting": "samples"} | weighting: expected 'uniform'
 fedper | {"order": "body"} | order: expected 'joint'
-qfedavg | {"defence": "median"} | defence: expected None
 fedbn | {"private_epochs": 3} | private_epochs: expected None
 feddwa_qp | {"power": 2.0} | power: expected 1
 feddwa | {"serve": "guidance", "guidance": "previous"} | serve: expected its default
 feddwa | {"serve": "guidance", "guidance": "current"} | serve: expected its default
 feddwa_qp | {"search": "groups"} | search: expected 'exact'
-"""  # noqa: E501
+"""
 
 
 @pytest.mark.parametrize("line", NO_PART.splitlines())

@@ -34,6 +34,7 @@ from pflcore import (
     Simulation,
 )
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg
+from pflcore.robust import Krum, MultiKrum, TrimmedMean
 from pflcore.simulation import round as by_hand
 
 ALL = range(DATA.n)
@@ -683,11 +684,11 @@ def resident():
 
 
 @pytest.mark.parametrize(
-    "defence, least", [("krum", 5), ("multi_krum", 5), ("trimmed_mean", 3)]
+    "mean, least", [(Krum(1), 5), (MultiKrum(1), 5), (TrimmedMean(1), 3)]
 )
-def test_a_client_that_is_not_finite_ends_no_defended_run(defence, least):
+def test_a_client_that_is_not_finite_ends_no_defended_run(mean, least):
     bad = Robustness(adversary=Adversary("scale", [least - 1], strength=1e39))
-    algorithm = FedAvg(defence=defence, num_byzantine=1)
+    algorithm = FedAvg(mean=mean)
     data = images((12,) * least)
     linear = nn.Linear(6, 4)
     history = Simulation(algorithm, linear, data, TRAINING, 5, robustness=bad).run()
@@ -718,16 +719,13 @@ def test_as_many_may_be_hostile_as_those_who_are_left_allow(count, lost, f):
 
     def weights(hostile, **more):
         cohort = Cohort(torch.arange(count), size, 20, 1, 1, **more)
-        alg = FedAvg(defence="krum", num_byzantine=hostile)
-        return alg.robust_weights(delta, cohort)[1].weight
+        return Krum(hostile)(delta, cohort)[1].weight
 
     delta = torch.randn(count, 3)
     size = torch.ones(count, dtype=torch.long)
     if f is not None:
         assert torch.equal(weights(4, num_dropped=lost), weights(f))
         return
-    words = (
-        "defence: krum against 4 hostile clients needs 11 in a round, and round 1 has"
-    )
+    words = "mean: krum:num_byzantine=4 needs 11 clients in a round, and round 1 has"
     with pytest.raises(Exception, match=words):
         weights(4, num_dropped=lost)

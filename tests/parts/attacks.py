@@ -5,7 +5,7 @@ from entry_points import synthetic_clusters
 from parts.user import simulation
 from torch import nn
 
-from pflcore import Training
+from pflcore import Training, robust
 
 TRAINING = Training(lr=0.1, batch_size=10)
 N = 10
@@ -21,16 +21,20 @@ def run(algorithm="fedavg", **options):
     return simulation(algorithm, **settings | options)
 
 
-def defence(name, f=2):
-    beside = {
-        "fltrust": {"trusted_client": 0},
-        "centered_clipping": {"clip_norm": 0.1, "clip_steps": 3},
-        "dp": {"clip_norm": 0.5, "noise_multiplier": 0.0},
-        "median": {},
-        "clip": {},
-        "geometric_median": {},
-    }
-    return {"defence": name, **beside.get(name, {"num_byzantine": f})}
+# Every mean but the plain one, with f = 2.
+MEANS = {
+    "fltrust": robust.FLTrust(0),
+    "centered_clipping": robust.CenteredClipping(0.1, 3),
+    "private": robust.Private(0.5, 0.0),
+    "median": robust.Median(),
+    "clip_to_median": robust.ClipToMedian(),
+    "geometric_median": robust.GeometricMedian(),
+    "trimmed_mean": robust.TrimmedMean(2),
+    "mean_around_median": robust.MeanAroundMedian(2),
+    "krum": robust.Krum(2),
+    "multi_krum": robust.MultiKrum(2),
+    "bulyan": robust.Bulyan(2),
+}
 
 
 def updates(s=9, p=7, dtype=torch.float64):

@@ -6,7 +6,7 @@ An algorithm that cannot take a defence refuses it with one sentence.
 import pytest
 import torch
 from entry_points import sentence, synthetic_linear
-from parts.attacks import BAD, DATA, defence, run
+from parts.attacks import BAD, DATA, run
 from places import tabled
 from small import equals, images, layers, swept, tiny_model
 from torch import nn
@@ -14,6 +14,15 @@ from torch import nn
 from pflcore import ALGORITHMS, Adversary, FedAvg
 from pflcore.algorithms import Algorithm, Waffle
 from pflcore.results.record import read
+from pflcore.robust import (
+    Bulyan,
+    ClipToMedian,
+    FLTrust,
+    Krum,
+    Median,
+    MultiKrum,
+    NearestNeighborMixing,
+)
 
 
 # attacks --------------------------------------------------------------------
@@ -53,9 +62,8 @@ NOT = """\
 {"attack": "nearby", "victims": [1, 8]} | {} | victims: expected honest clients
 {"attack": "nearby", "victims": [10]} | {} | victims: expected ids of clients from 0 to 9
 {"attack": "control"} | {} | adversary: expected an attack on what FedAvg uploads, got 'control'; only clients with control variates
-{} | {"defence": "fltrust"} | trusted_client: expected a client's number
-{} | {"defence": "median", "trusted_client": 1} | trusted_client: expected a client's number
-{} | {"defence": "fltrust", "trusted_client": 10} | trusted_client: expected a client from 0 to 9
+{} | {"mean": "fltrust"} | mean: expected fltrust with trusted_client
+{} | {"mean": "fltrust:10"} | trusted_client: expected a client from 0 to 9
 """  # noqa: E501
 
 
@@ -80,7 +88,7 @@ def test_numbers_have_no_labels_to_flip():
 
 def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part():
     assert not FedAvg().traits.required_clients
-    method = FedAvg(**defence("fltrust"))
+    method = FedAvg(mean=FLTrust(0))
     whole = run(method, participation=0.3, rounds=3)
     assert (
         all(0 in r["cohort"] for r in whole.run().rounds)
@@ -95,14 +103,10 @@ def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part():
 
 
 def test_who_does():
-    """Algorithms that average updates take a defence, and all others refuse it."""
+    """Algorithms that average updates take a robust mean, and no others have one."""
     defended = "fedavg fedadam fedprox ditto mrmtl finetune per_fedavg scaffold"
     for name in defended.split():
-        ALGORITHMS[name](defence="median")
-    # An algorithm either has the option with None as its only value, or lacks it.
-    refusal = (
-        "defence: expected None, got 'median'|.*unexpected keyword argument 'defence'"
-    )
+        ALGORITHMS[name](mean=Median())
     others = [
         "waffle",
         "feddwa",
@@ -114,30 +118,29 @@ def test_who_does():
     ]
     derived = [type("Own", (base,), {}) for base in (Algorithm, Waffle)]
     for kind in (*map(ALGORITHMS.get, others), *derived):
-        with pytest.raises((ValueError, TypeError), match=refusal):
-            kind(defence="median")
+        with pytest.raises(TypeError, match="unexpected keyword argument 'mean'"):
+            kind(mean=Median())
 
 
 @pytest.mark.parametrize(
-    "options, needed",
+    "mean, needed",
     [
-        (defence("krum", 2), 7),
-        (defence("multi_krum", 2), 7),
-        (defence("bulyan", 2), 11),
-        ({"defence": "clip", "neighbor_mixing": True, "num_byzantine": 3}, 7),
+        (Krum(2), 7),
+        (MultiKrum(2), 7),
+        (Bulyan(2), 11),
+        (NearestNeighborMixing(3, ClipToMedian()), 7),
     ],
 )
-def test_a_defence_for_which_no_round_is_large_enough_is_refused(options, needed):
+def test_a_mean_for_which_no_round_is_large_enough_is_refused(mean, needed):
     """Clients that are absent do not lower the number of hostile clients."""
-    f = options["num_byzantine"]
     with sentence(
-        f"num_byzantine: expected rounds of at least {needed} clients for defence="
-        f"'{options['defence']}' against {f} hostile ones, got 5; lower num_byzantine"
+        f"mean: expected one for rounds of 5 clients or fewer, got {mean}, which needs "
+        f"{needed}; lower num_byzantine, or raise participation."
     ):
-        run(FedAvg(**options), participation=0.5)
+        run(FedAvg(mean=mean), participation=0.5)
     if needed <= 10:  # a round of all 10 clients, of which Poisson's may consist
-        run(FedAvg(**options))
-        run(FedAvg(**options), participation=0.5, sampling="poisson")
+        run(FedAvg(mean=mean))
+        run(FedAvg(mean=mean), participation=0.5, sampling="poisson")
 
 
 def test_the_target_is_no_attacker():
@@ -150,8 +153,8 @@ def test_the_target_is_no_attacker():
 def test_running_statistics_are_no_way_around_a_defence():
     model = layers("Linear 8 5, BatchNorm1d 5, Linear 5 4")
     with sentence("batch_norm: this FedAvg knows 'local' statistics, got 'average'"):
-        run(FedAvg(defence="median"), model=model, batch_norm="average")
-    simulation = run(FedAvg(defence="median"), model=model, rounds=2)
+        run(FedAvg(mean=Median()), model=model, batch_norm="average")
+    simulation = run(FedAvg(mean=Median()), model=model, rounds=2)
     simulation.run()
     assert not torch.equal(simulation.state.buffers[0], simulation.state.buffers[1])
 
@@ -162,8 +165,8 @@ def test_the_command_line_poisons_and_defends(tmp_path, capsys):
     from pflcore.cli import main
 
     options = (
-        "--attack inner_product --attack-clients 1 2 --attack-strength 5 --defence "
-        "trimmed_mean --num-byzantine 2"
+        "--attack inner_product --attack-clients 1 2 --attack-strength 5 --mean "
+        "trimmed_mean:2"
     )
     words = (
         f"run fedavg --data synthetic_clusters --rounds 2 --quiet {options} --out "
@@ -176,10 +179,7 @@ def test_the_command_line_poisons_and_defends(tmp_path, capsys):
         "clients": [1, 2],
         "strength": 5.0,
     }
-    assert (
-        head["options"]["defence"] == "trimmed_mean"
-        and head["options"]["num_byzantine"] == 2
-    )
+    assert head["options"]["mean"] == "trimmed_mean:num_byzantine=2"
     assert "inner_product by clients 1, 2" in capsys.readouterr().out
 
 

@@ -16,11 +16,12 @@ from small import SIX, images, make_setting, swept, tiny_model
 
 from pflcore import Net, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, FedAvg, Stop
+from pflcore.robust import FLTrust, Median
 from pflcore.simulation.round import RunConfig, initial_state
 
 DEFENDED = {
-    "fedavg, median": FedAvg(defence="median"),
-    "fedavg, fltrust": FedAvg(defence="fltrust", trusted_client=0),
+    "fedavg, median": FedAvg(mean=Median()),
+    "fedavg, fltrust": FedAvg(mean=FLTrust(0)),
 }
 N, BAD = 4, 2
 

@@ -27,6 +27,7 @@ from pflcore import (
     run_each_target,
 )
 from pflcore.algorithms import APFL, Waffle
+from pflcore.robust import FLTrust
 from pflcore.simulation import load_model
 
 pd = pytest.importorskip("pandas")
@@ -175,8 +176,8 @@ def test_a_name_takes_the_place_of_a_number_everywhere():
     history = run.run()
     assert history.rounds[0]["cohort"] == [0, 2]
     assert history.model("north").name == "north"
-    trusted = FedAvg(defence="fltrust", trusted_client="H11")
-    assert simulation(trusted, data, model=MODEL).algorithm.trusted_client == 1
+    trusted = FedAvg(mean=FLTrust("H11"))
+    assert simulation(trusted, data, model=MODEL).algorithm.mean.trusted_client == 1
 
 
 def test_a_wrong_name_is_one_sentence(history):

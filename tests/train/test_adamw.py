@@ -35,8 +35,8 @@ clip | scaffold | {"option": "I"}
 clip | feddbe | {}
 """
 SAID = {
-    "adamw": (ADAMW, r"local_optimizer: {} .*; take local_optimizer='sgd'\.$"),
-    "clip": ({"clip_grad": 1.0}, "clip_grad: {} .*leave clip_grad out"),
+    "adamw": (ADAMW, r"local_optimizer: {} .*; leave it at 'sgd'\.$"),
+    "clip": ({"clip_grad": 1.0}, "clip_grad: {} .*leave it at None"),
 }
 
 

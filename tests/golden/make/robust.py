@@ -102,55 +102,47 @@ def centered_clipping(d: np.ndarray, v: np.ndarray, tau: float, steps: int):
     return v
 
 
-def robust_mean(d, p, defence, f, trusted) -> np.ndarray:
-    """The result of a defence; the mean without one."""
-    if defence is None:
+def robust_mean(d, p, name, f) -> np.ndarray:
+    """The mean of a name; f is the number of bad clients, or the trusted one."""
+    if name == "mean":
         return p @ d
-    if defence == "clip":
+    if name == "clip_to_median":
         return clipped_mean(d, p)
-    if defence == "median":  # Yin et al. 2018, Definition 1
+    if name == "median":  # Yin et al. 2018, Definition 1
         return np.median(d, 0)
-    if defence == "trimmed_mean":
+    if name == "trimmed_mean":
         return trimmed_mean(d, f)
-    if defence == "fltrust":
-        return trusted_mean(d, trusted)
-    if defence == "geometric_median":
+    if name == "fltrust":
+        return trusted_mean(d, f)
+    if name == "geometric_median":
         return geometric_median(d)
-    if defence == "mean_around_median":
+    if name == "mean_around_median":
         return near_median(d, len(d) - f)
-    if defence == "bulyan":
+    if name == "bulyan":
         return bulyan(d, f)
-    count = 1 if defence == "krum" else len(d) - f
+    count = 1 if name == "krum" else len(d) - f
     return d[krum_order(d, f)[:count]].mean(0)
 
 
-def fedavg(
-    rounds,
-    x0,
-    n,
-    start,
-    defence=None,
-    num_byzantine=1,
-    trusted_client=None,
-    clip_norm=None,
-    clip_steps=1,
-) -> Iterator[dict]:
-    """FedAvg (McMahan et al. 2017, Algorithm 1) with a defence: `x <- x + mean d`.
+def fedavg(rounds, x0, n, start, mean="mean") -> Iterator[dict]:
+    """FedAvg (McMahan et al. 2017, Algorithm 1) with a robust mean: `x <- x + mean d`.
 
-    Without a defence, the mean weighs clients by their samples. Centered clipping
-    starts from the mean of the last round.
+    The plain mean weighs clients by their samples. Centered clipping starts from the
+    mean of the last round. A mean is written as NAME:NUMBER or NAME:OPTION=NUMBER.
     """
+    name, *words = mean.split(":")
+    options = [float(word.rpartition("=")[2]) for word in words] or [1]
     x = x0
     center = np.zeros_like(x0)
     for cohort, up in rounds:
         p = cohort.sizes / cohort.sizes.sum()
         d = up["delta"]
-        if defence == "centered_clipping":
-            center = centered_clipping(d, center, clip_norm, clip_steps)
+        if name == "centered_clipping":
+            center = centered_clipping(d, center, options[0], int(options[1]))
             x = x + center
             yield {"state": {"x": x, "center": center}}
             continue
-        x = x + robust_mean(d, p, defence, num_byzantine, trusted_client)
+        x = x + robust_mean(d, p, name, int(options[0]))
         yield {"state": {"x": x}}
 
 

@@ -109,6 +109,9 @@ GOOD = {
     "Simulation": {"algorithm": "fedavg", "model": tiny_model(), "data": DATA},
     "Case": {"given": FedAvg()},
     "Checkpoint": {"folder": "nowhere"},
+    "CenteredClipping": {"clip_norm": 1.0},
+    "FLTrust": {"trusted_client": 0},
+    "Private": {"clip_norm": 1.0, "noise_multiplier": 1.0},
 }
 
 
@@ -194,8 +197,12 @@ IN_HOOKS = (
     "lazy_zeros map_rows normalize_rows project_to_simplex squared_norms to_device"
 )
 # A class is derived from the first, and decorated by the second.
-OF_CLASSES = "WithoutDefence algorithm_options"
-UNCHECKED = f"{GIVEN} {IN_HOOKS} {OF_CLASSES}".split()
+OF_CLASSES = "ServerStep algorithm_options"
+# Functions that check their arguments as fields of a value.
+BY_VALUES = """bulyan centered_clipping clip_to_median geometric_median krum
+mean_around_median mean_of median multi_krum nearest_neighbor_mixing
+trimmed_mean Uploads"""
+UNCHECKED = f"{GIVEN} {IN_HOOKS} {OF_CLASSES} {BY_VALUES}".split()
 
 
 def test_every_public_callable_is_checked():

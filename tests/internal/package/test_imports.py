@@ -34,16 +34,17 @@ metrics: check
 privacy: check
 data: _device _html check
 nn: check ops
-results: _html check metrics privacy
 train: _device check ops metrics data nn
-algorithms: _device check ops data nn train
-robust: check ops algorithms
-simulation: _device check ops metrics data nn results train algorithms
-interop: _install check ops data train algorithms results simulation
+_cohort: _device ops train
+robust: _cohort _device check ops train
+results: _html check metrics privacy robust
+algorithms: _cohort _device check ops data nn train robust
+simulation: _device check ops metrics data nn results train robust algorithms
+interop: _install check ops data train robust algorithms results simulation
 testing: check data train algorithms simulation
 tuning: _proposals check metrics data train algorithms results simulation
-cli: _install check ops data nn train algorithms results simulation tuning
-"""
+cli: _install check ops data nn train robust algorithms results simulation tuning
+"""  # noqa: E501
 LAYERS = {name: {*below.split()} for name, below in re.findall(r"(\w+):(.*)", TABLE)}
 
 

@@ -5,36 +5,35 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from parts.attacks import BAD, N, defence, run, updates
+from parts.attacks import BAD, MEANS, N, run, updates
 from small import equals, served, t
 
 from pflcore import ALGORITHMS, FedAvg
 from pflcore.algorithms import Cohort, FedDWA, Scaffold, Traits, Waffle
-from pflcore.algorithms._defences import Defence, Facts, robust_mean
 from pflcore.ops import waffle_weights
 from pflcore.ops._robust import SORT_BLOCK_COLUMNS
 from pflcore.results.record import group_runs
 from pflcore.results.table import table
+from pflcore.robust import Bulyan, CenteredClipping, FLTrust, median
 from pflcore.simulation._attacks import DEFAULT_STRENGTH, Adversary
 from pflcore.simulation._rows import CohortRows
 from pflcore.simulation._uploads import CohortResult, accept, update_norms
 
-# All but "dp", which is no robust mean.
-DEFENCES = tuple(name for name in Defence.__args__ if name != "dp")
+# All but "private", which is no robust mean.
+DEFENCES = tuple(name for name in MEANS if name != "private")
 
 
 def accuracy(simulation):
     return float(simulation.run().series()[1][-1].nanmean())
 
 
-def mean_of(name, rows, f=2, share=None):
+def mean_of(name, rows, size=None):
     s = len(rows)
-    facts = Facts(f, clip_norm=10.0, clip_steps=5)
-    even = (
-        torch.full((1, s), 1 / s, dtype=torch.float64) if share is None else share[None]
-    )
-    kept, weight = robust_mean(name, rows, even, facts)
-    return (weight.to(kept) @ kept)[0]
+    size = torch.ones(s, dtype=torch.float64) if size is None else size
+    few = {"bulyan": Bulyan(1), "centered_clipping": CenteredClipping(10.0, 5)}
+    mean = few.get(name, MEANS[name])
+    kept, mix, _ = mean(rows, Cohort(torch.arange(s), size, s))
+    return (mix.weight.to(kept) @ kept)[0]
 
 
 def trained(up, ids=None):
@@ -241,7 +240,7 @@ def test_each_defence_is_its_formula(s):
     for name, want in formulas.items():
         np.testing.assert_allclose(mean_of(name, rows), want)
     np.testing.assert_allclose(
-        mean_of("clip", rows, share=share), share.numpy() @ short
+        mean_of("clip_to_median", rows, share), share.numpy() @ short
     )
     rows[3] *= -1
     n = rows.numpy()
@@ -293,11 +292,11 @@ def test_defences_hold_where_the_mean_does_not(attack):
     assert broken < clean - 0.2
     others = (ALGORITHMS[name] for name in ("fedavgm", "fedadam", "fedprox", "ditto"))
     # Bulyan would need eleven clients.
-    pairs = product(set(DEFENCES) - {"clip", "bulyan"}, (FedAvg, Scaffold))
+    pairs = product(set(DEFENCES) - {"clip_to_median", "bulyan"}, (FedAvg, Scaffold))
     for name, method in (*pairs, *product(["median"], others)):
         if name == "centered_clipping" and method is Scaffold:
             continue  # it is refused
-        defended = accuracy(run(method(**defence(name)), adversary=adversary))
+        defended = accuracy(run(method(mean=MEANS[name]), adversary=adversary))
         assert defended > clean - 0.1, (name, method)
 
 
@@ -307,7 +306,7 @@ def test_scaffold_defends_both_of_its_means(name):
 
     Client 0 sends a bad update and a good control variate. Client 5 does the opposite.
     """
-    alg = Scaffold(server_lr=0.5, **defence(name))
+    alg = Scaffold(server_lr=0.5, mean=MEANS[name])
     rows = updates()
     ids = torch.arange(len(rows))
     up = {"delta": rows, "control": rows.flip(0) + 1}
@@ -325,18 +324,17 @@ def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length):
     for _ in range(40):
         rows = torch.randn(5, 38)
         rows[2] *= length
-        _, weight = robust_mean(
-            "fltrust", rows, torch.full((1, 5), 0.2, dtype=torch.float64)
-        )
+        cohort = Cohort(torch.arange(5), torch.ones(5), 5)
+        weight = FLTrust(0)(rows, cohort)[1].weight
         assert weight[0, 2] == 0 and bool(weight.isfinite().all()) and weight.sum() < 20
 
 
 @pytest.mark.parametrize("s", [1, 2, 3, 8, 33])
 def test_columns_are_sorted_whatever_their_number(s):
     many = torch.randn(s, 50).repeat(1, SORT_BLOCK_COLUMNS // 40)
-    found = robust_mean("median", many, torch.full((1, s), 1 / s))[0]
+    found = median(many)
     middle = many.sort(0).values[(s - 1) // 2 : s - (s - 1) // 2]
-    equals(found, middle.mean(0, keepdim=True))
+    equals(found, middle.mean(0))
 
 
 # what is accepted -----------------------------------------------------------
