@@ -15,15 +15,8 @@ from pflcore.cli._data import reserved_names
 from pflcore.cli._experiment import NamedFunction, data_options_of, partition_of
 from pflcore.cli._options import dataclass_of_arguments, field_comments
 from pflcore.data import FEDERATIONS, PARTITIONS
-from pflcore.data._catalogue import DATA_SETS, PARTITION_FACTS
 
 PAGE = Path(__file__).with_name("data.md")
-NETWORK = {
-    "package": "not needed",
-    "download": "needed once, without the files",
-    "files": "not used: bring the files",
-    "made": "not needed",
-}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -35,55 +28,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def _cell(value: object) -> str:
     """The text of a value, in which a bar does not end the cell."""
     return str(value).replace("|", "\\|")
-
-
-def data_sets() -> str:
-    """The table of data sets: content, size, network and licence."""
-    rows = []
-    for name, facts in DATA_SETS.items():
-        content = facts.about
-        if facts.page:
-            content = f"[{facts.about}]({facts.page})"
-        rows.append(
-            (
-                f"`{name}`",
-                content,
-                facts.clients or "by partition",
-                f"{facts.train:,} + {facts.test:,}",
-                list(facts.shape),
-                facts.classes or "numbers",
-                NETWORK[facts.origin],
-                facts.licence,
-            )
-        )
-    head = (
-        "name",
-        "content",
-        "clients",
-        "samples: training + test",
-        "input",
-        "classes",
-        "network",
-        "licence",
-    )
-    return table(head, rows)
-
-
-def files() -> str:
-    """The table of files that the data folder must hold."""
-    rows = []
-    for name, facts in DATA_SETS.items():
-        if facts.files:
-            rows.append((f"`{name}`", facts.files))
-    return table(("name", "the folder holds"), rows)
-
-
-def partitions() -> str:
-    """The table of partitions: rule, formula and paper."""
-    rows = []
-    for name, facts in PARTITION_FACTS.items():
-        rows.append((f"`{name}`", facts.about, facts.formula, facts.paper or "-"))
-    return table(("name", "client i gets", "formula", "paper"), rows)
 
 
 def partition_options() -> str:
@@ -130,10 +74,7 @@ def _shown(default: Any) -> str:
 
 
 TABLES: Mapping[str, Any] = {
-    "data sets": data_sets,
-    "files": files,
     "options of data": data_options,
-    "partitions": partitions,
     "options of partitions": partition_options,
 }
 

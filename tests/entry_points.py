@@ -16,10 +16,7 @@ synthetic_clusters, synthetic_linear, synthetic_quadratic = (
 femnist, school, vehicle = (
     data.FEDERATIONS[n] for n in ("femnist", "school", "vehicle")
 )
-fed_cifar100, shakespeare, stackoverflow, synthetic_text = (
-    data.FEDERATIONS[n]
-    for n in ("fed_cifar100", "shakespeare", "stackoverflow", "synthetic_text")
-)
+synthetic_text = data.FEDERATIONS["synthetic_text"]
 
 
 def folder(path, **options):

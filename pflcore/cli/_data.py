@@ -12,7 +12,8 @@ from pflcore.cli import _experiment as experiment
 from pflcore.cli._experiment import Options, options_subset
 from pflcore.cli._options import dataclass_of_arguments, option_fields, parse
 from pflcore.cli._output import OutputOptions
-from pflcore.data._catalogue import DATA_SETS, ORIGINS, PARTITION_FACTS
+from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES
+from pflcore.data._files import READERS
 from pflcore.data._partition import options_of
 from pflcore.results._files import safe_write
 from pflcore.results._pictures import FORMATS, write_figure
@@ -55,7 +56,7 @@ def data(argv: Sequence[str]) -> int:
     names = [word for word in argv[:1] if not word.startswith("-")]
     is_help = bool({"-h", "--help"} & {*argv})
     if not (names or is_help):
-        require(not argv, "data", "the name of the data first", argv, DATA_SETS)
+        require(not argv, "data", "the name of the data first", argv, SOURCES)
         print(list_of_all())
         return 0
     name = names[0] if names else ANY_NAME
@@ -120,32 +121,25 @@ def list_of_all() -> str:
 
 def list_of_data() -> str:
     """The data sets by name and the ways to give data of one's own, one a line."""
-    head = ("name", "clients", "samples", "shape", "classes", "how it comes")
-    rows: list[tuple[object, ...]] = [head]
-    for name, facts in DATA_SETS.items():
-        samples = f"{facts.train:,} + {facts.test:,}"
-        clients = facts.clients or "any"
-        classes = facts.classes or "numbers"
-        shape = " x ".join(map(str, facts.shape))
-        rows.append((name, clients, samples, shape, classes, facts.origin))
-    widths = (20, 8, 18, 12, 8, 0)
     lines = ["Data sets, of which `pflcore data NAME` shows the cut among clients:"]
-    for row in rows:
-        cells = [f"{cell!s:<{width}}" for cell, width in zip(row, widths, strict=True)]
-        lines.append("  " + " ".join(cells).rstrip())
-    lines.append("  folder:PATH          a CSV or npz file of yours for each client")
-    lines.append("  leaf:PATH            LEAF's JSON files")
-    lines.append("")
-    lines += [f"  {name}: {text}" for name, text in ORIGINS.items()]
-    lines.append("  any: a partition cuts the samples among --n clients")
-    lines.append("  samples: those for training + those for testing")
+    for name, images in SOURCES.items():
+        lines.append(f"  {name:<18} {images.about}; a partition cuts it")
+    for name, function in FEDERATIONS.items():
+        lines.append(f"  {name:<18} {first_line(function)}")
+    for name, function in READERS.items():
+        lines.append(f"  {name + ':PATH':<18} {first_line(function)}")
     return "\n".join(lines)
 
 
 def list_of_partitions() -> str:
     """The partitions by name with their options, one a line."""
     lines = ["Partitions, and their options, which --partition NAME --help explains:"]
-    for name, facts in PARTITION_FACTS.items():
+    for name, partition in PARTITIONS.items():
         options = ", ".join(options_of(name))
-        lines.append(f"  {name:<12}  {facts.about} ({options})")
+        lines.append(f"  {name:<12}  {first_line(partition.rule)} ({options})")
     return "\n".join(lines)
+
+
+def first_line(function: object) -> str:
+    """The first line of a function's docstring."""
+    return (inspect.getdoc(function) or "").splitlines()[0]

@@ -42,7 +42,7 @@ from pflcore.check import (
 )
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of
 from pflcore.data._feature_shift import ShiftName
-from pflcore.data._natural import READERS
+from pflcore.data._files import READERS
 from pflcore.data._partition import options_of
 from pflcore.nn.models import MODELS, TEXT_MODELS, model_for
 from pflcore.results.record import DATA_FIELDS, Facts, Line, OnRound

@@ -15,8 +15,8 @@ import torch
 
 from pflcore.check import Words, import_object, reject, require
 from pflcore.cli._options import POSITIONAL, parse
-from pflcore.data._natural import read_csv_columns, read_csv_rows
-from pflcore.data._sources import explain_read_errors
+from pflcore.data._read_errors import explain_read_errors
+from pflcore.data._tables import read_frame, read_rows
 from pflcore.results._files import atomic_write
 from pflcore.simulation._exported import (
     MANIFEST_FILE,
@@ -153,8 +153,8 @@ def read_samples(path: Path, model: Personalized) -> Any:
                 require("x" in file.files, "arrays", "an array x", file.files)
                 return file["x"]
         if model.columns is None:
-            return torch.from_numpy(read_csv_rows(path))
-        return read_csv_columns(path, model.columns)
+            return torch.from_numpy(read_rows(path))
+        return read_frame(path)
 
 
 def _columns(values: Any) -> Any:

@@ -19,7 +19,7 @@ from pflcore.check import (
     require,
     summarize,
 )
-from pflcore.data import _natural as natural
+from pflcore.data import _files as files
 from pflcore.data import _synthetic as synthetic
 from pflcore.data._feature_shift import FeatureShift
 from pflcore.data._federation import Federation, HeldOut
@@ -31,7 +31,7 @@ from pflcore.data._sources import SOURCES as SOURCES
 from pflcore.data._sources import Source, load
 
 FEDERATIONS: dict[str, Callable[..., Federation]] = {
-    **natural.FEDERATIONS,
+    **files.FEDERATIONS,
     "synthetic_linear": synthetic.synthetic_linear,
     "synthetic_quadratic": synthetic.synthetic_quadratic,
     "synthetic_clusters": synthetic.synthetic_clusters,
@@ -198,12 +198,13 @@ def _with_clients(
     Raises ValueError for an unknown name or option, and for fewer clients.
     """
     kind, _, path = data.partition(":")
-    expected = f"one of {', '.join([*SOURCES, *FEDERATIONS])}, leaf:PATH, folder:PATH"
-    known = data in FEDERATIONS or kind in natural.READERS
+    names = ", ".join([*SOURCES, *FEDERATIONS])
+    expected = f"one of {names}, leaf:PATH, folder:PATH, table:FILE"
+    known = data in FEDERATIONS or kind in files.READERS
     require(known, "data", expected, data, [*SOURCES, *FEDERATIONS])
     make = FEDERATIONS.get(data)
     if make is None:
-        make = partial(natural.READERS[kind], path)
+        make = partial(files.READERS[kind], path)
     takes = inspect.signature(make).parameters
     unknown = sorted(set(options) - set(takes))
     expected = f"the options {', '.join(takes)}"

@@ -1,16 +1,18 @@
-"""A federation: its three constructors, and the federations that are made from it.
+"""A federation: the data of N clients, its constructors, and questions about it.
 
 A split rule says for n samples which of their positions go to which split. Clients with
 equally many samples are dealt at once, by one permutation.
 
-Symbols: N clients; client i has n_i samples in a split; C classes; n samples are in a
-table or a pool, m in a piece of it; S clients are chosen of N.
+Symbols: N clients (`n` in code), S of them in a selection; client i has n_i samples in
+a split; C classes; n samples are in a table or a pool, m in a piece of it; B samples
+are in a batch; D numbers are in a row of fields.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,44 +23,58 @@ from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
 from pflcore._device import to_device
+from pflcore._html import html_table
 from pflcore.check import (
     Expectation,
     Fraction,
     Momentum,
     NonNegativeFloat,
+    PositiveInt,
     Seed32,
+    check_fields,
     checked,
+    client_id,
     ids_of,
     reject,
     require,
 )
 from pflcore.data._feature_shift import FeatureShift, shift_client
-from pflcore.data._frames import (
-    column_names,
-    feature_names,
-    order_of,
-    read_columns,
-    text_names,
-)
+from pflcore.data._federation_checks import check_federation, check_index, to_ragged
 from pflcore.data._huggingface import read_hugging_face
 from pflcore.data._inputs import (
+    IGNORED_LABEL,
     Fields,
     has_single_step,
+    mask_labels,
     to_inputs,
-    to_pair,
-    to_targets,
     to_tensor,
 )
-from pflcore.data._items import SampleKey, SampleKeys, keys_of, read_by_keys
-from pflcore.data._meaning import (
+from pflcore.data._labels import (
     Classes,
     ReaderOptions,
+    SampleKey,
+    SampleKeys,
     interpret_targets,
-    merge_inputs,
+    read_targets,
+)
+from pflcore.data._picture import (
+    MAX_CLIENTS,
+    bin_targets,
+    draw_counts,
+    draw_sizes,
 )
 from pflcore.data._pools import Partition
 from pflcore.data._ragged import Ragged
-from pflcore.data._samples import SPLITS, ClientSamples, Scaling
+from pflcore.data._read import SPLITS, names_of_labels, read_clients
+from pflcore.data._tables import (
+    column_names,
+    frame_to_inputs,
+    is_frame,
+    order_of,
+    split_table,
+    stack_columns,
+    text_names,
+)
 
 
 def _has_clients(value: Any) -> bool:
@@ -98,7 +114,41 @@ class ClientGroups(NamedTuple):
     test: Tensor
 
 
-class Federation(ClientSamples):
+class Scaling(NamedTuple):
+    """Statistics by which features were standardized.
+
+    A standardized feature is x = (raw - mean) / deviation.
+
+    Attributes:
+        mean: [N, ...] float64, of each client's training samples; of one client [...]
+        deviation: of the same shape and samples; 1 where a feature is constant
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def for_client(self, client: int) -> Scaling:
+        """The statistics [...] of one client."""
+        return Scaling(self.mean[client], self.deviation[client])
+
+    def apply(self, raw: Tensor) -> Tensor:
+        """Raw features [B, ...] of one client, standardized, in their own dtype.
+
+        The statistics are those of one client, [...].
+        """
+        mean = self.mean.to(raw.device).double()
+        deviation = self.deviation.to(raw.device).double()
+        return ((raw.double() - mean) / deviation).to(raw.dtype)
+
+    def combine_after(self, first: Scaling) -> Scaling:
+        """Statistics of features that were standardized by `first`, then by these."""
+        mean = self.mean.to(first.mean.device)
+        deviation = self.deviation.to(first.mean.device)
+        return Scaling(first.mean + first.deviation * mean, first.deviation * deviation)
+
+
+@dataclass(frozen=True, repr=False)
+class Federation:
     """The data of N clients: lists of indices into one pool.
 
     A training sample belongs to one client, and no sample belongs to two splits. Two
@@ -135,6 +185,273 @@ class Federation(ClientSamples):
             None otherwise
         class_names: names of the classes 0, 1, ...; None where they have none
     """
+
+    x: Tensor  # `__init__` also accepts a dict of tensors
+    y: Tensor
+    index: Mapping[str, Any]
+    classes: PositiveInt | None = None
+    relabel: Tensor | None = None
+    name: str = "data"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    truth: Mapping[str, Tensor] = field(default_factory=dict)
+    fields: Fields | None = None
+    names: tuple[str | int, ...] | None = None
+    scaling: Scaling | None = None
+    columns: tuple[str, ...] | None = None
+    class_names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        x = self.x
+        fields = self.fields
+        if isinstance(x, Mapping):
+            float_dtypes = (v.dtype for v in x.values() if v.is_floating_point())
+            x, fields = to_inputs(x, "x", next(float_dtypes, None))
+            # A frozen dataclass refuses assignments to its fields, but not to its
+            # `__dict__`.
+            self.__dict__.update(x=x, fields=fields)
+        check_fields(self)
+        index = {}
+        for split, lists in self.index.items():
+            index[split] = to_ragged(f"index[{split!r}]", lists, x.device)
+        self.__dict__.update(y=mask_labels(self.y, x, fields), index=index)
+        check_federation(self)
+
+    def _copy_with(self, **changes: Any) -> Self:
+        """A copy with other values of some fields, which are not checked.
+
+        It is for values that are right by construction.
+        """
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__ | changes)
+        return new
+
+    # contents -----------------------------------------------------------------
+
+    @property
+    def n(self) -> int:
+        """N, the number of clients."""
+        return len(self.index["train"])
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that exist, in the order train, val, test."""
+        return tuple(split for split in SPLITS if split in self.index)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the pool and the index lists."""
+        return self.x.device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one input."""
+        return tuple(self.x.shape[1:])
+
+    def lists(self, split: str) -> Ragged:
+        """All clients' index lists of a split, int64 [n_i] each.
+
+        Raises ValueError for a split that does not exist.
+        """
+        require(split in self.index, "split", f"one of {', '.join(self.splits)}", split)
+        lists: Ragged = self.index[split]
+        return lists
+
+    def size(self, split: str = "train", *, labelled: bool = False) -> Tensor:
+        """The number of samples of each client: int64 [N], on the CPU.
+
+        Args:
+            split: split of the samples
+            labelled: count only samples with a label that counts in something: those of
+                a run whose loss leaves the others out, such as cross entropy
+        """
+        lists = self.lists(split)
+        if not labelled:
+            return lists.size
+        owners = lists.owners()[self.is_labelled[lists.flat]]
+        return owners.cpu().bincount(minlength=self.n)
+
+    @property
+    def is_labelled(self) -> Tensor:
+        """True for the samples of the pool with a label that counts: bool [n]."""
+        counts = self.y != IGNORED_LABEL
+        return counts if counts.dim() == 1 else counts.flatten(1).any(1)
+
+    @property
+    def trainable_clients(self) -> Tensor | None:
+        """The ids [T] of the clients with training samples; None where all have."""
+        return self.index["train"].nonempty
+
+    def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
+        """The number of samples by client and class: int64 [N, C], on the CPU.
+
+        Labels are the client's own (after `relabel`). With `clients` [S] the counts are
+        theirs, [S, C]. Raises ValueError where the targets are numbers.
+        """
+        if self.classes is None:
+            expected = "labels (the targets are numbers: classes is None)"
+            reject("counts", expected, self.y)
+        ids = torch.arange(self.n) if clients is None else clients
+        lists = self.lists(split).take(ids)
+        y = _by_step(self.y[lists.flat])
+        owner = lists.owners()[:, None].expand_as(y)
+        known = y != IGNORED_LABEL
+        y = y.where(known, 0)
+        if self.relabel is not None:
+            y = self.relabel[to_device(ids, self.device)[owner], y]
+        # Steps without a label are counted in one more cell, which is cut off. A mask
+        # that selects the others would make the CPU wait for the device.
+        num_cells = len(lists) * self.classes
+        cell = (owner * self.classes + y).where(known, num_cells).flatten()
+        counts = torch.bincount(cell, minlength=num_cells + 1)[:num_cells]
+        return counts.view(-1, self.classes).cpu()
+
+    def client_id(self, client: int | str) -> int:
+        """The id of a client that is given by its id or by its name.
+
+        Raises ValueError where there is no such client.
+        """
+        return client_id("client", client, self.n, self.names)
+
+    def names_of(self, ids: Sequence[int]) -> list[str | int]:
+        """The names of clients; their ids where they have no names."""
+        names = self.names
+        return [*ids] if names is None else [names[i] for i in ids]
+
+    def labels(self, i: int | str, split: str = "train") -> Tensor:
+        """Client i's own labels (after `relabel`) or targets: [n_i] or [n_i, ...].
+
+        Raises ValueError where there is no such client or split.
+
+        Args:
+            i: id or name of the client
+            split: split of the samples
+        """
+        i = self.client_id(i)
+        y = self.y[self.lists(split)[i]]
+        return y if self.relabel is None else self.relabel[i][y]
+
+    def client(self, i: int | str, split: str = "train") -> tuple[Tensor, Tensor]:
+        """Client i's samples x [n_i, ...] and y [n_i, ...], with its own labels.
+
+        The tensors are copies, so writing to them does not change the pool.
+
+        Args:
+            i: id or name of the client
+            split: split of the samples
+        """
+        i = self.client_id(i)
+        y = self.labels(i, split)
+        return self.x[self.lists(split)[i]], y
+
+    def label_skew(self, split: str = "train") -> float:
+        """The mean distance of a client's class shares from those of all clients.
+
+        It is 0 where all clients have the same shares, and near 1 where no class has
+        samples of two clients. The distance of shares p_i and p [C] is
+        sum_c |p_ic - p_c| / 2 (total variation); p is the mean of all p_i. Clients
+        without a label are left out. Raises ValueError where the targets are numbers.
+
+        Args:
+            split: split whose labels are counted
+        """
+        counts = self.counts(split).double()
+        counts = counts[counts.sum(1) > 0]
+        if not len(counts):
+            return 0.0
+        shares = counts / counts.sum(1, keepdim=True)
+        return float((shares - shares.mean(0)).abs().sum(1).mean() / 2)
+
+    def plot(self, split: str = "train") -> Any:
+        """A picture of which client holds which samples, as a matplotlib figure.
+
+        Each column is a client and each row a class. The area of a dot is proportional
+        to the number of samples. Numbers to predict are counted in 20 bins of equal
+        width. Where a target has several numbers, bars show the clients' sizes instead.
+        A notebook shows the figure; `.savefig("cut.png")` saves it. Of more than 200
+        clients the first 200 are drawn.
+
+        Raises ImportError, with the command that installs it, without matplotlib.
+
+        Args:
+            split: split whose samples are counted
+        """
+        sizes = self.size(split)
+        title = f"{self.name}: {self.n} clients, {int(sizes.sum()):,} {split} samples"
+        ids = torch.arange(min(self.n, MAX_CLIENTS))
+        if len(ids) < self.n:
+            title = f"{title} (the first {len(ids)} of {self.n} clients)"
+        if self.classes is not None:
+            return draw_counts(self.counts(split, ids), title, self.names)
+        lists = self.lists(split).take(ids)
+        targets = _by_step(self.y[lists.flat]).cpu()
+        if targets.shape[1] != 1 or not len(targets):
+            return draw_sizes(sizes[: len(ids)], title, self.names)
+        counts, edges = bin_targets(targets[:, 0], lists.owners().cpu(), len(ids))
+        return draw_counts(counts, title, self.names, edges)
+
+    def summary(self) -> str:
+        """Lines of text: numbers of clients and samples, shapes, and facts."""
+        classes_per_client = None
+        label_skew = None
+        if self.classes:
+            classes_per_client = _describe_range((self.counts() > 0).sum(1))
+            label_skew = (
+                f"{self.label_skew():.2f} (0: clients are equal; 1: no class in common)"
+            )
+        facts: dict[str, Any] = {
+            "clients": self.n,
+            "samples": {split: len(self.lists(split).flat) for split in self.splits},
+            "training samples per client": _describe_range(self.size()),
+            "inputs": self.fields or list(self.shape),
+            "classes": self.classes,
+            "classes per client": classes_per_client,
+            "label skew": label_skew,
+            "labels permuted by client (concept shift)": self.relabel is not None,
+            "standardized by client": self.scaling is not None,
+        }
+        for split in self.splits:
+            num_empty = int((self.size(split) == 0).sum())
+            facts[f"clients without {split} samples"] = num_empty
+        if not self.y.is_floating_point():
+            facts["labels that count in nothing"] = int((self.y == IGNORED_LABEL).sum())
+            facts["samples without a label that counts"] = self._num_unlabelled()
+        facts |= self.facts
+        lines = [f"{key}: {value}" for key, value in facts.items() if value]
+        return "\n".join([self.name, *lines])
+
+    def _num_unlabelled(self) -> dict[str, int]:
+        """The numbers of samples that a run leaves out for their labels, by split."""
+        if bool(self.is_labelled.all()):
+            return {}
+        numbers = {}
+        for split in self.splits:
+            left_out = self.size(split) - self.size(split, labelled=True)
+            numbers[split] = int(left_out.sum())
+        return {split: number for split, number in numbers.items() if number}
+
+    def __repr__(self) -> str:
+        size = f"n={self.n}, splits={list(self.splits)}, shape={list(self.shape)}"
+        return f"Federation({self.name!r}, {size}, classes={self.classes})"
+
+    def _repr_html_(self) -> str:
+        """The lines of `summary` as a table, for notebooks."""
+        rows = [("fact", "value")]
+        for line in self.summary().splitlines()[1:]:
+            fact, _, value = line.partition(": ")
+            rows.append((fact, value))
+        return html_table(f"Federation {self.name}", rows)
+
+    def to(self, device: str | torch.device) -> Self:
+        """The same federation with its pool and index lists on `device`."""
+        if torch.device(device) == self.device:
+            return self
+
+        def move_value(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor | Ragged) else value
+
+        return self._copy_with(**tree_map(move_value, self.__dict__))
+
+    # constructors -----------------------------------------------------------
 
     @classmethod
     @checked
@@ -200,9 +517,9 @@ class Federation(ClientSamples):
             names = list(clients)
             clients = clients.values()
         reader = ReaderOptions(
-            classes, dtype, ignored_label=ignored_label, keys=keys_of(x, y)
+            classes, dtype, ignored_label=ignored_label, keys=_keys_of(x, y)
         )
-        return cls._from_reader(clients, reader, name, names)
+        return cls(**read_clients(clients, reader, names), name=name)
 
     @classmethod
     @checked
@@ -216,6 +533,7 @@ class Federation(ClientSamples):
         classes: Classes = "infer",
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
+        ignored_label: int | None = None,
     ) -> Self:
         """A federation of Hugging Face's Datasets, or of flwr-datasets' partitions.
 
@@ -247,64 +565,15 @@ class Federation(ClientSamples):
                 features, or else for the largest label plus one; None for regression
             dtype: dtype that floats are converted to; None keeps the dtype they have
             name: name of the data, for summaries and records
+            ignored_label: label of samples that count in nothing, such as -1 in a test
+                split; it becomes -100, which losses and accuracies leave out
         """
-        entries, class_names = read_hugging_face(dataset, by, SampleKeys(x, y))
-        if classes == "infer" and class_names is not None:
-            classes = class_names
+        keys = SampleKeys(x, y)
+        entries = read_hugging_face(dataset, by, keys)
+        reader = ReaderOptions(classes, dtype, ignored_label=ignored_label, keys=keys)
         names = list(entries) if isinstance(entries, Mapping) else None
         clients = entries.values() if isinstance(entries, Mapping) else entries
-        return cls._from_reader(clients, ReaderOptions(classes, dtype), name, names)
-
-    @classmethod
-    def _from_reader(
-        cls,
-        clients: Any,
-        reader: ReaderOptions,
-        name: str = "data",
-        names: Sequence[str | int] | None = None,
-    ) -> Self:
-        """A federation of the samples that a reader has read, by client.
-
-        Args:
-            clients: for each client an entry, as `from_clients` takes them
-            reader: options that say what targets and inputs become
-            name: name of the data
-            names: a name for each client, or None
-        """
-        pieces, count = _read_pieces(clients, reader, names)
-        require(count, "clients", "the data of at least one client", [])
-        expected = f"a sample of each, of any split; leave out the {count} without"
-        require(pieces, "clients", expected, "no samples at all")
-        typed = not reader.from_files and reader.classes == "infer"
-        _check_same_form(pieces, typed=typed)
-        xs = [piece.x for piece in pieces]
-        float_dtypes = (x.dtype for x in xs if x.is_floating_point())
-        float_dtype = next(float_dtypes, torch.float32)
-        fields = pieces[0].fields
-        y, classes = interpret_targets(
-            torch.cat([piece.y for piece in pieces]),
-            reader,
-            float_dtype,
-            single_step=has_single_step(xs[0], fields),
-        )
-        x = merge_inputs(xs, [piece.holder for piece in pieces], float_dtype)
-        index = _index_pieces(pieces, count)
-        names = None if names is None else tuple(names)
-        columns = _columns_of(pieces, reader)
-        # Whole numbers that stay whole are tokens, whose columns have no names.
-        has_columns = columns and x.dim() == 2 and x.is_floating_point()
-        has_columns = has_columns and len(columns or ()) == x.shape[1]
-        return cls(
-            x,
-            y,
-            index,
-            classes,
-            name=name,
-            fields=fields,
-            names=names,
-            columns=columns if has_columns else None,
-            class_names=reader.class_names,
-        )
+        return cls(**read_clients(clients, reader, names), name=name)
 
     @classmethod
     @checked
@@ -351,34 +620,35 @@ class Federation(ClientSamples):
         expected = "a table or inputs (read a file first, as pandas.read_csv does)"
         require(not is_path, "x", expected, x)
         reader = ReaderOptions(classes, dtype, ignored_label=ignored_label)
-        table_columns = column_names(x)
         columns = None
-        if table_columns is not None:
-            y_name = y or "y"
-            client_name = client or "client"
-            columns = feature_names(x, (y_name, client_name))
-            x, y, client = read_columns(x, table_columns, y_name, client_name)
+        label_names = None
+        if column_names(x) is not None:
+            label_names = names_of_labels(x, y, "x") if isinstance(y, str) else None
+            inputs, y, client = split_table(x, y, client)
+            columns = tuple(inputs)
+            x = stack_columns(inputs, "x")
         has_both = y is not None and client is not None
         require(has_both, "y and client", "a value per sample", None)
         x, fields = to_inputs(x, "x", dtype)
-        y = to_targets(y, "y", reader.class_names)
+        targets = read_targets(y, "y", label_names)
         lists, names = _by_client(client, len(x))
         x = x.contiguous()
         float_dtype = x.dtype if x.is_floating_point() else torch.float32
-        y, num_classes = interpret_targets(
-            y, reader, float_dtype, single_step=has_single_step(x, fields)
+        labels, num_classes, class_names = interpret_targets(
+            [targets], reader, float_dtype, single_step=has_single_step(x, fields)
         )
         has_columns = x.dim() == 2 and fields is None and x.is_floating_point()
+        has_columns = has_columns and columns is not None and len(columns) == x.shape[1]
         return cls(
             x,
-            y,
+            labels,
             {"train": lists},
             num_classes,
             name=name,
             fields=fields,
             names=names,
-            columns=columns if has_columns else None,
-            class_names=reader.class_names,
+            columns=_text_names(columns) if has_columns else None,
+            class_names=class_names,
         )
 
     @classmethod
@@ -417,20 +687,19 @@ class Federation(ClientSamples):
         """
         reader = ReaderOptions(classes, None, ignored_label=ignored_label)
         columns = text_names(x)
-        x = to_tensor(x, "x")
-        y = to_targets(y, "y", reader.class_names)
-        pool_sizes = {"train": len(y)}
+        x = _pool_inputs(x, "x")
+        targets = [read_targets(y, "y")]
+        pool_sizes = {"train": len(targets[0].values)}
         if x_test is not None:
             test_columns = text_names(x_test)
-            more_x = to_tensor(x_test, "x_test")
+            more_x = _pool_inputs(x_test, "x_test")
             if columns is not None and test_columns is not None:
                 more_x = more_x[:, order_of(test_columns, columns, "x_test")]
-            more_y = to_targets(y_test, "y_test", reader.class_names)
+            targets.append(read_targets(y_test, "y_test"))
             expected = f"inputs {list(x.shape[1:])}, as x has"
             require(more_x.shape[1:] == x.shape[1:], "x_test", expected, more_x)
             x = torch.cat([x, more_x])
-            y = torch.cat([y, more_y])
-            pool_sizes["test"] = len(more_y)
+            pool_sizes["test"] = len(targets[1].values)
         fits = partition.pool_sizes == pool_sizes
         if not partition.pool_sizes:  # not made by `partition`
             fits = "test" in partition.index or "test" not in pool_sizes
@@ -441,15 +710,15 @@ class Federation(ClientSamples):
         made_of = dict(partition.pool_sizes) or list(partition.index)
         require(fits, "partition", expected, made_of)
         float_dtype = x.dtype if x.is_floating_point() else torch.float32
-        y, num_classes = interpret_targets(
-            y, reader, float_dtype, single_step=has_single_step(x)
+        labels, num_classes, class_names = interpret_targets(
+            targets, reader, float_dtype, single_step=has_single_step(x)
         )
         truth = {}
         if partition.group is not None:
             truth["group"] = partition.group
         return cls(
             x,
-            y,
+            labels,
             partition.index,
             num_classes,
             partition.relabel,
@@ -457,7 +726,7 @@ class Federation(ClientSamples):
             partition.facts,
             truth=truth,
             columns=columns if x.is_floating_point() else None,
-            class_names=reader.class_names,
+            class_names=class_names,
         )
 
     # other federations of the same pool ---------------------------------------
@@ -607,7 +876,7 @@ class Federation(ClientSamples):
                 index[split] = lists.to(self.device)
         new = self._copy_with(index=index)
         # Clients that shared test samples may share training samples now.
-        new._check_index()
+        check_index(new)
         return new
 
     def _deal_by_rule(
@@ -839,129 +1108,28 @@ def random_permutation(n: int, seed: int) -> Tensor:
     return torch.from_numpy(np.random.RandomState(seed).permutation(n))
 
 
-def _by_split(
-    holder: str, entry: Any, keys: SampleKeys | None = None
-) -> dict[str, Any]:
-    """A client's pairs (x, y), or other samples, by split.
+def _keys_of(x: Any, y: Any) -> SampleKeys | None:
+    """The keys that a caller gave, or None without any.
 
-    Raises ValueError for a split of an unknown name, and where there is no split.
-
-    Args:
-        holder: name of the client in errors
-        entry: the client's samples
-        keys: the parts of a sample; a dict may then be one of columns
+    Raises ValueError where only one of the two was given.
     """
-    is_columns = keys is not None and isinstance(entry, Mapping) and keys.y in entry
-    has_splits = isinstance(entry, Mapping) and not is_columns
-    parts = dict(entry) if has_splits else {"train": entry}
-    known = set(parts) <= set(SPLITS) and len(parts) > 0
-    expected = "samples by split, one of 'train', 'val' and 'test' at least"
-    require(known, holder, expected, list(parts))
-    return parts
+    if x is None and y is None:
+        return None
+    require(x is not None, "x", "the name of the inputs, as y has one", x)
+    require(y is not None, "y", "the name of the targets, as x has one", y)
+    return SampleKeys(x, y)
 
 
-class _Piece(NamedTuple):
-    """One client's samples of one split, of which there is at least one.
-
-    Attributes:
-        owner: number of the client
-        holder: name of the client in errors
-        split: split of the samples
-        x: inputs [m, ...]
-        y: targets [m, ...]
-        fields: fields of the inputs, if they were given as a dict
-        columns: names of the inputs' columns, if they were given as a table
-    """
-
-    owner: int
-    holder: str
-    split: str
-    x: Tensor
-    y: Tensor
-    fields: Fields | None
-    columns: tuple[str, ...] | None
+def _text_names(names: Sequence[Any] | None) -> tuple[str, ...] | None:
+    """The names, where each is a string; numbers say nothing but the order."""
+    if not names or not all(isinstance(name, str) for name in names):
+        return None
+    return tuple(names)
 
 
-def _read_pieces(
-    clients: Any, reader: ReaderOptions, names: Sequence[str | int] | None
-) -> tuple[list[_Piece], int]:
-    """The samples of all clients in pieces, and the number of clients.
-
-    All tables have their columns in the order of the first one, or in that of the
-    reader.
-    """
-    count = 0
-    pieces = []
-    columns = reader.columns
-    for i, entry in enumerate(clients):
-        count = i + 1
-        name = i if names is None else names[i]
-        holder = f"client {name}"
-        keys = reader.keys
-        for split, pair in _by_split(holder, entry, keys).items():
-            place = f"{holder} ({split})"
-            if keys is not None:
-                pair = read_by_keys(pair, keys, place)
-            samples = to_pair(pair, place, reader.dtype, reader.class_names)
-            if not len(samples.y):
-                continue
-            x = samples.x
-            if samples.columns is not None:
-                columns = columns or samples.columns
-                order = order_of(samples.columns, columns, place)
-                x = x[:, order]
-            pieces.append(_Piece(i, holder, split, *samples._replace(x=x)))
-    return pieces, count
-
-
-def _columns_of(
-    pieces: Sequence[_Piece], reader: ReaderOptions
-) -> tuple[str, ...] | None:
-    """The names of the columns of all samples, or None without tables.
-
-    They are in the order in which the columns were read.
-    """
-    if reader.columns is not None:
-        return reader.columns
-    return next((p.columns for p in pieces if p.columns is not None), None)
-
-
-def _index_pieces(pieces: Sequence[_Piece], count: int) -> dict[str, Ragged]:
-    """Lists of `count` clients, by split, of samples in the order of the pieces."""
-    sizes = [len(piece.y) for piece in pieces]
-    owner_of_sample = np.repeat([piece.owner for piece in pieces], sizes)
-    splits = [piece.split for piece in pieces]
-    split_of_sample = np.repeat(splits, sizes)
-    index = {}
-    for split in SPLITS:
-        if split in splits or split == "train":
-            is_in = split_of_sample == split
-            rows = np.flatnonzero(is_in)
-            index[split] = Ragged.from_owners(rows, owner_of_sample[is_in], count)
-    return index
-
-
-def _check_same_form(pieces: Sequence[_Piece], *, typed: bool) -> None:
-    """Raises ValueError where clients' samples differ in form.
-
-    Args:
-        typed: True: also where one client has labels and another has numbers
-    """
-    first_form = _describe_form(pieces[0], typed=typed)
-    expected = f"inputs and targets {first_form}, as {pieces[0].holder} has"
-    for piece in pieces:
-        form = _describe_form(piece, typed=typed)
-        require(form == first_form, piece.holder, expected, form)
-
-
-def _describe_form(piece: _Piece, *, typed: bool) -> str:
-    """The shapes of a sample in words, with the kind of its target if `typed`."""
-    inputs = piece.fields or list(piece.x.shape[1:])
-    form = f"{inputs} and {list(piece.y.shape[1:])}"
-    if not typed:
-        return form
-    kind = "floats" if piece.y.is_floating_point() else "int64"
-    return f"{form} ({kind})"
+def _pool_inputs(x: Any, name: str) -> Tensor:
+    """The inputs of a pool, a data frame or an array, as a tensor."""
+    return to_tensor(frame_to_inputs(x, name) if is_frame(x) else x, name)
 
 
 def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
@@ -983,3 +1151,14 @@ def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
     names, owner = np.unique(ids, return_inverse=True)
     lists = Ragged.from_owners(np.arange(count), owner, len(names))
     return lists, tuple(names.tolist())
+
+
+def _describe_range(sizes: Tensor) -> str:
+    """The smallest and the largest size [N], and the median, in words."""
+    low, high = sizes.aminmax()
+    return f"{low} to {high}, median {sizes.median()}"
+
+
+def _by_step(y: Tensor) -> Tensor:
+    """Targets [n, T] of samples of T steps each, which is 1 where y is [n]."""
+    return y[:, None] if y.dim() == 1 else y.flatten(1)

@@ -1,23 +1,29 @@
 """Clients of Hugging Face's Datasets, and of flwr-datasets' partitions.
 
 Their packages are known by what their objects have, and are imported only where a
-caller names a Dataset that is to be loaded.
+caller names a Dataset that is to be loaded. `_read` reads the Datasets.
 
 Symbols: N clients; a Dataset has n rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from pflcore.check import Words, import_optional, reject, require
-from pflcore.data._frames import column_names
-from pflcore.data._items import NO_STREAM, SampleKeys, read_by_keys, read_table
-from pflcore.data._samples import SPLITS
-from pflcore.data._sources import explain_read_errors
+from pflcore.data._labels import SampleKeys
+from pflcore.data._read import (
+    NO_STREAM,
+    SPLITS,
+    LabelledSamples,
+    names_of_labels,
+    read_parts,
+)
+from pflcore.data._read_errors import explain_read_errors
+from pflcore.data._tables import column_names, read_column
 
 # The names that Datasets have for our splits.
 SPLIT_OF_NAME = {
@@ -27,16 +33,13 @@ SPLIT_OF_NAME = {
     "val": "val",
     "test": "test",
 }
-Entry = dict[str, tuple[Any, Any]]  # split -> (x, y) of a client
+Entries = dict[Any, dict[str, Any]] | list[dict[str, Any]]  # client, split -> samples
 
 
-def read_hugging_face(
-    dataset: Any, by: str | None, keys: SampleKeys
-) -> tuple[dict[Any, Entry] | list[Entry], list[str] | None]:
-    """The samples of each client by split, and the names of the classes.
+def read_hugging_face(dataset: Any, by: str | None, keys: SampleKeys) -> Entries:
+    """The samples of each client by split.
 
-    The clients are in a dict by name, or in a list where they have no names. The names
-    of the classes are None where the features have none.
+    The clients are in a dict by name, or in a list where they have no names.
 
     Args:
         dataset: data as `Federation.from_hf` takes them
@@ -49,77 +52,27 @@ def read_hugging_face(
             dataset = datasets.load_dataset(dataset)
     if hasattr(dataset, "load_partition"):
         require(by is None, "by", "None, as every partition is a client", by)
-        dataset = _partitions(dataset)
+        return _partitions(dataset)
     is_list = isinstance(dataset, list | tuple)
     expected = "None, as each client's data are given"
     require(by is None or not is_list, "by", expected, by)
-    if is_list or (by is None and _are_clients_by_name(dataset)):
-        return _read_clients(dataset, keys)
-    expected = "the name of the column with each row's client"
+    if is_list:
+        return [_by_split(client) for client in dataset]
+    has_splits = isinstance(dataset, Mapping) and set(dataset) <= set(SPLIT_OF_NAME)
+    if by is None and isinstance(dataset, Mapping) and not has_splits:
+        return {name: _by_split(client) for name, client in dataset.items()}
     splits = _by_split(dataset)
+    require("train" in splits, "dataset", "a split 'train'", list(splits))
+    columns = list(dict.fromkeys(name for t in splits.values() for name in _names(t)))
+    expected = f"the name of the column with each row's client, one of {columns}"
     if by is None:
-        columns = column_names_of(splits["train"])
-        reject("by", f"{expected}, one of {columns}", by)
-    return _read_rows(splits, by, keys), class_names_of(splits["train"], keys.y)
+        reject("by", expected, by)
+    return _read_rows(splits, by, keys)
 
 
-def column_names_of(dataset: Any) -> list[Any] | None:
-    """The names of the columns of a Dataset; None for a dict or a list of Datasets."""
-    if isinstance(dataset, Mapping | list | tuple):
-        return None
-    return column_names(dataset)
-
-
-def class_names_of(dataset: Any, column: Any) -> list[str] | None:
-    """The names of the classes in a column, as the Dataset's features have them."""
-    features = getattr(dataset, "features", None)
-    feature = features.get(column) if isinstance(features, Mapping) else None
-    names = getattr(feature, "names", None)
-    return None if names is None else list(names)
-
-
-def _are_clients_by_name(dataset: Any) -> bool:
-    """True for a dict that has other keys than the names of splits."""
-    return isinstance(dataset, Mapping) and not set(dataset) <= set(SPLIT_OF_NAME)
-
-
-def _partitions(source: Any) -> Any:
-    """The partitions of flwr-datasets by client: a list, or a dict by natural ids.
-
-    Args:
-        source: a FederatedDataset, or one partitioner
-    """
-    partitioners = getattr(source, "partitioners", None)
-    if partitioners is None:
-        count = source.num_partitions
-        clients = [{"train": source.load_partition(i)} for i in range(count)]
-        return _with_natural_ids(clients, source)
-    counts = {split: p.num_partitions for split, p in _sized(source, partitioners)}
-    expected = "partitions of the split 'train', as many as of other splits"
-    fits = "train" in counts and len(set(counts.values())) == 1
-    require(fits, "dataset", expected, counts)
-    clients = []
-    for i in range(counts["train"]):
-        clients.append({split: source.load_partition(i, split) for split in counts})
-    return _with_natural_ids(clients, partitioners["train"])
-
-
-def _sized(source: Any, partitioners: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Each split with its partitioner, which has met its Dataset.
-
-    A partitioner knows its number of partitions after the first of them was loaded.
-    """
-    for split, partitioner in partitioners.items():
-        source.load_partition(0, split)
-        yield split, partitioner
-
-
-def _with_natural_ids(clients: list[Any], partitioner: Any) -> Any:
-    """The clients by the ids that their rows have, where the partitioner knows them."""
-    ids = getattr(partitioner, "partition_id_to_natural_id", None)
-    if not ids:
-        return clients
-    return {ids[i]: client for i, client in enumerate(clients)}
+def _names(table: Any) -> list[str]:
+    """The names of a table's columns."""
+    return [str(name) for name in column_names(table) or []]
 
 
 def _by_split(dataset: Any) -> dict[str, Any]:
@@ -130,57 +83,92 @@ def _by_split(dataset: Any) -> dict[str, Any]:
     named = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     splits: dict[str, Any] = {}
     for name, part in named.items():
-        expected = f"the splits {', '.join(SPLIT_OF_NAME)}, each once"
         split = SPLIT_OF_NAME.get(str(name))
         fits = split is not None and split not in splits
         remedy = "" if fits else "; give a dict of those that are meant"
-        require(fits, "dataset", f"{expected}{remedy}", list(named))
-        is_table = column_names_of(part) is not None
-        is_stream = is_table and not hasattr(part, "__len__")
-        require(not is_stream, "dataset", NO_STREAM, Words(type(part).__name__))
+        expected = f"the splits {', '.join(SPLIT_OF_NAME)}, each once{remedy}"
+        require(fits, "dataset", expected, list(named))
+        is_table = not isinstance(part, Mapping | list) and bool(_names(part))
         expected = "a Dataset with named columns, a dict of its splits, or a list"
         require(is_table, "dataset", expected, type(part))
+        has_length = hasattr(part, "__len__")
+        require(has_length, "dataset", NO_STREAM, Words(type(part).__name__))
         splits[str(split)] = part
-    require("train" in splits, "dataset", "a split 'train'", list(named))
-    return splits
+    return {split: splits[split] for split in SPLITS if split in splits}
 
 
-def _read_clients(
-    clients: Any, keys: SampleKeys
-) -> tuple[dict[Any, Entry] | list[Entry], list[str] | None]:
-    """The samples of clients whose data are given apart, and the classes' names."""
-    entries: dict[Any, Entry] = {}
-    class_names = None
-    has_names = isinstance(clients, Mapping)
-    for i, client in clients.items() if has_names else enumerate(clients):
-        entries[i] = {}
-        for split, part in _by_split(client).items():
-            entries[i][split] = read_by_keys(part, keys, f"client {i} ({split})")
-            class_names = class_names or class_names_of(part, keys.y)
-    return (entries if has_names else list(entries.values())), class_names
+# partitions of flwr-datasets ----------------------------------------------------------
+
+
+def _partitions(source: Any) -> Entries:
+    """The partitions of flwr-datasets by client: a list, or a dict by natural ids.
+
+    A partition belongs to the client whose id it has in its own split, as the same
+    number may be another client there. Without ids the numbers are the clients.
+
+    Args:
+        source: a FederatedDataset, or one partitioner
+    """
+    partitioners = getattr(source, "partitioners", None)
+    has_splits = isinstance(partitioners, Mapping)
+    parts: dict[str, list[Any]] = {}
+    ids: dict[str, Mapping[int, Any] | None] = {}
+    by_split = partitioners if isinstance(partitioners, Mapping) else {"": source}
+    for split, partitioner in by_split.items():
+        place = (split,) if has_splits else ()
+        source.load_partition(0, *place)  # only then a partitioner knows their number
+        count = range(partitioner.num_partitions)
+        name = split or "train"
+        parts[name] = [source.load_partition(i, *place) for i in count]
+        ids[name] = getattr(partitioner, "partition_id_to_natural_id", None)
+    have_ids = all(ids.values())
+    counts = {split: len(loaded) for split, loaded in parts.items()}
+    are_alike = not any(ids.values()) and len(set(counts.values())) == 1
+    expected = "partitions of the split 'train', and of others as many, or all with ids"
+    require("train" in parts and (have_ids or are_alike), "dataset", expected, counts)
+    clients: dict[Any, dict[str, Any]] = {}
+    for split, loaded in parts.items():
+        for i, part in enumerate(loaded):
+            client = (ids[split] or {})[i] if have_ids else i
+            clients.setdefault(client, {})[split] = part
+    entries = {client: _by_split(own) for client, own in clients.items()}
+    return entries if have_ids else list(entries.values())
+
+
+# rows with a column of clients --------------------------------------------------------
 
 
 def _read_rows(
     splits: Mapping[str, Any], by: str, keys: SampleKeys
-) -> dict[Any, Entry]:
-    """The samples of each client, of Datasets whose column `by` names the clients."""
-    entries: dict[Any, Entry] = {}
-    for split in [split for split in SPLITS if split in splits]:
-        table = splits[split]
+) -> dict[Any, dict[str, LabelledSamples]]:
+    """The samples of each client, of Datasets whose column `by` names the clients.
+
+    Clients are in the ascending order of their ids. Ids that are numbers of names are
+    in the order of the names, where all splits have the same list.
+    """
+    lists = {split: names_of_labels(t, by, split) for split, t in splits.items()}
+    common = lists["train"] if len(set(lists.values())) == 1 else None
+    entries: dict[Any, dict[str, LabelledSamples]] = {}
+    for split, table in splits.items():
         ids = _client_ids(table, by, split)
-        x, y = read_by_keys(table, keys, split)
-        names, begins = np.unique(np.sort(ids), return_index=True)
-        order = np.argsort(ids, kind="stable")
-        x = _take(x, order)
-        y = _take(y, order)
-        ends = [*begins[1:], len(ids)]
-        for client, begin, end in zip(names.tolist(), begins, ends, strict=True):
-            rows = slice(begin, end)
-            part = (_take(x, rows), _take(y, rows))
-            entries.setdefault(client, {})[split] = part
-    names_of_clients = class_names_of(splits["train"], by)
-    if names_of_clients is not None:
-        return {names_of_clients[i]: entries[i] for i in sorted(entries)}
+        names = lists[split]
+        if names is not None and common is None:
+            ids = np.asarray(names)[ids]
+        parts = read_parts(table, keys, split)
+        label_names = names_of_labels(table, keys.y, split)
+        clients, owner = np.unique(ids, return_inverse=True)
+        order = np.argsort(owner, kind="stable")
+        ends = np.cumsum(np.bincount(owner))
+        for client, rows in zip(
+            clients.tolist(), np.split(order, ends[:-1]), strict=True
+        ):
+            x = {str(key): parts[key][rows] for key in keys.inputs}
+            if isinstance(keys.x, str | int):
+                x = x[str(keys.x)]
+            samples = LabelledSamples(x, parts[keys.y][rows], label_names)
+            entries.setdefault(client, {})[split] = samples
+    if common is not None:
+        return {common[i]: entries[i] for i in sorted(entries)}
     return dict(sorted(entries.items()))
 
 
@@ -189,22 +177,9 @@ def _client_ids(table: Any, by: str, split: str) -> Any:
 
     Raises ValueError where it is missing or holds something else.
     """
-    columns = column_names_of(table) or []
-    expected = f"one of the columns {columns} of {split}"
-    require(by in columns, "by", expected, by, [str(name) for name in columns])
-    ids = np.asarray(read_table(table, [by], split)[by])
+    expected = f"one of the columns {_names(table)} of {split}"
+    require(by in _names(table), "by", expected, by, _names(table))
+    ids = read_column({by: list(table[by])}, by)
     fits = ids.ndim == 1 and ids.dtype.kind in "iuU"
     require(fits, "by", f"a whole number or a string for each row of {split}", ids)
     return ids
-
-
-def _take(values: Any, rows: Any) -> Any:
-    """The rows of an array, or of each of a dict of arrays.
-
-    Args:
-        values: arrays or tensors [n, ...]
-        rows: positions of rows, or a slice
-    """
-    if isinstance(values, Mapping):
-        return {key: value[rows] for key, value in values.items()}
-    return values[rows]

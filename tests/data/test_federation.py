@@ -221,7 +221,7 @@ def test_a_data_frame_is_its_columns():
     equals((got.x, got.y), (want.x, want.y))
     assert same(got, want)
     for names, message in (
-        ({"client": "who"}, "y and client: expected two of"),
+        ({"client": "who"}, "y: expected one of the columns"),
         ({"y": "label", "client": "u"}, "x: expected columns of numbers .*who"),
     ):
         with sentence(message):
@@ -440,12 +440,12 @@ BAD_CLIENTS = """\
 """  # noqa: E501
 ARRAYS = [
     (
-        [(X, np.array(["cat"] * 8))],
-        "y of client 0 (train): expected numbers in one array (pad seq",
+        [(X, np.arange(8).astype(str))],
+        "y of client 0 (train): expected words that name classes, or numbers",
     ),
     (
         [[(X[k, :k], 0) for k in (1, 2, 3)]],
-        "client 0 (train): expected numbers in one array",
+        "x of client 0 (train): expected numbers in one array",
     ),
     (
         [TensorDataset(torch.zeros(0, 1), torch.zeros(0))],
@@ -457,7 +457,7 @@ ARRAYS = [
     ),
     (
         [(X, 2 * Y - 1), (X, Y * 0)],
-        "y: expected int64 labels in 0..1 (classes=None for regression), got [-1, 1]",
+        "y: expected int64 labels in 0..1 (classes=None for regression), also in sample",
     ),
 ]
 TWO = Federation.from_clients([(X, Y), (X, Y)])
@@ -529,7 +529,7 @@ def test_bad_input_is_one_sentence(call, options, words):
 
 
 def test_a_pool_that_is_half_there_is_one_sentence():
-    with sentence("y_test: expected numbers in one array"):
+    with sentence("y_test: expected numbers, or a word for each sample"):
         Federation.from_partition(X, Y, IID, x_test=X)
 
 
@@ -537,5 +537,5 @@ def test_a_file_and_a_pair_where_they_do_not_belong_are_named():
     with pytest.raises(ValueError, match=r"x: expected a table .*read a file first"):
         Federation.from_table("sites.csv", y="ill", client="site")
     pair = (torch.randn(4, 2), torch.arange(4) % 2)
-    with pytest.raises(ValueError, match=r"leave them out for a pair.*arrays in a tup"):
+    with pytest.raises(ValueError, match=r"without them a pair.*arrays in a tup"):
         Federation.from_clients([pair, pair], x="a", y="b")

@@ -193,10 +193,18 @@ def test_more_classes_than_samples_are_refused(top, reader, tmp_path):
     assert reader(tmp_path, [X, X], y, classes=None).y[0] == pytest.approx(top)
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_words_are_refused(reader, tmp_path):
+@pytest.mark.parametrize("reader", [of_clients, of_table, of_frame, of_csv])
+def test_words_are_classes_in_alphabetical_order(reader, tmp_path):
+    data = reader(tmp_path, [X, X], [["dog", "cat", "dog"], ["cat", "cat", "ant"]])
+    assert data.class_names == ("ant", "cat", "dog")
+    assert data.y.tolist() == [2, 1, 2, 1, 1, 0]
+
+
+@pytest.mark.parametrize("words", [["cat", "3", "cat"], ["a", "", "b"]])
+@pytest.mark.parametrize("reader", [of_clients, of_table, of_frame, of_csv])
+def test_words_among_numbers_are_refused(reader, words, tmp_path):
     with pytest.raises((ValueError, OSError), match="expected"):
-        reader(tmp_path, [X, X], [["cat", "dog", "cat"], ["cat", "cat", "cat"]])
+        reader(tmp_path, [X, X], [words, words])
 
 
 @pytest.mark.parametrize("reader", [of_clients, of_table, of_npz])

@@ -142,7 +142,9 @@ def test_a_picture_is_its_bands_from_0_to_1(mode, bands):
 
 
 def test_deep_pixels_are_refused():
-    with sentence("picture: expected one of the modes L, RGB.*, got mode F; convert"):
+    with sentence(
+        "'image' of client .*: expected one of the modes L, RGB.* of mode F; convert"
+    ):
         Federation.from_hf([table(), Table(image=[picture(PIXELS[0], "F")], label=[0])])
 
 

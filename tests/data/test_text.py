@@ -2,23 +2,17 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from entry_points import (
-    IGNORED,
-    fed_cifar100,
     leaf,
     sentence,
-    shakespeare,
-    stackoverflow,
     synthetic_text,
 )
 from small import equals
 from torch import nn
 
 from pflcore import Simulation, Training
-from pflcore.data import federation_of
 
 
 def as_text(tokens, data):
@@ -85,63 +79,6 @@ def write_hdf5(path, clients):
         for client, fields in clients.items():
             for name, values in fields.items():
                 file[f"examples/{client}/{name}"] = values
-
-
-def test_tffs_cifar100_has_other_clients_in_its_test_file(tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
-    fields = {"image": pixels, "label": np.array([3, 99, 0]), "coarse_label": [1, 1, 1]}
-    clients = {"0": fields, "1": fields}
-    write_hdf5(tmp_path / "fed_cifar100" / "fed_cifar100_train.h5", clients)
-    write_hdf5(tmp_path / "fed_cifar100" / "fed_cifar100_test.h5", {"0": fields})
-
-    data = fed_cifar100(tmp_path)
-
-    assert data.names == ("0", "1", "test 0") and data.classes == 100
-    assert data.truth["held_out"].tolist() == [False, False, True]
-    assert data.shape == (3, 32, 32) and data.y.tolist() == [3, 99, 0] * 3
-    red = (pixels[1, :, :, 0].astype(np.float32) / 255 - 0.4914) / 0.2023
-    torch.testing.assert_close(data.x[1, 0], torch.from_numpy(red).float())
-
-
-def test_tffs_shakespeare_is_windows_of_characters(tmp_path):
-    for split, snippets in (("train", [b"To be", b"ay"]), ("test", [b"no"])):
-        clients = {"b": {"snippets": snippets}, "a": {"snippets": snippets}}
-        path = tmp_path / "shakespeare" / f"shakespeare_{split}.h5"
-        write_hdf5(path, clients)
-
-    data = shakespeare(tmp_path, length=4)
-
-    x, y = (v[data.index["train"][0]] for v in (data.x, data.y))
-    assert data.names == ("a", "b") and data.classes == len(data.class_names) == 100
-    assert [as_text(row, data) for row in x] == ["<begin>To ", "be", "<begin>ay"]
-    assert as_text(y[y != IGNORED], data) == "To be<end>ay<end>"
-    limited = federation_of("shakespeare", root=tmp_path, n=1, length=4, fractions={})
-    assert limited.n == 1
-
-
-def test_tffs_stackoverflow_is_the_next_words(tmp_path):
-    first = {"tokens": [b"how to sort a list", b"how to"], "tags": [b"x", b"y"]}
-    write_hdf5(
-        tmp_path / "stackoverflow" / "stackoverflow_train.h5",
-        {"1": first, "2": {"tokens": [b"a a a"]}, "3": {"tokens": [b"list"]}},
-    )
-    tests = {"1": {"tokens": [b"how odd"]}, "9": {"tokens": [b"of a stranger"]}}
-    write_hdf5(tmp_path / "stackoverflow" / "stackoverflow_test.h5", tests)
-
-    data = stackoverflow(tmp_path, n=2, length=4, vocabulary=3)
-
-    assert data.names == ("1", "2")
-    assert data.class_names[4:] == ("a", "how", "to")
-    assert data.x[0].tolist() == [2, 5, 6, 1] and data.y[0].tolist() == [5, 6, 1, 4]
-    assert data.y[1].tolist() == [5, 6, 3, IGNORED]
-    assert data.x[data.index["test"][0]].tolist() == [[2, 5, 1, 0]]
-
-
-def test_missing_files_are_named(tmp_path):
-    pytest.importorskip("h5py")
-    for make in (fed_cifar100, shakespeare, stackoverflow):
-        with sentence(rf"{tmp_path}/\w+/\w+_train.h5: expected TFF's HDF5", OSError):
-            make(tmp_path)
 
 
 # made-up text -----------------------------------------------------------------

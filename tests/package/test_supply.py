@@ -132,5 +132,4 @@ def test_every_data_set_that_is_read_by_a_name_has_a_digest_or_a_reason():
             assert re.fullmatch("[0-9a-f]{16}", images.digest or ""), name
     made_up = {name for name in data.FEDERATIONS if name.startswith("synthetic")}
     by_scripts = {"school", "vehicle", "femnist"}
-    of_tff = {"fed_cifar100", "shakespeare", "stackoverflow"}
-    assert data.FEDERATIONS.keys() - made_up == by_scripts | of_tff
+    assert data.FEDERATIONS.keys() - made_up == by_scripts
