@@ -195,7 +195,7 @@ def cause(error, path):
     return (complaints or str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def extension():  # noqa: C901, PLR0911 (a plan, read once)
+def extension():  # noqa: C901 (a plan, read once)
     """The arguments of `setup` for the kernels that can be built here."""
     if WANT not in ("0", "cpu", "cuda", "auto"):
         raise SystemExit(

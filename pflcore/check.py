@@ -276,7 +276,7 @@ def _field_expectations(cls: type) -> dict[str, Expectation]:
     return {f.name: expectation_of(hints[f.name]) for f in fields(cls)}  # type: ignore[arg-type]
 
 
-def expectation_of(hint: Any) -> Expectation:  # noqa: PLR0911 (a kind of hint each)
+def expectation_of(hint: Any) -> Expectation:
     """The kind of values that an annotation allows.
 
     It is `EXPECT_ANYTHING` where the annotation does not tell one value from another.

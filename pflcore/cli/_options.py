@@ -97,7 +97,7 @@ def flags_of(
     return flags
 
 
-def parse(  # noqa: PLR0913 (what all commands need)
+def parse(
     prog: str,
     about: str,
     groups: Mapping[str, type],

@@ -279,7 +279,8 @@ class Federation:
     @property
     def trainable_clients(self) -> Tensor | None:
         """The ids [T] of the clients with training samples; None where all have."""
-        return self.index["train"].nonempty
+        lists: Ragged = self.index["train"]
+        return lists.nonempty
 
     def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
         """The number of samples by client and class: int64 [N, C], on the CPU.
@@ -653,7 +654,7 @@ class Federation:
 
     @classmethod
     @checked
-    def from_partition(  # noqa: PLR0913 (by name, all but three)
+    def from_partition(
         cls,
         x: Any,
         y: Any,

@@ -382,10 +382,9 @@ def stack_values(
         return np.asarray(values)
     if is_picture(first):
         return _stack_pictures(values, read_picture, place)
+    read = torch.stack if all(isinstance(v, Tensor) for v in values) else read_array
     try:
-        if all(isinstance(value, Tensor) for value in values):
-            return torch.stack(values)
-        return read_array(values)
+        return read(values)
     except (RuntimeError, TypeError, ValueError, KeyError):
         reject(place, INPUT_HINT, first)
 

@@ -27,7 +27,7 @@ LetterCount = Annotated[int, at.Interval(ge=2, le=len(ascii_lowercase))]
 
 
 @checked
-def synthetic_linear(  # noqa: PLR0913 (the recipe's options)
+def synthetic_linear(
     n: PositiveInt = 10,
     samples: PositiveInt = 60,
     dim: PositiveInt = 5,
@@ -104,7 +104,7 @@ def synthetic_quadratic(
 
 
 @checked
-def synthetic_clusters(  # noqa: PLR0913 (the recipe's options)
+def synthetic_clusters(
     n: PositiveInt = 10,
     groups: PositiveInt = 2,
     samples: PositiveInt = 60,
@@ -154,7 +154,7 @@ def synthetic_clusters(  # noqa: PLR0913 (the recipe's options)
 
 
 @checked
-def synthetic_text(  # noqa: PLR0913 (the recipe's options)
+def synthetic_text(
     n: PositiveInt = 10,
     groups: PositiveInt = 2,
     samples: PositiveInt = 40,

@@ -98,7 +98,7 @@ class Client:
     """
 
     @checked
-    def __init__(  # noqa: PLR0913 (what a run has)
+    def __init__(
         self,
         algorithm: Algorithm | type[Algorithm] | str,
         model: Model,

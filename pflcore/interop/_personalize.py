@@ -93,7 +93,7 @@ class MixedModels(NamedTuple):
 
 
 @checked
-def personalize(  # noqa: PLR0913 (what a mix has)
+def personalize(
     uploads: Models,
     method: Method | type[Algorithm] | str = "fedamp",
     *,
@@ -156,7 +156,7 @@ def personalize(  # noqa: PLR0913 (what a mix has)
     return unpack(mixed.rows, mixed.form, mixing.weight, mixing.index)
 
 
-def mix_models(  # noqa: PLR0913 (what a mix has)
+def mix_models(
     uploads: Models,
     method: Any = "fedamp",
     *,

@@ -78,7 +78,7 @@ def mlp(
 
 
 @checked
-def cnn(  # noqa: PLR0913 (the papers' variants)
+def cnn(
     shape: Shape,
     classes: int,
     *,
@@ -449,7 +449,7 @@ class _LSTMModel(_TextModel):
 
 
 @checked
-def lstm(  # noqa: PLR0913 (the papers' variants)
+def lstm(
     shape: Shape,
     classes: int,
     *,
@@ -516,7 +516,7 @@ class _TransformerModel(_TextModel):
 
 
 @checked
-def transformer(  # noqa: PLR0913 (the usual options)
+def transformer(
     shape: Shape,
     classes: int,
     *,

@@ -254,7 +254,7 @@ class Backend(NamedTuple):
 LIBRARY = Path(__file__).parent.parent / "lib_pflcore.so"
 
 
-def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
+def _load() -> tuple[Any, str, str | None]:
     """The compiled library or None, the reason, and the command for it."""
     if os.environ.get("PFLCORE_KERNELS", "1") == "0":
         return None, "PFLCORE_KERNELS=0 leaves the kernels unloaded", None

@@ -35,7 +35,7 @@ NARROW = (torch.float16, torch.bfloat16)  # dtypes that are computed in float32
 CLIENT_DIMS = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without a clients' axis
 
 
-def rank1_linear(  # noqa: PLR0911 (a path each)
+def rank1_linear(
     x: Tensor,  # [..., B, I]
     w_a: Tensor,  # [O, F] or [..., O, F]
     lam: Tensor,  # [F] or [..., F]

@@ -88,7 +88,7 @@ def sgd_step_(
     mark_written(w, written_buffer)
 
 
-def check_sgd(  # noqa: C901 (a test before each call: calls take time)
+def check_sgd(
     w: Any,
     grad: Any,
     lr: Any,

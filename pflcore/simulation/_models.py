@@ -180,7 +180,7 @@ class Personalized(nn.Module):
 
     buffer_row: Tensor
 
-    def __init__(  # noqa: PLR0913 (all that a prediction needs)
+    def __init__(
         self,
         algorithm: Algorithm,
         net: Net,

@@ -199,7 +199,7 @@ def warn_bad_upload(bad: BadUpload) -> None:
     warn_caller(f"left out of the round: {bad}", RuntimeWarning)
 
 
-def serve(  # noqa: PLR0911 (one return for each end that a round may have)
+def serve(
     alg: Algorithm,
     state: State,
     result: CohortResult,

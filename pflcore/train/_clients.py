@@ -268,7 +268,7 @@ class Clients:
             fit.grad.div_(fit.steps.clamp(min=1)[:, None].to(w.dtype))
         return fit
 
-    def each_batch(  # noqa: PLR0913 (by name, all but two)
+    def each_batch(
         self,
         rows: Tensors,  # [S, ...]
         update: Update,

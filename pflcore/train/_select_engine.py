@@ -52,7 +52,7 @@ NO_CHAIN_OF_BF16 = "precision is 'bf16', and the chain's kernels compute in floa
 SLOW_UNDER_VMAP = {"convolutions": nn.modules.conv._ConvNd, "an LSTM": nn.LSTM}
 
 
-def make_context(  # noqa: PLR0913 (the options of a run)
+def make_context(
     net: Net,
     data: Federation,
     training: Training,

@@ -457,7 +457,8 @@ ARRAYS = [
     ),
     (
         [(X, 2 * Y - 1), (X, Y * 0)],
-        "y: expected int64 labels in 0..1 (classes=None for regression), also in sample",
+        "y: expected int64 labels in 0..1 (classes=None for regression), "
+        "also in sample",
     ),
 ]
 TWO = Federation.from_clients([(X, Y), (X, Y)])

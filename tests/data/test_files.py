@@ -317,6 +317,7 @@ def test_a_missing_data_set_names_its_files(tmp_path):
     (tmp_path / "mnist").mkdir()
     (tmp_path / "mnist" / "train-labels-idx1-ubyte").write_bytes(b"")
     with pytest.raises(
-        OSError, match="expected the files of torchvision.datasets.MNIST in MNIST/raw"
+        OSError,
+        match=r"expected the files of torchvision\.datasets\.MNIST in MNIST/raw",
     ):
         load("mnist", tmp_path)

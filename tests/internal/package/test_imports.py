@@ -44,7 +44,7 @@ interop: _install check ops data train robust algorithms results simulation
 testing: check data train algorithms simulation
 tuning: _proposals check metrics data train algorithms results simulation
 cli: _install check ops data nn train robust algorithms results simulation tuning
-"""  # noqa: E501
+"""
 LAYERS = {name: {*below.split()} for name, below in re.findall(r"(\w+):(.*)", TABLE)}
 
 
