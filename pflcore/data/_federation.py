@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
 from pflcore._device import to_device
-from pflcore._html import html_table
 from pflcore.check import (
     Expectation,
     Fraction,
@@ -433,14 +432,6 @@ class Federation:
     def __repr__(self) -> str:
         size = f"n={self.n}, splits={list(self.splits)}, shape={list(self.shape)}"
         return f"Federation({self.name!r}, {size}, classes={self.classes})"
-
-    def _repr_html_(self) -> str:
-        """The lines of `summary` as a table, for notebooks."""
-        rows = [("fact", "value")]
-        for line in self.summary().splitlines()[1:]:
-            fact, _, value = line.partition(": ")
-            rows.append((fact, value))
-        return html_table(f"Federation {self.name}", rows)
 
     def to(self, device: str | torch.device) -> Self:
         """The same federation with its pool and index lists on `device`."""

@@ -34,7 +34,6 @@ from pflcore.check import (
     require,
 )
 from pflcore.ops._check import memory_span, same_view, spans_overlap
-from pflcore.ops.stream import tensor_of
 
 # The names of batch norm's buffers, because a state dict does not tell which tensors
 # are buffers.
@@ -316,6 +315,17 @@ def is_array(value: Any) -> bool:
     return is_known or hasattr(value, "materialize") or hasattr(value, "stype")
 
 
+def tensor_of_array(array: np.ndarray) -> Tensor:
+    """The array as a tensor, copied only where torch cannot use its memory."""
+    # Torch takes neither negative strides nor the byte order of another machine.
+    if min(array.strides, default=0) < 0 or not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    # `from_numpy` warns of memory that is not writeable, so this is a copy.
+    return torch.tensor(array)
+
+
 def read_tensor(value: Any, where: str) -> tuple[Tensor, TensorMaker] | None:
     """The tensor in a value, and a function that makes its like.
 
@@ -331,7 +341,7 @@ def read_tensor(value: Any, where: str) -> tuple[Tensor, TensorMaker] | None:
         return None
     try:
         array = value.numpy() if is_of_flower else np.asarray(value)
-        tensor = tensor_of(array)
+        tensor = tensor_of_array(array)
     except Exception:  # a damaged array or an unknown dtype raises errors of many kinds
         raise ValueError(
             f"{where}: expected a whole array in a dtype that torch has, got "

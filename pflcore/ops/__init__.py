@@ -8,7 +8,6 @@
 - `trimmed_mean`: the mean of each column without its least and largest numbers.
 - `mean_around_median`: the mean of the numbers of each column nearest its median.
 - `sgd_step_`: an SGD step on the models of many clients.
-- `stream`: `aggregate` and `pairwise_sqdist` for rows that do not fit memory.
 - `reference`: the specification of each op.
 - `backend`: the kernels or references that run the ops.
 
@@ -23,7 +22,6 @@ clients of a cohort and Q columns of a row.
 
 from . import _chain as _chain  # defines the ops that only local training calls
 from . import reference as reference
-from . import stream as stream
 from ._aggregate import aggregate
 from ._library import backend
 from ._nearest import nearest

@@ -14,23 +14,22 @@ and rows; d distances of guides to pivots.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pflcore.check import NonNegativeInt, PositiveInt, Words, checked_op, reject
 
-from . import stream
-from ._check import check_same_kind, is_readable, same_view
+from ._check import check_matrix, check_same_kind, is_readable, same_view
 from ._sqdist import pairwise_sqdist
 from ._weights import feddwa_weights
-from .stream import RowSource, check_rows, read_blocks, take_rows, tensor_of
 
 # Twice the relative error of a distance; that of its square is at most 1e-6.
 DISTANCE_MARGIN = 1e-6
 UNDERFLOW_MARGIN = 1e-150  # what float64 squares lose below their range
 MAX_PAIRS = 1 << 24  # distances that are in memory at a time
+BLOCK_BYTES = 1 << 28  # rows that are copied at a time
 SKETCH_COLUMNS = 256  # columns of the sketch that chooses pivots
 # With more elements, torch divides an elementwise operation among threads.
 SERIAL_MAX_ELEMENTS = 1 << 15
@@ -52,8 +51,8 @@ class Nearest(NamedTuple):
 
 @checked_op
 def nearest(
-    guide: RowSource,  # [M, P]
-    rows: RowSource,  # [N, P]
+    guide: Tensor,  # [M, P]
+    rows: Tensor,  # [N, P]
     k: PositiveInt,
     method: Literal["exact", "groups"] = "exact",
     *,
@@ -67,10 +66,10 @@ def nearest(
     Raises ValueError or TypeError for a wrong argument.
 
     Args:
-        guide: A tensor in float32, float64, float16 or bfloat16, or rows that can be
-            read again (see `ops.stream`), which are computed on the CPU.
-        rows: The rows to search in, of the same kind, dtype, device and length. Where
-            they are the guides themselves, a CPU computes each pair once.
+        guide: In float32, float64, float16 or bfloat16. The memory of a CPU tensor may
+            be a file's.
+        rows: The rows to search in, of the same dtype, device and length. Where they
+            are the guides themselves, a CPU computes each pair once.
         k: The number of neighbours; from N on, all rows are returned.
         method: "exact" computes the distances of all pairs. "groups" gives the same
             bits, and spares the pairs that the triangle inequality rules out. That
@@ -81,9 +80,9 @@ def nearest(
         pivots: The number of groups; None for the root of N.
     """
     op = "nearest"
-    no_guides = check_rows(op, "guide", guide)
-    no_rows = check_rows(op, "rows", rows)
-    check_same_kind(op, "guide", no_guides, "rows", no_rows)
+    check_matrix(op, "guide", guide, "[M, P]")
+    check_matrix(op, "rows", rows, "[N, P]")
+    check_same_kind(op, "guide", guide, "rows", rows)
     n, p = rows.shape
     if guide.shape[1] != p:
         expected = f"P = {guide.shape[1]} columns like guide"
@@ -99,17 +98,32 @@ def nearest(
         return search.groups(members, order, bound)
 
 
-def _are_same(guide: RowSource, rows: RowSource) -> bool:
+def _are_same(guide: Tensor, rows: Tensor) -> bool:
     """True where both are one object, or one view of one memory."""
     if guide is rows:
         return True
-    if not (isinstance(guide, Tensor) and isinstance(rows, Tensor)):
-        return False
     return is_readable(guide) and is_readable(rows) and same_view(guide, rows)
 
 
+def rows_per_block(rows: Tensor) -> int:
+    """The number of rows [N, P] that `BLOCK_BYTES` hold, at least one."""
+    row_bytes = rows.shape[1] * rows.element_size()
+    return max(1, BLOCK_BYTES // max(1, row_bytes))
+
+
+def take_rows(
+    rows: Tensor,  # [N, P]
+    index: Tensor,  # [n] int64, ascending, n > 0
+) -> Tensor:  # [n, P]
+    """The rows of these numbers: a view where they follow one another."""
+    first, last = int(index[0]), int(index[-1])
+    if last - first + 1 == len(index):
+        return rows[first : last + 1]
+    return rows[index]
+
+
 def _sketch(
-    rows: RowSource,  # [N, P]
+    rows: Tensor,  # [N, P]
 ) -> Tensor:  # [N, SKETCH_COLUMNS]
     """Short rows whose distances are about those of the rows.
 
@@ -120,22 +134,20 @@ def _sketch(
     A sketch chooses pivots and nothing else. So it changes the time of a search, and
     never its result.
     """
-    empty = tensor_of(rows[:0])
     p = rows.shape[1]
-    dtype = torch.float64 if empty.dtype is torch.float64 else torch.float32
+    dtype = torch.float64 if rows.dtype is torch.float64 else torch.float32
     draws = torch.randint(0, 2, (p,), generator=torch.Generator().manual_seed(0))
-    signs = (draws * 2 - 1).to(empty.device, dtype).split(SKETCH_COLUMNS)
+    signs = (draws * 2 - 1).to(rows.device, dtype).split(SKETCH_COLUMNS)
     parts = []
-    for _, block in read_blocks(rows):
-        for part in block.split(max(1, SERIAL_MAX_ELEMENTS // SKETCH_COLUMNS)):
-            out = part.new_zeros(len(part), SKETCH_COLUMNS, dtype=dtype)
-            for sign, x in zip(signs, part.split(SKETCH_COLUMNS, 1), strict=True):
-                out[:, : len(sign)].addcmul_(x.to(dtype), sign)
-            parts.append(torch.where(out.isfinite().all(1, keepdim=True), out, 0.0))
+    for part in rows.split(max(1, SERIAL_MAX_ELEMENTS // SKETCH_COLUMNS)):
+        out = part.new_zeros(len(part), SKETCH_COLUMNS, dtype=dtype)
+        for sign, x in zip(signs, part.split(SKETCH_COLUMNS, 1), strict=True):
+            out[:, : len(sign)].addcmul_(x.to(dtype), sign)
+        parts.append(torch.where(out.isfinite().all(1, keepdim=True), out, 0.0))
     return torch.cat(parts)
 
 
-def _choose_pivots(rows: RowSource, num_pivots: int) -> list[int]:
+def _choose_pivots(rows: Tensor, num_pivots: int) -> list[int]:
     """Numbers of rows that are far from one another, by their sketches.
 
     Each pivot is the row that is farthest from the pivots before it. So every cluster
@@ -152,8 +164,8 @@ def _choose_pivots(rows: RowSource, num_pivots: int) -> list[int]:
 
 
 def _groups(
-    guide: RowSource,  # [M, P]
-    rows: RowSource,  # [N, P]
+    guide: Tensor,  # [M, P]
+    rows: Tensor,  # [N, P]
     num_pivots: int,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """The rows in groups around pivots, by exact distances.
@@ -164,7 +176,7 @@ def _groups(
         row of the group goes below.
     """
     numbers = _choose_pivots(rows, num_pivots)
-    pivots = torch.cat([tensor_of(rows[number : number + 1]) for number in numbers])
+    pivots = rows[numbers]
     to_rows = _distances(rows, pivots)
     to_guides = to_rows if _are_same(guide, rows) else _distances(guide, pivots)
     group = to_rows.argmin(1)
@@ -178,14 +190,11 @@ def _groups(
 
 
 def _distances(
-    rows: RowSource,  # [N, P]
+    rows: Tensor,  # [N, P]
     pivots: Tensor,  # [G, P]
 ) -> Tensor:  # [N, G] float64
     """Exact distances, with infinity for those that are not finite."""
-    parts = [pairwise_sqdist(block, pivots) for _, block in read_blocks(rows)]
-    if not parts:
-        parts = [pivots.new_empty(0, len(pivots), dtype=torch.float64)]
-    return torch.cat(parts).sqrt().nan_to_num(math.inf, math.inf)
+    return pairwise_sqdist(rows, pivots).sqrt().nan_to_num(math.inf, math.inf)
 
 
 def _lower_bounds(
@@ -222,7 +231,7 @@ class _Search:
     infinitely far, with index N.
     """
 
-    def __init__(self, guide: RowSource, rows: RowSource, k: int) -> None:
+    def __init__(self, guide: Tensor, rows: Tensor, k: int) -> None:
         """Begins a search for the k nearest `rows` of each `guide`."""
         self.guide = guide
         self.rows = rows
@@ -230,7 +239,7 @@ class _Search:
         self.m = guide.shape[0]
         self.n = rows.shape[0]
         self.is_symmetric = _are_same(guide, rows)
-        self.device = tensor_of(rows[:0]).device
+        self.device = rows.device
         self.sqdist = torch.full(
             (self.m, k), math.inf, dtype=torch.float64, device=self.device
         )
@@ -296,13 +305,12 @@ class _Search:
 
     @staticmethod
     def chunks(
-        rows: RowSource,  # [N, P]
+        rows: Tensor,  # [N, P]
         index: Tensor,  # [n] int64
     ) -> tuple[Tensor, ...]:
         """The numbers `index` in parts whose rows fit memory."""
-        # All rows of a tensor are a view, which takes no memory.
-        is_view = isinstance(rows, Tensor) and len(index) == len(rows)
-        limit = len(index) if is_view else stream.rows_per_block(rows)
+        # All rows are a view, which takes no memory.
+        limit = len(index) if len(index) == len(rows) else rows_per_block(rows)
         return tuple(index.split(max(1, min(limit, math.isqrt(MAX_PAIRS)))))
 
     def fits_cache(self) -> bool:
@@ -323,8 +331,7 @@ class _Search:
         all_rows = torch.arange(self.n, device=self.device)
         if self.device.type != "cpu":
             # One matrix: on a GPU a pair's bits depend on its place in the matrix.
-            guide, rows = cast(tuple[Tensor, Tensor], (self.guide, self.rows))
-            self.merge(guides, pairwise_sqdist(guide, rows), all_rows)
+            self.merge(guides, pairwise_sqdist(self.guide, self.rows), all_rows)
             return Nearest(self.sqdist, self.index)
         if self.is_symmetric:
             self._compare_with_each_other(all_rows)

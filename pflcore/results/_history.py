@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from pflcore import metrics, privacy
-from pflcore._html import html_table
 from pflcore.check import (
     OpenUnitFloat,
     Words,
@@ -130,19 +129,6 @@ class History:
         if self.stopped:
             words.append(f"stopped: {self.stopped!r}")
         return f"History({', '.join(words)})"
-
-    def _repr_html_(self) -> str:
-        """The last evaluated rounds as a table, for notebooks."""
-        rounds = [record["round"] for record in self.evaluations][-SHOWN_ROUNDS:]
-        means = {}
-        for key in self.keys:
-            if key != "size":
-                means[key] = dict(zip(*self.curve(key=key), strict=True))
-        rows: list[list[object]] = [["round", *(f"mean {key}" for key in means)]]
-        for round in rounds:
-            values = [by_round.get(round, math.nan) for by_round in means.values()]
-            rows.append([round, *(f"{value:.4g}" for value in values)])
-        return html_table(repr(self), rows)
 
     # the record ---------------------------------------------------------------
     @property

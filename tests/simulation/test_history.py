@@ -219,21 +219,6 @@ def test_what_a_file_does_not_hold_is_one_sentence(tmp_path):
     assert not (tmp_path / "models").exists()
 
 
-# notebooks ------------------------------------------------------------------------
-def test_a_notebook_shows_small_tables_without_markup():
-    history = simulation(rounds=7).run()
-    history.header["data"] = "<script>"
-    text = history._repr_html_()
-    assert "<script>" not in text and "&lt;script&gt;" in text
-    rows = re.findall("<tr><td>(\\d+)</td>", text)
-    assert rows == ["3", "4", "5", "6", "7"]  # the last ones
-    assert "<th>mean accuracy</th>" in text and "<th>mean loss</th>" in text
-    assert "History(0 rounds)" in History()._repr_html_()
-    data = Federation.from_clients([images().client(0)] * 2, name="<b>")
-    text = data._repr_html_()
-    assert "<b>" not in text and "<td>clients</td><td>2</td>" in text
-
-
 def test_what_was_tuned_is_a_line():
     protocol = cross_silo(images((20, 20)))
     grid = {"lam": [0.1, 1.0]}

@@ -25,19 +25,18 @@ PACKAGE = ROOT / "pflcore"
 # Each package, and the packages that it imports. They stand above its line.
 TABLE = """\
 _device:
-_html:
 _install:
 check: _install
 _proposals: check
 ops: _install check
 metrics: check
 privacy: check
-data: _device _html check
+data: _device check
 nn: check ops
 train: _device check ops metrics data nn
 _cohort: _device ops train
 robust: _cohort _device check ops train
-results: _html check metrics privacy robust
+results: check metrics privacy robust
 algorithms: _cohort _device check ops data nn train robust
 simulation: _device check ops metrics data nn results train robust algorithms
 interop: _install check ops data train robust algorithms results simulation
@@ -115,11 +114,8 @@ def test_importing_pflcore_pulls_in_no_extra():
 
 
 PLAYED_OPS = """
-import tempfile
-from pathlib import Path
 import torch
 from pflcore import ops
-from safetensors.torch import save_file
 
 rows = torch.randn(6, 9, requires_grad=True)
 near = ops.feddwa_weights(ops.pairwise_sqdist(rows), 3)
@@ -130,11 +126,6 @@ y = ops.rank1_linear(rows, torch.rand(2, 4), torch.rand(4), torch.rand(4, 9))
 y.sum().backward()
 ops.sgd_step_(rows.detach(), rows.grad, 0.1)
 ops.reference.pairwise_sqdist(rows)
-with tempfile.TemporaryDirectory() as folder:
-    paths = [Path(folder, f"{i}.safetensors") for i in range(3)]
-    for path in paths:
-        save_file({"w": torch.rand(9)}, path)
-    ops.stream.aggregate(ops.stream.Files(paths), torch.rand(1, 3))
 try:
     import tyro
 except ModuleNotFoundError:
