@@ -17,7 +17,7 @@ classes; y are labels or targets, s scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import annotated_types as at
@@ -43,6 +43,7 @@ __all__ = [
 Vector = Annotated[Tensor | Sequence[float | None], EXPECT_ANYTHING]
 Percent = Annotated[float, at.Interval(ge=0, le=100), at.doc("a number in [0, 100]")]
 # A number of one client, from its scores [n, ...] and its labels or targets [n, ...].
+# Where there is one score for each target, the scores have the shape of the targets.
 Metric = Callable[[Tensor, Tensor], Any]
 
 
@@ -305,35 +306,7 @@ def human_bytes(size: float) -> str:
     return f"{size:.1f} {name}"
 
 
-# arguments of losses and metrics that a user wrote ----------------------------
-
-
-class ArgumentForm(NamedTuple):
-    """The form of the arguments of a user's function of (scores, targets).
-
-    It matters where there is one score for each target.
-
-    Attributes:
-        scores_like_targets: True where the scores get the shape of the targets
-        targets_as_floats: True where targets that are whole numbers become floats
-    """
-
-    scores_like_targets: bool = False
-    targets_as_floats: bool = False
-
-    def convert(self, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores and targets [B, ...] in this form.
-
-        Both stay as they are where there is not one score for each target.
-        """
-        changes_something = self.scores_like_targets or self.targets_as_floats
-        if not changes_something or not has_one_score_each(scores, y):
-            return scores, y
-        if self.scores_like_targets:
-            scores = scores.reshape(y.shape)
-        if self.targets_as_floats and not y.is_floating_point():
-            y = y.to(scores.dtype)
-        return scores, y
+# scores of a user's own losses and metrics -------------------------------------
 
 
 def has_one_score_each(scores: Tensor, y: Tensor) -> bool:
@@ -346,225 +319,13 @@ def has_one_score_each(scores: Tensor, y: Tensor) -> bool:
     return scores.shape[:1] == y.shape[:1] and score_axes == target_axes
 
 
-def find_argument_form(
-    f: Metric, scores: Tensor, y: Tensor, is_loss: bool = False
-) -> ArgumentForm | None:
-    """The form of the arguments of `f`, found by trial calls.
+def shape_like_targets(scores: Tensor, y: Tensor) -> Tensor:
+    """The scores [B, ...], in the shape of `y` where there is one for each target.
 
-    Of scores [B, 1] and targets [B], most functions make [B, B] numbers by
-    broadcasting. Their value is wrong, and does not depend on which sample has which
-    target. The value of a function that pairs each score with its own target changes
-    when the targets are exchanged. It changes by as much as the targets differ, at any
-    scale, because the drawn scores lie between targets of other samples.
-
-    Returns None where the two forms give two values and neither shows that it is wrong.
-
-    Args:
-        f: The metric or loss.
-        scores: Scores [B, ...] of a batch, of which the shape and the dtype are used.
-        y: Their targets [B, ...], whose values give the scale.
-        is_loss: True for a loss, which must have a gradient and may take whole numbers
-            as floats.
+    A function that gets scores [B, 1] and targets [B] mostly broadcasts them to [B, B].
+    Its value would be wrong without a sign.
     """
-    target_forms = [False]  # True: targets become floats
-    if is_loss and not y.is_floating_point():
-        target_forms.append(True)
-    dtypes = dict.fromkeys((torch.float64, scores.dtype))
-    for as_floats in target_forms:
-        for dtype in dtypes:
-            probe = _FormProbe(f, scores.shape[1:], y, dtype, as_floats, is_loss)
-            if probe.original_values or probe.reshaped_values:
-                form = probe.find_form()
-                return form and form._replace(targets_as_floats=as_floats)
-    # The function fails in every form. Its own error will say why.
-    return ArgumentForm()
-
-
-PROBE_DRAWS = 2
-PROBE_SAMPLES = 7  # an odd number, so that one of two labels is more frequent
-DrawValues = dict[int, float]  # the function's value, by the number of the draw
-
-
-class _FormProbe:
-    """The values of a function for drawn scores, in two shapes.
-
-    The shapes are the scores' own and that of the targets. A draw for which the
-    function fails has no value.
-
-    Attributes:
-        original_values: values for scores in their own shape
-        reshaped_values: values for scores in the shape of the targets
-    """
-
-    def __init__(
-        self,
-        f: Metric,
-        shape: tuple[int, ...],  # of one sample's scores
-        y: Tensor,  # [B, ...]
-        dtype: torch.dtype,
-        as_floats: bool,
-        with_gradient: bool,
-    ) -> None:
-        self.f = f
-        self.with_gradient = with_gradient
-        self.shape = (PROBE_SAMPLES, *shape)
-        floats = as_floats or y.is_floating_point()
-        # A loss of whole numbers is float32 in torch, whatever the scores' dtype.
-        is_exact = floats and dtype == torch.float64
-        self.relative_tolerance = 1e-9 if is_exact else 1e-5
-        target_dtype = dtype if floats else y.dtype
-        self.pairs = []
-        for scores, targets in _draw_pairs(y):
-            self.pairs.append((scores.to(dtype), targets.to(target_dtype)))
-        draws = range(len(self.pairs))
-        self.original_values = self.evaluate_draws(draws)
-        self.reshaped_values = self.evaluate_draws(draws, like_targets=True)
-
-    def evaluate_draws(
-        self,
-        draws: Iterable[int],
-        *,
-        like_targets: bool = False,
-        exchange_targets: bool = False,
-    ) -> DrawValues:
-        """The function's values for these draws.
-
-        Args:
-            draws: The numbers of the draws.
-            like_targets: True to give scores in the targets' shape.
-            exchange_targets: True to give each sample the target of another one.
-        """
-        values = {}
-        for draw in draws:
-            scores, targets = self.pairs[draw]
-            if not like_targets:
-                scores = scores.view(self.shape)
-            if exchange_targets:
-                targets = targets.roll(1, 0)
-            try:
-                values[draw] = self._evaluate(scores, targets)
-            except Exception:  # outside of its domain, or not in this shape
-                continue
-        return values
-
-    def _evaluate(self, scores: Tensor, targets: Tensor) -> float:
-        """The function's value; raises its errors, also those of its gradient."""
-        with torch.enable_grad():
-            scores = scores.clone().requires_grad_(self.with_gradient)
-            value: Any = self.f(scores, targets)
-            if self.with_gradient:
-                torch.autograd.grad(value.sum(), scores, allow_unused=True)
-        return float(value)
-
-    def find_form(self) -> ArgumentForm | None:
-        """The form that the values show; None where they leave it open.
-
-        Where no draw has a finite value in both shapes, but some have one in the
-        targets' shape, that is the form.
-        """
-        if not self.reshaped_values:
-            return ArgumentForm()
-        comparable = []  # draws with a finite value in both shapes
-        for draw in self.original_values.keys() & self.reshaped_values.keys():
-            original = self.original_values[draw]
-            reshaped = self.reshaped_values[draw]
-            if math.isfinite(original) and math.isfinite(reshaped):
-                comparable.append(draw)
-        different = []
-        for draw in comparable:
-            original = self.original_values[draw]
-            if not self.is_close(original, self.reshaped_values[draw]):
-                different.append(draw)
-        shape_plays_no_part = comparable and not different
-        # A value that differs from call to call shows nothing.
-        if shape_plays_no_part or not self._repeats(different):
-            return ArgumentForm()
-        if self._ignores_pairs(different):
-            return ArgumentForm(scores_like_targets=True)
-        return None
-
-    def _repeats(self, draws: Sequence[int]) -> bool:
-        """True where another call gives the same values, bit for bit."""
-        expected = {draw: self.original_values[draw] for draw in draws}
-        return self.evaluate_draws(draws) == expected
-
-    def _ignores_pairs(self, draws: Sequence[int]) -> bool:
-        """True where the values stay the same when samples exchange their targets.
-
-        The function has then paired each score with all targets.
-        """
-        exchanged = self.evaluate_draws(draws, exchange_targets=True)
-        for draw in draws:
-            value = exchanged.get(draw, math.nan)
-            if not self.is_close(value, self.original_values[draw]):
-                return False
-        return True
-
-    def is_close(self, value: float, other: float) -> bool:
-        """True where two values are equal up to rounding."""
-        return math.isclose(value, other, rel_tol=self.relative_tolerance)
-
-
-def _draw_pairs(y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scores and targets [PROBE_SAMPLES, ...], float64, at the scale of `y`.
-
-    Each draw of targets comes with three kinds of scores: between the smallest and the
-    largest target, between 0 and 1, and on both sides of 0.
-    """
-    known = y.detach().reshape(-1)[:4096].double().unique()
-    if len(known) < 2:  # targets that are all the same show nothing
-        known = _two_targets(y, known)
-    draws = torch.Generator().manual_seed(0)
-    count = PROBE_SAMPLES * y[:1].numel()
-    for _ in range(PROBE_DRAWS):
-        order = torch.randperm(count, generator=draws)
-        index = torch.linspace(0, len(known) - 1, count).long()[order]
-        targets = known[index.to(known.device)].view(PROBE_SAMPLES, *y.shape[1:])
-        # From 0.05 to 0.45: each score is nearer to one target, but equals none.
-        position = 0.05 + 0.4 * torch.rand(targets.shape, generator=draws)
-        # Between the targets of two other samples.
-        scores = targets.roll(2, 0).lerp(targets.roll(3, 0), position.to(targets))
-        low, high = scores.aminmax()
-        yield scores, targets
-        width = (high - low).clamp(min=1e-300)  # no division by 0
-        yield 0.1 + 0.8 * (scores - low) / width, targets
-        # Scores with a mean of 0 would hide what is multiplied by it.
-        yield scores - scores.median(), targets
-
-
-def _two_targets(y: Tensor, known: Tensor) -> Tensor:
-    """Two different targets, of which the first is the known one."""
-    value = float(known[0]) if len(known) else 0.0
-    other = value / 2 if y.is_floating_point() else value // 2
-    if value == 0:
-        other = 1.0
-    return torch.tensor([value, other], device=y.device, dtype=torch.float64)
-
-
-class CustomMetric:
-    """A user's metric, called with arguments in the form that it takes."""
-
-    def __init__(self, name: str, metric: Metric) -> None:
-        self.name = name
-        self.metric = metric
-        self._argument_form: ArgumentForm | None = None
-
-    def __call__(self, scores: Tensor, y: Tensor) -> Any:
-        """The metric's value for one client's scores and targets [n, ...].
-
-        Raises ValueError where the form of its arguments cannot be found.
-        """
-        if scores.shape != y.shape and has_one_score_each(scores, y) and len(y):
-            if self._argument_form is None:
-                self._argument_form = find_argument_form(self.metric, scores, y)
-            if self._argument_form is None:
-                raise ValueError(
-                    f"it gives another value for scores {list(scores.shape)} than in "
-                    f"the shape of the targets, {list(y.shape)}; let it begin with "
-                    "scores.reshape(y.shape)"
-                )
-            scores, y = self._argument_form.convert(scores, y)
-        return self.metric(scores, y)
+    return scores.reshape(y.shape) if has_one_score_each(scores, y) else scores
 
 
 # metrics by name: one client's scores and labels -> a number -------------------
@@ -613,7 +374,7 @@ def metrics_of(
         if isinstance(metric, str):
             functions[name] = _metric_by_name(metric, classes)
         else:
-            functions[name] = CustomMetric(name, metric)
+            functions[name] = metric
     return functions
 
 
@@ -644,7 +405,8 @@ def measured_by(
     values = []
     for (scores, y), client in zip(pairs, clients, strict=True):
         try:
-            values.append(float(metric(scores.detach(), y)))
+            scores = shape_like_targets(scores.detach(), y)
+            values.append(float(metric(scores, y)))
         except Exception as error:
             raise ValueError(
                 f"metrics: {name!r} failed for client {client} with "

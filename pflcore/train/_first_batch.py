@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pflcore.data._federation import Federation
-from pflcore.metrics import ArgumentForm
 from pflcore.nn._context import forward_context
 from pflcore.train import _validate as validate
 from pflcore.train._augment import check_augment
@@ -33,9 +32,8 @@ FIRST_BATCH_SIZE = 8  # samples
 def prepare_net(net: Net, data: Federation, training: Training) -> None:
     """Runs a batch through the module, and sets facts of `net`.
 
-    The facts are: which part is the head, whether there is one score for each label, in
-    which form the loss takes that score (`argument_form`), and whether the module can
-    train on a single sample (`merge_last_sample`). Raises MismatchError where model,
+    The facts are: which part is the head, whether there is one score for each label,
+    and whether the module can train on a single sample (`merge_last_sample`). Raises MismatchError where model,
     data and loss do not fit together.
     """
     validate.check_torch_modes()
@@ -46,11 +44,9 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
     count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
     x, y = spread_samples(data, count)
     check_augment(training.transforms, data, x)
-    net.argument_form = ArgumentForm()
-    # The first pass finds the form of the loss's arguments, and the second uses it.
     for train in (False, True):
         precision = training.precision if train else None
-        run = partial(first_batch_loss, net, data, x, y, train, not train, precision)
+        run = partial(first_batch_loss, net, data, x, y, train, precision)
         validate.run_without_global_draws(run)
     plan_single_samples(net, data, training)
 
@@ -103,14 +99,12 @@ def first_batch_loss(
     x: Tensor,  # [B, ...]
     y: Tensor,  # [B, ...]
     train: bool,
-    find_form: bool = False,
     precision: Precision = None,
 ) -> Tensor:
     """Loss of one batch by a copy of the module.
 
     Sets `net.single_score`. In training mode the backward pass runs too, and the head
-    of `net` is located. With `find_form` the form in which the loss takes scores and
-    targets is set in `net`. Raises MismatchError where a pass fails.
+    of `net` is located. Raises MismatchError where a pass fails.
     """
     module = copy.deepcopy(net.module)
     net.set_mode(module, train)
@@ -133,8 +127,6 @@ def first_batch_loss(
             scores = scores_of(module(x))
         validate.check_scores(net, data, scores, y)
         net.single_score = scores.numel() == y.numel()
-        if find_form:
-            net.argument_form = validate.loss_argument_form(net, scores, y)
         with validate.reraise_as(partial(validate.explain_loss_error, net, scores, y)):
             loss = net.batch_loss(scores, y)
         validate.check_loss(loss)

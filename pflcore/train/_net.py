@@ -30,7 +30,7 @@ from torch import Tensor
 from pflcore._device import to_device
 from pflcore.check import Seed, checked
 from pflcore.data._inputs import IGNORED_LABEL, Fields
-from pflcore.metrics import ArgumentForm
+from pflcore.metrics import has_one_score_each
 from pflcore.nn._context import forward_context, forward_state
 from pflcore.nn._dropout import use_own_dropout
 from pflcore.train._bound_module import (
@@ -42,6 +42,7 @@ from pflcore.train._bound_module import (
 )
 from pflcore.train._losses import (
     LOGIT_LOSSES,
+    LOSSES,
     REGRESSION_LOSSES,
     Loss,
     ignored_label,
@@ -104,9 +105,8 @@ class Net:
         merge_last_sample: True where a last batch of a single sample joins the batch
             before it, since the model cannot train on one sample.
         single_score: True where there is one score for each label.
-        argument_form: The form in which the loss takes a single score.
 
-    The last three are set before round 1, when the model first meets data.
+    The last two are set before round 1, when the model first meets data.
 
     >>> net = Net(nn.Linear(4, 3))
     >>> net(net.w0, torch.zeros(2, 4)).shape
@@ -121,6 +121,7 @@ class Net:
         seed: Seed = 0,
     ) -> None:
         self.loss_fn = resolve_loss(loss, "loss")
+        self.has_own_loss = self.loss_fn not in LOSSES.values()
         self.build = build
         self.seed = seed
         self.fields: Fields | None = None
@@ -137,10 +138,9 @@ class Net:
         self._set_buffers()
         self.head_name = self._find_head(head)
         self._head_given = head is not None
-        # `prepare_net` sets the next three.
+        # `prepare_net` sets the next two.
         self.merge_last_sample = False
         self.single_score = False
-        self.argument_form = ArgumentForm()
         self._threads = threading.local()  # one `BoundModule` for each thread and part
 
     def _set_parameters(self) -> None:
@@ -484,10 +484,12 @@ class Net:
     def batch_loss(self, scores: Tensor, y: Tensor) -> Tensor:
         """The loss [] of a batch's scores and targets [B, ...].
 
-        They reach `loss_fn` in the form that it takes, and with the label that it
-        leaves out.
+        A loss of the user's own gets one score for each target in the shape of the
+        targets, and both as floats. Labels reach it with the label that it leaves out.
         """
-        scores, y = self.argument_form.convert(scores, y)
+        if self.has_own_loss and has_one_score_each(scores, y):
+            scores = scores.reshape(y.shape)
+            y = y if y.is_floating_point() else y.to(scores.dtype)
         # Autocast computes losses in float32. Under vmap it does not reach all of the
         # functions that they consist of.
         device_type = scores.device.type

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pflcore.data._federation import Federation
 from pflcore.data._inputs import IGNORED_LABEL
-from pflcore.metrics import ArgumentForm, find_argument_form, has_one_score_each
+from pflcore.metrics import has_one_score_each
 from pflcore.nn._context import forward_context
 from pflcore.train import _memory as memory
 from pflcore.train._losses import LOSSES, loss_name
@@ -182,28 +182,6 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
         )
 
 
-def loss_argument_form(net: Net, scores: Tensor, y: Tensor) -> ArgumentForm:
-    """The form in which a loss takes one score for each target.
-
-    Raises MismatchError where the loss gives different values for scores in their own
-    shape and in that of the targets, and neither value is shown to be wrong.
-    """
-    shape = list(scores.shape)
-    targets = list(y.shape)
-    is_ours = net.loss_fn in LOSSES.values()
-    is_same_form = shape == targets and y.is_floating_point()
-    if is_ours or is_same_form or not has_one_score_each(scores, y):
-        return ArgumentForm()
-    form = find_argument_form(net.loss_fn, scores, y, is_loss=True)
-    if form is None:
-        raise MismatchError(
-            f"loss: {loss_name(net.loss_fn)} gives another value for scores {shape} "
-            f"than for scores in the shape of the targets, {targets}; give the targets "
-            "the scores' shape, or let it begin with scores.reshape(y.shape)."
-        )
-    return form
-
-
 def _check_void_labels(net: Net, data: Federation, scores: Tensor, y: Tensor) -> None:
     """Raises MismatchError for labels of steps without an output of the model.
 
@@ -295,6 +273,10 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
 def explain_loss_error(net: Net, scores: Tensor, y: Tensor, e: BaseException) -> str:
     """Text of an error that the loss raised."""
     remedy = ""
+    if net.has_own_loss and scores.shape != y.shape and has_one_score_each(scores, y):
+        scores = scores.reshape(y.shape)
+        y = y.to(scores.dtype)
+        remedy = "; with one score for each target, it gets them in the targets' shape"
     if "BCE" in loss_name(net.loss_fn) and scores.numel() != y.numel():
         remedy = (
             "; it compares them one by one: let the model give one output for each "

@@ -1,7 +1,6 @@
 """A history gives its series, tables, problems and a short repr."""
 
 import math
-import re
 
 import pytest
 import torch

@@ -99,36 +99,28 @@ def test_a_client_elsewhere_has_its_column_of_scores_in_the_targets_shape():
     assert losses[0] == pytest.approx(losses[1])
 
 
-def pairs(s, other, y):
-    """Loss of the order of each pair of samples.
+def test_a_loss_of_pairs_gets_the_targets_shape():
+    def ranks(s, y):
+        """Loss of the order of each pair of samples."""
+        assert s.shape == y.shape
+        column, targets = s.reshape(-1, 1), y.reshape(-1, 1)
+        return (1 - (column - column.mT) * (targets - targets.mT).sign()).relu().mean()
 
-    It compares scores [B, 1] with their transpose.
-    """
-    y = y.reshape(-1, 1)
-    return (1 - (s - other) * (y - y.mT).sign()).relu().mean()
-
-
-def ranks(s, y):
-    return pairs(s, s.T, y)
-
-
-def test_a_loss_of_all_pairs_is_as_it_is_or_refused():
-    with sentence(
-        r"loss: ranks gives another value for scores \[\d+, 1\] than .* \[\d+\]; "
-    ):
-        evaluated(ranks, column, COUNTS)
     torch.manual_seed(0)
     want = evaluated(ranks, column, COUNTS[:, :, None])["loss"]
     torch.manual_seed(0)
-    # A row has no .mT, so only a column of scores works.
-    assert evaluated(lambda s, y: pairs(s, s.mT, y), column, COUNTS)["loss"] == want
+    assert evaluated(ranks, column, COUNTS)["loss"] == want
     assert want[0] > 0
 
 
-def test_a_metric_is_handed_one_score_a_target_in_the_shape_that_it_takes():
+def test_a_loss_that_expects_a_column_is_refused():
+    with sentence(r"loss: it fails .* shape \[\d+\] .*one score for each target"):
+        evaluated(lambda s, y: (s[:, 0] - y).abs().mean(), column, COUNTS)
+
+
+def test_a_metric_gets_scores_in_the_targets_shape():
     functions = {
         "mean": lambda s, y: (s - y).abs().mean(),
-        "column": lambda s, y: (s[:, 0] - y).abs().mean(),
         "arrays": lambda s, y: abs(s.numpy() - y.numpy()).mean(),
     }
     torch.manual_seed(0)
@@ -201,7 +193,7 @@ def test_the_mean_over_a_batch_of_a_divergence_is_a_loss():
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda s, y: ((s[:, 0] - y) ** 2).mean(),
+        lambda s, y: ((s - y) ** 2).mean(),
         lambda s, y: ((s.view(y.shape) - y) ** 2).mean(),
         F.mse_loss,
         nn.MSELoss(reduction="mean"),

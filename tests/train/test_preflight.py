@@ -351,7 +351,7 @@ def test_metrics_of_labels_need_a_loss_that_says_what_one_score_means():
             model=nn.Linear(6, 1),
             data=data,
             metrics=names,
-            loss=lambda s, y: F.binary_cross_entropy_with_logits(s[:, 0], y.float()),
+            loss=lambda s, y: F.binary_cross_entropy_with_logits(s, y),
         )
     for loss in (
         "binary_cross_entropy",
