@@ -29,6 +29,7 @@ import pytest
 import torch
 from tyro.conf import Positional
 
+from bench.distance_attacks import distance_adversary
 from bench.problem import parsed
 from bench.table import Table, markdown
 from pflcore import (
@@ -58,8 +59,8 @@ from pflcore.robust import (
 )
 from pflcore.simulation._attacks import Attack
 
-# All but "control", which needs control variates.
-ATTACKS = tuple(name for name in get_args(Attack) if name != "control")
+RULE_ATTACKS = ("nearby", "nearby_blind")  # by clients that know the server's rule
+ATTACKS = (*get_args(Attack), *RULE_ATTACKS)
 # All but those that keep no client out, and the one that goes before another.
 NO_DEFENCES = ("mean", "private", "nearest_neighbor_mixing")
 DEFENCES = tuple(name for name in MEANS if name not in NO_DEFENCES)
@@ -104,7 +105,7 @@ def played(
     """
     robustness = Robustness(clip)
     if attack:
-        robustness = Robustness(clip, Adversary(attack, bad))  # type: ignore[arg-type]
+        robustness = Robustness(clip, _adversary(attack, bad))
     eligible = None
     if absent:
         eligible = [client for client in range(N) if client not in bad]
@@ -122,6 +123,15 @@ def played(
         accuracy = recorded.last_values("accuracy").nanmean().nan_to_num()
         results.append([float(accuracy), float(bad_weight)])
     return 100 * torch.tensor(results, dtype=torch.float64)
+
+
+def _adversary(
+    attack: str, bad: tuple[int, ...], victims: tuple[int, ...] | None = None
+) -> Adversary:
+    """Clients that do the attack of this name."""
+    if attack in (*RULE_ATTACKS, "control"):
+        return distance_adversary(attack, bad, victims=victims)
+    return Adversary(attack, bad)  # type: ignore[arg-type]
 
 
 def _simulation(
@@ -298,7 +308,7 @@ def _aimed_at(
     adversary = None
     if attack and attack != ABSENT:
         victims = (TARGET,) if attack == "nearby" else None
-        adversary = Adversary(attack, bad, victims=victims)  # type: ignore[arg-type]
+        adversary = _adversary(attack, bad, victims)
     simulation = _simulation(
         ALGORITHMS[name](),
         federation,

@@ -272,9 +272,7 @@ class Misspelt(FedAvg):
         return {"w": client_state["v"]}
 
 
-@found(
-    r"init_clent: no hook has this name, did you mean 'init_client'; the name of a "
-)
+@found(r"init_clent: no hook has this name, did you mean 'init_client'; the name of a ")
 class MisspeltHook(Trains):
     """A misspelt hook, without whose result another hook fails."""
 
@@ -286,7 +284,7 @@ class MisspeltHook(Trains):
 
 
 @found(
-    r"needs_val: no run reads this attribute of Flags; write traits = Traits\(needs_val="
+    r"needs_val: no run reads this attribute of Flags; write traits = Traits\(needs_v"
 )
 class Flags(FedAvg):
     needs_val = True

@@ -250,12 +250,10 @@ class FedDWA(Algorithm):
             )
             fixed = {"local_optimizer": reason, "clip_grad": reason}
         cache = ("last",) if self.guidance == "previous" else ()
-        sends_guidance = self._trains_ahead or self.guidance == "kept"
         return Traits(
             batch_norm=("local", "average"),  # local in the authors' code
             fixed_training=fixed,
             model_uploads={"w": "down.x", "g": "down.x"},
-            compared_with={"w": "g"} if sends_guidance else {},
             per_client_state=("x", "seen", *cache),
             evaluation_only=("serve",),
             reported_state=("mix",),

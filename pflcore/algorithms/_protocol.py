@@ -226,11 +226,6 @@ class Traits(NamedTuple):
         model_uploads: Names of uploads that are models, not differences. Each maps to
             the model from which its update is measured: "down.x" for x of the client's
             download, or "server.w" for the client's row of the server's tensor w.
-        compared_with: Names of uploads whose weights the server finds by distance from
-            another upload of the client that receives the mix: {"w": "g"} means that
-            client i's weights fall with the distance of the uploads w from its own g.
-            Only attacks read it; they take an upload that is not named here for
-            compared with the receiver's own.
         mean_state: Names of server tensors that are means over all clients with
             training samples, of what is 0 for a client that never took part. They are
             smaller with one client more.
@@ -252,7 +247,6 @@ class Traits(NamedTuple):
     fixed_training: Mapping[str, str] = {}
     rounds_reason: str = ""
     model_uploads: Mapping[str, str] = {}
-    compared_with: Mapping[str, str] = {}
     mean_state: tuple[str, ...] = ()
     per_client_state: tuple[str, ...] = ()
     clipped_with_update: tuple[str, ...] = ()

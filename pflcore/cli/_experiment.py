@@ -113,7 +113,6 @@ class Options:
         attack: attack of the bad clients; only the others are evaluated
         attack_clients: the bad clients, by number or name
         attack_strength: strength of the attack; each attack has a default
-        attack_victims: honest clients that "nearby" aims at, by number or name
         batch_norm: batch norm's running statistics: average, local, or auto for the
             policy of the method
         metrics: metrics of each client in addition to loss and accuracy: auc, f1,
@@ -151,7 +150,6 @@ class Options:
     attack: Attack | None = None
     attack_clients: tuple[int | str, ...] | None = None
     attack_strength: float | None = None
-    attack_victims: tuple[int | str, ...] | None = None
     batch_norm: str = "auto"
     metrics: tuple[str, ...] = ()
 
@@ -183,7 +181,7 @@ class Options:
         Raises ValueError where only a part of the attack's options is given.
         """
         options = (self.attack, self.attack_clients, self.attack_strength)
-        if all(option is None for option in (*options, self.attack_victims)):
+        if all(option is None for option in options):
             return Robustness(self.clip)
         if self.attack is None:
             words = f"an attack ({', '.join(get_args(Attack))}) beside its options"
@@ -195,9 +193,7 @@ class Options:
                 self.attack_clients,
                 remedy="give their numbers or names, such as --attack-clients 0 3",
             )
-        adversary = Adversary(
-            self.attack, self.attack_clients, self.attack_strength, self.attack_victims
-        )
+        adversary = Adversary(self.attack, self.attack_clients, self.attack_strength)
         return Robustness(self.clip, adversary)
 
 
@@ -439,12 +435,7 @@ class Job:
         bad = o.attack_clients or ()
         if any(isinstance(client, str) for client in bad):
             bad = tuple(ids_of("adversary", bad, data.n, data.names).tolist())
-        victims = o.attack_victims
-        if victims and any(isinstance(client, str) for client in victims):
-            victims = tuple(ids_of("victims", victims, data.n, data.names).tolist())
-        options = replace(
-            o, target=target, attack_clients=bad or None, attack_victims=victims
-        )
+        options = replace(o, target=target, attack_clients=bad or None)
         return replace(self, options=options)
 
     def num_rounds(self, n: int) -> int:

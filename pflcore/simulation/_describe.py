@@ -23,7 +23,6 @@ from pflcore.data._ragged import Ragged
 from pflcore.ops import __version__, backend
 from pflcore.results._updates import OUTLIER_RATIO, longest_update
 from pflcore.results.record import to_json
-from pflcore.simulation._attacks import Adversary
 from pflcore.simulation._sampling import describe_sampling
 from pflcore.simulation._state import RunConfig, State
 from pflcore.simulation._uploads import RoundOutcome
@@ -115,7 +114,7 @@ def describe_run(simulation: Simulation, digests: Record) -> Record:
     if isinstance(alg, SplitModel):
         record["private"] = _private_parameters(alg, net)
     if adversary is not None:
-        record["adversary"] = _adversary_facts(adversary)
+        record["adversary"] = asdict(adversary)
     sizes = config.data.size("train").tolist()
     header: Record = {**to_json(record), "size": sizes, "digests": digests}
     return header
@@ -200,14 +199,6 @@ def _made_with(header: Record) -> Record:
     """The entries of a header that may change last digits."""
     entries = {name: header[name] for name in LAST_DIGITS if name in header}
     return {**entries, "form": header.get("path", {}).get("form")}
-
-
-def _adversary_facts(adversary: Adversary) -> Record:
-    """The adversary for the header; victims stand there where an attack names some."""
-    facts = asdict(adversary)
-    if adversary.victims is None:
-        del facts["victims"]
-    return facts
 
 
 def _is_uniform(sampling: Any) -> bool:

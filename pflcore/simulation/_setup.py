@@ -70,7 +70,6 @@ def with_adversary_ids(
         return robustness
     adversary = robustness.adversary.with_ids(data)
     adversary.check_target(getattr(algorithm, "target", None))
-    adversary.check_uploads(algorithm)
     return replace(robustness, adversary=adversary)
 
 

@@ -33,8 +33,8 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
     """Runs a batch through the module, and sets facts of `net`.
 
     The facts are: which part is the head, whether there is one score for each label,
-    and whether the module can train on a single sample (`merge_last_sample`). Raises MismatchError where model,
-    data and loss do not fit together.
+    and whether the module can train on a single sample (`merge_last_sample`). Raises
+    MismatchError where model, data and loss do not fit together.
     """
     validate.check_torch_modes()
     validate.check_has_training(data)

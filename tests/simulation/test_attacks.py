@@ -58,10 +58,6 @@ NOT = """\
 {"clients": []} | {} | adversary: expected ids of clients from 0 to 9, each once
 {"clients": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]} | {} | adversary: expected at least one honest client
 {"attack": "label_flip", "strength": 2.0} | {} | strength: expected None, as labels are
-{"victims": [1]} | {} | victims: expected None, as 'sign_flip' aims at nobody
-{"attack": "nearby", "victims": [1, 8]} | {} | victims: expected honest clients
-{"attack": "nearby", "victims": [10]} | {} | victims: expected ids of clients from 0 to 9
-{"attack": "control"} | {} | adversary: expected an attack on what FedAvg uploads, got 'control'; only clients with control variates
 {} | {"mean": "fltrust"} | mean: expected fltrust with trusted_client
 {} | {"mean": "fltrust:10"} | trusted_client: expected a client from 0 to 9
 """  # noqa: E501
@@ -181,25 +177,3 @@ def test_the_command_line_poisons_and_defends(tmp_path, capsys):
     }
     assert head["options"]["mean"] == "trimmed_mean:num_byzantine=2"
     assert "inner_product by clients 1, 2" in capsys.readouterr().out
-
-
-def test_the_record_has_the_victims_and_the_weights_of_the_attackers():
-    bad = Adversary("nearby", BAD, victims=[3])
-    history = run("feddwa", rounds=2, adversary=bad).run()
-    assert history.header["adversary"]["victims"] == [3]
-    (_, weights) = history.weights()
-    for weight in weights:
-        assert weight[3, BAD].min() >= weight[3, :8].max() * (1 - 1e-3)
-
-
-def test_the_command_line_names_victims(tmp_path):
-    pytest.importorskip("tyro")
-    from pflcore.cli import main
-
-    words = (
-        "run feddwa --data synthetic_clusters --rounds 1 --quiet --attack nearby "
-        f"--attack-clients 1 2 --attack-victims 0 --out {tmp_path}"
-    )
-    assert main(words.split()) == 0
-    (run_read,) = read(tmp_path)
-    assert run_read.header["adversary"]["victims"] == [0]
