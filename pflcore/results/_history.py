@@ -241,9 +241,9 @@ class History:
     def compare(self, other: History) -> Comparison:
         """The differences from another run: in the description and in the numbers.
 
-        Its text has the first round and client that differ, and what
-        docs/determinism.md says on the fields of the headers that differ. Equal bits
-        are said, too. The seconds of rounds are left out.
+        Its text has the fields of the headers that differ, and the first round that
+        does, with its numbers. Equal bits are said, too. The seconds of rounds are left
+        out.
         """
         words = "a History, as Simulation.run() and pflcore.results.read() return it"
         require(isinstance(other, History), "other", words, other)
