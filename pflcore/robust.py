@@ -44,6 +44,7 @@ from pflcore.check import (
     reject,
     require,
 )
+from pflcore.ops._directions import cosine_matrix, length_ratios
 from pflcore.train._random import generator_of
 
 __all__ = [
@@ -275,7 +276,7 @@ class FLTrust(Mean):
     def weigh(self, up: Uploads) -> Weighed:
         trusted_id = known_id("trusted_client", self.trusted_client)
         row = int((up.cohort.ids == trusted_id).nonzero())
-        return up.rows, _trust_weights(up.rows, _lengths(up.rows), row)
+        return up.rows, _trust_weights(up.rows, row)
 
 
 @dataclass(frozen=True)
@@ -720,22 +721,19 @@ def weiszfeld(delta: Tensor) -> Tensor:
 
 def _trust_weights(
     delta: Tensor,  # [S, P]
-    norm: Tensor,  # [S]
     trusted_row: int,
 ) -> Tensor:  # [1, S]
-    """FLTrust's weights [1, S]: cosines with the trusted update, divided by lengths.
+    """FLTrust's weights [1, S]: cosines with the trusted update, by ratios of lengths.
 
-    The division brings each update to the length of the trusted one.
+    The ratios bring each update to the length of the trusted one. They are at most
+    1e30, which still is a number in float32: an update that is shorter by more counts
+    less, and one of zeros has a cosine of 0.
     """
-    trusted_norm = norm[trusted_row]
     trusted = delta[trusted_row : trusted_row + 1]
-    sqdist = ops.pairwise_sqdist(delta, trusted)[:, 0]
-    # The cosine of a much shorter update, above all of zeros, is only rounding.
-    has_direction = norm > 1e-12 * trusted_norm
-    product = norm**2 + trusted_norm**2 - sqdist  # twice the inner product
-    trust = (has_direction * product / (2 * norm * trusted_norm)).clamp(0, 1)
+    trust = cosine_matrix(delta, trusted)[:, 0].clamp(min=0)
     trust[trusted_row] = 1.0
-    return (trust / trust.sum() * trusted_norm / norm)[None]
+    ratio = length_ratios(delta, trusted_row).clamp(max=1e30)
+    return (trust / trust.sum() * ratio)[None]
 
 
 # functions ------------------------------------------------------------------------

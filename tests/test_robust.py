@@ -189,6 +189,62 @@ def test_two_bad_rows_of_eleven_move_it_little(name, seed, value):
         assert float(mixed.norm()) <= 1.5 * longest
 
 
+lengths = st.sampled_from([1e-30, 1e-12, 1e-3, 1e8, 1e15, 1e16, 1e17, 1e18, 1e30])
+
+
+def fltrust_by_formula(rows, trusted):
+    """FLTrust's equations 2 to 4, in numpy's longest floats."""
+    rows = rows.double().numpy().astype(np.longdouble)
+    unit = rows / np.sqrt((rows * rows).sum(1, keepdims=True))
+    trust = np.maximum(unit @ unit[trusted], 0)
+    length = np.sqrt((rows[trusted] ** 2).sum())
+    return torch.from_numpy((trust @ unit / trust.sum() * length).astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(st.integers(0, 10**6), lengths, st.booleans())
+def test_fltrust_is_its_formula_at_any_length(dtype, seed, length, is_opposite):
+    gen = torch.Generator().manual_seed(seed)
+    rows = torch.randn(1, 100, generator=gen) + torch.randn(7, 100, generator=gen)
+    sign = -1 if is_opposite else 1
+    rows[3:] = sign * length * (rows[0] + torch.randn(4, 100, generator=gen))
+    rows = rows.to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    got = robust.fltrust(rows, 0).double()
+    want = fltrust_by_formula(rows, 0)
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@given(st.integers(0, 10**6), st.floats(1e14, 1e19))
+def test_no_length_turns_fltrust(seed, length):
+    """Nine clients send the opposite of the trusted update, at lengths of their choice.
+
+    The result points where it pointed without them.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    trusted = torch.randn(1, 1000, generator=gen)
+    honest = trusted + 0.3 * torch.randn(3, 1000, generator=gen)
+    against = -length * trusted * torch.linspace(1, 1.1, 9)[:, None]
+    alone = robust.fltrust(torch.cat([trusted, honest]), 0)
+    got = robust.fltrust(torch.cat([trusted, honest, against]), 0)
+    torch.testing.assert_close(got, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("row", ["largest", "least", "zeros"])
+def test_fltrust_is_finite_beside_extreme_rows(dtype, row):
+    info = torch.finfo(dtype)
+    values = {"largest": info.max, "least": info.tiny * info.eps, "zeros": 0.0}
+    rows = torch.ones(3, 8, dtype=dtype)
+    rows[1] = values[row]
+    got = robust.fltrust(rows, 0)
+    assert got.isfinite().all()
+    # The largest counts as much as the others, the least less than it could.
+    want = torch.ones(8, dtype=dtype) * (got[0] if row == "least" else 1.0)
+    torch.testing.assert_close(got, want)
+    assert 0.6 < got[0] <= 1 + 1e-6
+
+
 @given(st.integers(1, 9), st.integers(0, 10**6))
 def test_mixed_neighbours_are_their_definition(s, seed):
     f = (s - 1) // 2
