@@ -59,6 +59,15 @@ def unit_rows(rows: Tensor) -> Tensor:
     return _unit_block(rows, None, slice(None), _scales(rows, None))
 
 
+def row_lengths(rows: Tensor, origin: Tensor | None = None) -> Tensor:
+    """The lengths of the rows [M, P], seen from `origin` [P]: [M] float64.
+
+    A length is infinite only where it is above float64's largest number.
+    """
+    largest, length = _scales(rows, origin)
+    return largest * length
+
+
 def length_ratios(rows: Tensor, row: int) -> Tensor:
     """The length of one row over that of each of `rows` [M, P]: [M] float64.
 
