@@ -146,6 +146,90 @@ def test_no_row_has_a_smaller_sum_of_distances_than_the_geometric_median(s, seed
     assert all(total(median) <= total(z) * (1 + 1e-7) for z in [*rows, *others])
 
 
+def rows_around(kind, seed):
+    """Sets of rows that make the search for a geometric median hard."""
+    gen = torch.Generator().manual_seed(seed)
+    rows = torch.randn(7, 2, generator=gen, dtype=torch.float64)
+    if kind == "three":
+        return rows[:3]
+    if kind == "coincident":
+        rows[3:] = rows[3] + (rows[3:] - rows[3]).round()
+    if kind == "some equal":
+        rows[1] = rows[2] = rows[0]
+    if kind == "collinear":
+        rows = rows[:, :1] * rows[0]
+    if kind == "clusters":
+        rows[:3] = rows[0] + 1e-4 * rows[:3]
+        rows[3:] = rows[3] + 1e-4 * rows[3:]
+    if kind == "far":
+        rows[4:6] *= 1e6
+    if kind == "one coordinate":
+        rows = rows[:, :1]
+    return rows
+
+
+def least_sum_of_distances(rows):
+    """The least sum of distances at the rows and after 3,000 of Weiszfeld's steps."""
+    rows = rows.numpy()
+
+    def total(z):
+        return np.linalg.norm(rows - z, axis=1).sum()
+
+    z = rows.mean(0)
+    for _ in range(3000):
+        weight = 1 / np.linalg.norm(rows - z, axis=1).clip(1e-300)
+        z = weight @ rows / weight.sum()
+    return min(map(total, [*rows, z]))
+
+
+KINDS = "three, coincident, some equal, collinear, clusters, far, one coordinate"
+
+
+@pytest.mark.parametrize("kind", KINDS.split(", "))
+@given(st.integers(0, 10**6))
+def test_a_geometric_median_has_the_least_sum(kind, seed):
+    rows = rows_around(kind, seed)
+    got = torch.linalg.vector_norm(rows - robust.geometric_median(rows), dim=1).sum()
+    assert float(got) <= least_sum_of_distances(rows) * (1 + 1e-8)
+
+
+def test_a_geometric_median_beside_a_row_is_found():
+    """Weiszfeld's steps alone need a thousand from the median of each coordinate."""
+    rows = torch.tensor([[1.4, 0.5], [-0.4, -0.2], [-0.5, -2.9]], dtype=torch.float64)
+    want = torch.tensor([-0.2767, -0.2860], dtype=torch.float64)
+    got = robust.geometric_median(rows)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_a_geometric_median_is_the_row_that_most_share(copies):
+    others = torch.eye(4)[: copies + 1].repeat(1, 3)
+    rows = torch.cat([torch.full((copies + 2, 12), 5.0), others])
+    assert torch.equal(robust.geometric_median(rows), rows[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(st.integers(0, 10**6))
+def test_the_length_of_far_rows_moves_no_geometric_median(dtype, seed):
+    """Only the directions of the far rows act."""
+    gen = torch.Generator().manual_seed(seed)
+    rows = torch.randn(9, 20, generator=gen).to(dtype)
+
+    def median(length):
+        return robust.geometric_median(torch.cat([rows[:6], rows[6:] * length]))
+
+    want = median(1e9)
+    longest = 1e37 if dtype == torch.float32 else 1e300
+    for length in (1e12, 1e17, 1e30, longest):
+        torch.testing.assert_close(median(length), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_geometric_median_that_is_not_reached_warns(monkeypatch):
+    monkeypatch.setattr(robust, "MEDIAN_STEPS", 1)
+    with pytest.warns(RuntimeWarning, match="1 steps did not reach .* at most"):
+        robust.geometric_median(ROWS)
+
+
 @given(st.integers(1, 9), st.floats(0.1, 10), st.integers(1, 5), st.integers(0, 10**6))
 def test_centered_clipping_is_its_formula(s, tau, steps, seed):
     gen = torch.Generator().manual_seed(seed)
@@ -187,6 +271,59 @@ def test_two_bad_rows_of_eleven_move_it_little(name, seed, value):
     if name in ("krum", "median"):
         mixed = call(name, robust.nearest_neighbor_mixing(rows, 2))
         assert float(mixed.norm()) <= 1.5 * longest
+
+
+lengths = st.sampled_from([1e-11, 1e-3, 1e8, 1e15, 1e16, 1e17, 1e18, 1e30])
+
+
+def fltrust_by_formula(rows, trusted):
+    """FLTrust's equations 2 to 4, in numpy's longest floats."""
+    rows = rows.double().numpy().astype(np.longdouble)
+    unit = rows / np.sqrt((rows * rows).sum(1, keepdims=True))
+    trust = np.maximum(unit @ unit[trusted], 0)
+    length = np.sqrt((rows[trusted] ** 2).sum())
+    return torch.from_numpy((trust @ unit / trust.sum() * length).astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(st.integers(0, 10**6), lengths, st.booleans())
+def test_fltrust_is_its_formula_at_any_length(dtype, seed, length, is_opposite):
+    gen = torch.Generator().manual_seed(seed)
+    rows = torch.randn(1, 100, generator=gen) + torch.randn(7, 100, generator=gen)
+    sign = -1 if is_opposite else 1
+    rows[3:] = sign * length * (rows[0] + torch.randn(4, 100, generator=gen))
+    rows = rows.to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    got = robust.fltrust(rows, 0).double()
+    want = fltrust_by_formula(rows, 0)
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@given(st.integers(0, 10**6), st.floats(1e14, 1e19))
+def test_no_length_turns_fltrust(seed, length):
+    """Nine clients send the opposite of the trusted update, at lengths of their choice.
+
+    The result points where it pointed without them.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    trusted = torch.randn(1, 1000, generator=gen)
+    honest = trusted + 0.3 * torch.randn(3, 1000, generator=gen)
+    against = -length * trusted * torch.linspace(1, 1.1, 9)[:, None]
+    alone = robust.fltrust(torch.cat([trusted, honest]), 0)
+    got = robust.fltrust(torch.cat([trusted, honest, against]), 0)
+    torch.testing.assert_close(got, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("row", ["largest", "least", "zeros"])
+def test_fltrust_is_finite_beside_extreme_rows(dtype, row):
+    info = torch.finfo(dtype)
+    values = {"largest": info.max, "least": info.tiny * info.eps, "zeros": 0.0}
+    rows = torch.ones(3, 8, dtype=dtype)
+    rows[1] = values[row]
+    got = robust.fltrust(rows, 0)
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, torch.ones(8, dtype=dtype))
 
 
 @given(st.integers(1, 9), st.integers(0, 10**6))

@@ -21,7 +21,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore import ops
 from pflcore._device import to_device
 from pflcore.algorithms._fedavg import ServerStep
 from pflcore.algorithms._fedopt import ServerOptimizer
@@ -42,6 +41,7 @@ from pflcore.algorithms._protocol import (
     squared_norms,
 )
 from pflcore.check import NonNegativeFloat, NonNegativeInt, PositiveInt, Weighting
+from pflcore.ops._directions import cosine_matrix
 from pflcore.train import Clients, Net
 from pflcore.train._random import generator_of
 
@@ -453,7 +453,7 @@ class ClusteredFL(ServerStep):
         for i, client in enumerate(ids.tolist()):
             first_half = int(state["child"][cluster[client]])
             ways = state["way"][first_half : first_half + 2]
-            half = int(F.cosine_similarity(delta[i], ways).argmax())
+            half = int(cosine_matrix(delta[i : i + 1], ways).argmax())
             cluster[client] = first_half + half
         return cluster
 
@@ -501,23 +501,13 @@ class ClusteredFL(ServerStep):
             return None
         if not self.relative and longest <= self.eps2:
             return None
-        cosine = cosine_matrix(ops.pairwise_sqdist(delta).cpu(), norm2[:-1])
+        cosine = cosine_matrix(delta).cpu()
         group = agglomerate(cosine, 2, self.linkage)
         second = group != group[0]
         largest_across = cosine[second][:, ~second].max()
         if self.gamma and ((1 - largest_across) / 2) ** 0.5 <= self.gamma:
             return None
         return second
-
-
-def cosine_matrix(sqdist: Tensor, norm2: Tensor) -> Tensor:
-    """Cosines [m, m] from squared distances [m, m] and squared norms [m].
-
-    They are 0 where a norm is 0. Exact distances make cosines near 1 exact, too.
-    """
-    length = (norm2[:, None] * norm2).sqrt()
-    cosine = (norm2[:, None] + norm2 - sqdist) / 2 / length
-    return torch.where(length > 0, cosine, 0.0).clamp(-1, 1)
 
 
 def agglomerate(similarity: Tensor, k: int, linkage: str = "complete") -> Tensor:

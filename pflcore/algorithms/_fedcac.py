@@ -124,6 +124,7 @@ class FedCAC(Algorithm):
         """Mask [S, S]: True where client i collaborates with j in round `number`."""
         critical = mask.float()
         size = critical.sum(1, keepdim=True, dtype=torch.float64)
+        # Masks have whole squared distances, which float64 holds exactly.
         overlap = 1 - ops.pairwise_sqdist(critical) / (2 * size)
         overlap = torch.where(size > 0, overlap, 0.0)
         itself = torch.eye(len(mask), dtype=torch.bool, device=mask.device)

@@ -42,72 +42,77 @@ from pflcore.check import (
     PositiveInt,
     UnitFloat,
 )
+from pflcore.ops._directions import cosine_matrix
 from pflcore.train import Clients, Net
 
 
 def inner_products(
-    to_guide: Tensor,  # [K] |g - w_j|^2, exact
-    between: Tensor,  # [K, K] |w_j - w_k|^2, exact
-) -> Tensor:  # [K, K] float64
+    w: Tensor,  # [K, P]
+    g: Tensor,  # [P]
+) -> Tensor:  # [K, K] float64, on the CPU
     """FedDWA's Gram matrix (Eq. 11): inner products `(g - w_j) . (g - w_k)`.
 
-    They come from squared distances alone: `(|g - w_j|^2 + |g - w_k|^2 - |w_j -
-    w_k|^2) / 2`. Over the simplex, the first two terms are linear in p, and the
-    curvature is that of `between`.
+    They are cosines times lengths, each as exact as float64 is, so that a model which
+    is very far away leaves the others' as they are.
 
-    Where the models are much closer to each other than to the guide, a small number is
-    subtracted from a large sum. float64 then rounds off what is below 1e-16 of the sum.
-    So models are told apart that differ by a millionth of their distance to the guide
-    (1e-12 of its square), and not much closer ones.
-
-    The default `ridge` of `simplex_qp` is coarser: it makes an even mix of models that
-    are closer than some hundred-thousandth of that distance. ridge=0 does not.
+    Models are told apart that differ by a millionth of their distance to the guide
+    (1e-12 of its square), and not much closer ones. The default `ridge` of `simplex_qp`
+    is coarser: it makes an even mix of models that are closer than some
+    hundred-thousandth of that distance. ridge=0 does not.
     """
-    return (to_guide[:, None] + to_guide - between) / 2
+    length = ops.pairwise_sqdist(w, g[None])[:, 0].sqrt()
+    gram = length[:, None] * length * cosine_matrix(w, origin=g)
+    return gram.cpu()
 
 
-# A descent below this is only rounding: the right side of the system is 1.
+# A descent below this is only rounding: the right side of the system is at most 1.
 SOLVED_DESCENT = 1e-13
 
 
 def simplex_qp(gram: Tensor, ridge: float = 1e-10) -> Tensor:
     """The p [K] >= 0 with sum 1 that minimises `p . gram p`, float64.
 
-    The sum of 1 is not a constraint of the search. The q >= 0 that minimises `q . gram
-    q + (sum(q) - 1)^2` has the direction of p, and dividing by its sum gives p. The
-    term `sum(q)^2` adds 1 to every entry of the matrix, and the right side is 1. The
-    active set method of Lawson and Hanson finds q (1974, Solving least squares
-    problems, algorithm NNLS): the coordinate with the steepest descent is freed, the
-    free ones move towards their optimum, and those that would become negative are fixed
-    at 0 again.
+    Coordinates are q_j = length_j p_j, with the diagonal's roots as lengths in units of
+    the least one: so a large entry of the diagonal takes no digits from the others. The
+    sum of 1 is not a constraint of the search. With a_j = 1 / length_j, the q >= 0 that
+    minimises `q . C q + (a . q - 1)^2` has the direction of the optimum, and dividing
+    by `a . q` gives it. C is gram in these coordinates, its diagonal is 1. The active
+    set method of Lawson and Hanson finds q (1974, Solving least squares problems,
+    algorithm NNLS): the coordinate with the steepest descent is freed, the free ones
+    move towards their optimum, and those that would become negative are fixed at 0
+    again.
 
     Args:
         gram: [K, K] positive semidefinite.
-        ridge: Number that is added to the diagonal, in units of its mean. It selects
-            the shortest p where several are optimal; 0 adds nothing.
+        ridge: Share by which the diagonal grows. It selects the shortest p where
+            several are optimal; 0 adds nothing.
     """
     k = len(gram)
     gram = gram.double().cpu()
-    scale = float(gram.diagonal().max())
-    if scale <= 0:  # every model equals the guide
+    length = gram.diagonal().sqrt()
+    if length.max() <= 0:  # every model equals the guide
         return torch.full((k,), 1 / k, dtype=torch.float64)
-    gram = (gram + gram.T) / (2 * scale)
-    ridges = ridge * gram.diagonal().mean() * torch.eye(k, dtype=torch.float64)
-    matrix = gram + ridges + 1
+    # The length of a model that equals the guide is 0; this is as good.
+    length = length.clamp(min=1e-15 * length[length > 0].min())
+    a = length.min() / length
+    matrix = (gram + gram.T) / 2 / length[:, None] / length
+    matrix += ridge * torch.eye(k, dtype=torch.float64) + a[:, None] * a
     q = torch.zeros(k, dtype=torch.float64)
     # The objective falls in every pass; the bound guards against rounding.
     for _ in range(20 * k):
         free = q > 0
-        descent = (1 - matrix @ q).masked_fill(free, 0)
+        descent = (a - matrix @ q).masked_fill(free, 0)
         if descent.max() <= SOLVED_DESCENT:
             break
         free[descent.argmax()] = True
-        q = _descend_to_optimum(matrix, q, free)
-    return q / q.sum()
+        q = _descend_to_optimum(matrix, a, q, free)
+    p = a * q
+    return p / p.sum()
 
 
 def _descend_to_optimum(
     matrix: Tensor,  # [K, K]
+    right_side: Tensor,  # [K]
     q: Tensor,  # [K] >= 0
     free: Tensor,  # bool [K]
 ) -> Tensor:  # [K] >= 0
@@ -117,10 +122,11 @@ def _descend_to_optimum(
     there. The way goes on from that point without them.
     """
     while True:
-        ones = q.new_ones(int(free.sum()), 1)
         target = torch.zeros_like(q)
         # gelsd: the shortest solution where the system is singular
-        solution = torch.linalg.lstsq(matrix[free][:, free], ones, driver="gelsd")
+        solution = torch.linalg.lstsq(
+            matrix[free][:, free], right_side[free, None], driver="gelsd"
+        )
         target[free] = solution.solution[:, 0]
         becomes_zero = free & (target <= 0)
         if not becomes_zero.any():
@@ -385,9 +391,8 @@ class FedDWAQP(FedDWA):
         power: Always 1: the weights are solved for.
         theta: Share of the Gram matrix's off-diagonal that counts, from 0 (Eq. 15)
             to 1 (Eq. 12).
-        ridge: Number that is added to the Gram matrix's diagonal, in units of the mean
-            of that diagonal. It selects the shortest of several optimal p; 0 adds
-            nothing.
+        ridge: Share by which the Gram matrix's diagonal grows. It selects the shortest
+            of several optimal p; 0 adds nothing.
     """
 
     search: Literal["exact"] = "exact"
@@ -396,16 +401,14 @@ class FedDWAQP(FedDWA):
     ridge: NonNegativeFloat = 1e-10
 
     def mixing_weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        to_guide = ops.pairwise_sqdist(guide, w).cpu()
-        between = ops.pairwise_sqdist(w).cpu()
-        neighbours = ops.feddwa_weights(to_guide, self.k).index
+        neighbours = ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k).index
         weight = torch.empty(neighbours.shape, dtype=torch.float64)
         for i, near in enumerate(neighbours):
-            gram = inner_products(to_guide[i, near], between[near][:, near])
+            gram = inner_products(w[near], guide[i])
             diagonal = gram.diagonal().diag()
             blend = self.theta * gram + (1 - self.theta) * diagonal
             weight[i] = simplex_qp(blend, self.ridge)
-        return to_device(weight, w.device), to_device(neighbours, w.device)
+        return to_device(weight, w.device), neighbours
 
 
 def scale_guidance(

@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pflcore import ops
 from pflcore._device import to_device
-from pflcore.algorithms._clusters import cosine_matrix
 from pflcore.algorithms._protocol import (
     Algorithm,
     Changes,
@@ -30,6 +28,7 @@ from pflcore.algorithms._protocol import (
     squared_norms,
 )
 from pflcore.check import NonNegativeFloat, PositiveFloat
+from pflcore.ops._directions import cosine_matrix
 from pflcore.train import Clients, Net, Objective
 
 
@@ -143,12 +142,8 @@ class PFedGraph(Algorithm):
         updates: Tensor,  # [S, P]
         share: Tensor,  # [S] float64
     ) -> Tensor:
-        """The weights [S, S] of the cohort's models in each client's model, float64.
-
-        The cosines come from exact squared distances.
-        """
-        sqdist = ops.pairwise_sqdist(updates).cpu()
-        cosine = cosine_matrix(sqdist, squared_norms(updates).cpu())
+        """The weights [S, S] of the cohort's models in each client's model, float64."""
+        cosine = cosine_matrix(updates).cpu()
         return project_to_simplex(
             to_device(share, cosine.device) + cosine / (2 * self.alpha)
         )

@@ -25,7 +25,6 @@ from typing_extensions import Self
 
 from pflcore import ops
 from pflcore._device import to_device
-from pflcore.algorithms._clusters import cosine_matrix
 from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
@@ -41,7 +40,6 @@ from pflcore.algorithms._protocol import (
     UpdateResult,
     algorithm_options,
     normalize_rows,
-    squared_norms,
 )
 from pflcore.check import (
     Fraction,
@@ -52,49 +50,54 @@ from pflcore.check import (
     reject,
     warn_caller,
 )
+from pflcore.ops._directions import cosine_matrix
 from pflcore.train import Clients, Net, Objective
 
 
 @algorithm_options
 class LatestModels(Algorithm):
-    """Base of servers that mix the latest models by their distances.
+    """Base of servers that mix the latest models by what pairs of them have in common.
 
-    server: w [N, P], and of them sqdist [N, N], norm2 [N], last [N] (the round of the
-    upload, 0: none) and weights [N, N], row i what client i's model mixes.
+    server: w [N, P], and of them sqdist [N, N], last [N] (the round of the upload, 0:
+    none) and weights [N, N], row i what client i's model mixes.
 
-    sqdist are squared distances, norm2 squared norms. A subclass computes the mixing
+    sqdist are squared distances; a subclass that compares models in another way gives
+    that tensor another name, `pairs`, and overrides `compare`. It computes the mixing
     weights by `mixing_matrix`.
     """
+
+    # The name of the server's tensor [N, N] of what `compare` finds.
+    pairs = "sqdist"
 
     traits = Traits(model_uploads={"w": "server.w"}, reported_state=("weights",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        identity = torch.eye(n, dtype=torch.float64)
         return {
             "w": x0.repeat(n, 1),
-            "sqdist": torch.zeros_like(identity),
-            "norm2": squared_norms(x0[None]).cpu().expand(n),
+            self.pairs: self.compare(x0[None], x0[None]).cpu().repeat(n, n),
             "last": torch.zeros(n, dtype=torch.long),
-            "weights": identity,
+            "weights": torch.eye(n, dtype=torch.float64),
         }
+
+    def compare(self, models: Tensor, others: Tensor) -> Tensor:
+        """What mixing depends on, [M, N] float64, for M models [M, P] and N others."""
+        return ops.pairwise_sqdist(models, others)
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids = cohort.ids
         models = up["w"]
-        to_all, to_cohort, norm2 = _distances(models, state["w"])
+        both = [self.compare(models, others) for others in (state["w"], models)]
+        on_cpu = torch.cat(both, 1).cpu()  # one copy: each would wait for the GPU
+        to_all, to_cohort = on_cpu.split([cohort.n, len(ids)], 1)
         # The stored models of the cohort are outdated: their uploads replace them.
         to_all = to_all.index_copy(1, ids, to_cohort)
-        sqdist = state["sqdist"].index_copy(0, ids, to_all)
-        sqdist.index_copy_(1, ids, to_all.T)  # in place: this copy is new
-        norm2 = state["norm2"].index_copy(0, ids, norm2)
+        pairs = state[self.pairs].index_copy(0, ids, to_all)
+        pairs.index_copy_(1, ids, to_all.T)  # in place: this copy is new
         last = state["last"].index_fill(0, ids, cohort.round)
-        weights = self._mixing_of_trainable(
-            sqdist, norm2, last > 0, cohort.trainable_clients
-        )
+        weights = self._mixing_of_trainable(pairs, last > 0, cohort.trainable_clients)
         changes: Changes = {
             "w": RowUpdate(ids, models),
-            "sqdist": sqdist,
-            "norm2": norm2,
+            self.pairs: pairs,
             "last": last,
             "weights": weights,
         }
@@ -105,8 +108,7 @@ class LatestModels(Algorithm):
 
     def _mixing_of_trainable(
         self,
-        sqdist: Tensor,  # [N, N]
-        norm2: Tensor,  # [N]
+        pairs: Tensor,  # [N, N]
         has_model: Tensor,  # bool [N]
         trainable: Tensor | None,  # [T]
     ) -> Tensor:  # [N, N] float64
@@ -115,12 +117,12 @@ class LatestModels(Algorithm):
         Another client mixes its own row, which no upload has changed.
         """
         if trainable is None:
-            return self.mixing_matrix(sqdist, norm2, has_model)
+            return self.mixing_matrix(pairs, has_model)
         rows = trainable[:, None]
         of_trainable = self.select_clients(trainable).mixing_matrix(
-            sqdist[rows, trainable], norm2[trainable], has_model[trainable]
+            pairs[rows, trainable], has_model[trainable]
         )
-        weights = torch.eye(len(sqdist), dtype=of_trainable.dtype)
+        weights = torch.eye(len(pairs), dtype=of_trainable.dtype)
         weights[rows, trainable] = of_trainable
         return weights
 
@@ -133,30 +135,15 @@ class LatestModels(Algorithm):
 
     def mixing_matrix(
         self,
-        sqdist: Tensor,  # [N, N]
-        norm2: Tensor,  # [N]
+        pairs: Tensor,  # [N, N] of `compare`
         has_model: Tensor,  # bool [N]: the client has uploaded a model
     ) -> Tensor:  # [N, N] float64
-        """Mixing weights [N, N] from squared distances and squared norms.
+        """Mixing weights [N, N] from what pairs of models have in common.
 
         Row i are the weights of all latest models in client i's model; they sum to 1.
         `update` calls it in every round.
         """
         raise NotImplementedError(f"{type(self).__name__} has no mixing.")
-
-
-def _distances(
-    models: Tensor,  # [S, P] of the cohort
-    stored: Tensor,  # [N, P]
-) -> tuple[Tensor, Tensor, Tensor]:  # [S, N], [S, S], [S], on the CPU
-    """Squared distances of models to all stored ones and each other; squared norms."""
-    origin = torch.zeros_like(models[:1])
-    distances = [
-        ops.pairwise_sqdist(models, others) for others in (stored, models, origin)
-    ]
-    on_cpu = torch.cat(distances, 1).cpu()  # one copy: each would wait for the GPU
-    to_all, to_cohort, norm2 = on_cpu.split([len(stored), len(models), 1], 1)
-    return to_all, to_cohort, norm2[:, 0]
 
 
 def mixing_mask(has_model: Tensor) -> Tensor:
@@ -241,8 +228,8 @@ class FedAMP(LatestModels):
         upload = {"w": fit.w}
         return client_state, upload, fit
 
-    def mixing_matrix(self, sqdist: Tensor, norm2: Tensor, has_model: Tensor) -> Tensor:
-        attraction = (self.alpha / self.sigma) * (-sqdist / self.sigma).exp()
+    def mixing_matrix(self, pairs: Tensor, has_model: Tensor) -> Tensor:
+        attraction = (self.alpha / self.sigma) * (-pairs / self.sigma).exp()
         xi = attraction * mixing_mask(has_model)
         total = xi.sum(1, keepdim=True)
         if bool((total > 1).any()):
@@ -263,9 +250,13 @@ def _with_own_weight(weights: Tensor) -> Tensor:
 class HeurFedAMP(FedAMP):
     """HeurFedAMP (Huang et al. 2021): FedAMP with cosines instead of distances.
 
-    State and messages are FedAMP's. The own weight xi_ii is fixed. The others share the
-    rest by a softmax of `sigma cos(w_i, w_j)`. The cosine with a model of norm 0 counts
-    as 0. A client without others mixes only its own model.
+    server: the latest models w [N, P], their cosines cosine [N, N], last [N] (the round
+    of each upload, 0: none) and weights [N, N] (xi) · client: w [P] · down: u [S, P] (1
+    model) · up: w [S, P] (1 model).
+
+    The own weight xi_ii is fixed. The others share the rest by a softmax of `sigma
+    cos(w_i, w_j)`. The cosine with a model of norm 0 counts as 0. A client without
+    others mixes only its own model.
 
     The other options are those of `FedAMP`; `alpha` acts in the pull alone.
 
@@ -279,9 +270,14 @@ class HeurFedAMP(FedAMP):
     sigma: PositiveFloat = 5.0
     xi_self: Fraction | None = None
 
-    def mixing_matrix(self, sqdist: Tensor, norm2: Tensor, has_model: Tensor) -> Tensor:
+    pairs = "cosine"
+
+    def compare(self, models: Tensor, others: Tensor) -> Tensor:
+        return cosine_matrix(models, others)
+
+    def mixing_matrix(self, pairs: Tensor, has_model: Tensor) -> Tensor:
         no_pair = ~mixing_mask(has_model)
-        cosine = cosine_matrix(sqdist, norm2).masked_fill(no_pair, -torch.inf)
+        cosine = pairs.masked_fill(no_pair, -torch.inf)
         share = (self.sigma * cosine).softmax(1)
         share = share.nan_to_num(0.0)  # NaN: a row without others
         own_weight = self.xi_self
@@ -379,9 +375,9 @@ class SFL(LatestModels):
         neighbours = order[:, : self.k + 1]
         return torch.zeros_like(sqdist).scatter_(1, neighbours, 1.0)
 
-    def mixing_matrix(self, sqdist: Tensor, norm2: Tensor, has_model: Tensor) -> Tensor:
+    def mixing_matrix(self, pairs: Tensor, has_model: Tensor) -> Tensor:
         # A client without a model is never mixed, be the graph given or learned.
-        graph = self.adjacency_matrix(sqdist, has_model) * has_model
+        graph = self.adjacency_matrix(pairs, has_model) * has_model
         graph = normalize_rows(graph)
         identity = torch.eye(len(graph), dtype=graph.dtype)
         has_neighbours = graph.any(1, keepdim=True)

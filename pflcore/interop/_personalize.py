@@ -14,19 +14,17 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms import ALGORITHMS, algorithm_of, check_options, name_of
-from pflcore.algorithms._clusters import agglomerate, cosine_matrix
+from pflcore.algorithms._clusters import agglomerate
 from pflcore.algorithms._feddwa import FedDWA
 from pflcore.algorithms._pfedgraph import PFedGraph
 from pflcore.algorithms._protocol import (
     Algorithm,
     MixingWeights,
     normalize_rows,
-    squared_norms,
 )
 from pflcore.algorithms._relations import FedAMP, HeurFedAMP, LatestModels
 from pflcore.check import (
@@ -44,6 +42,7 @@ from pflcore.interop._packing import (
     split_row,
     unpack,
 )
+from pflcore.ops._directions import cosine_matrix, unit_rows
 from pflcore.robust import Krum, MultiKrum
 from pflcore.simulation._uploads import finite_rows
 
@@ -197,8 +196,8 @@ def mix_models(
         one = ModelForm([0], "list")
         compared = rows - _matching_rows("base", pack_rows([base]), rows[:1], one)
     if base is None and directions:
-        compared = F.normalize(rows.double())
-        guides = [F.normalize(guide.double()) for guide in guides]
+        compared = unit_rows(rows)
+        guides = [unit_rows(guide) for guide in guides]
     mixing = _mixing_weights(alg, compared, guides, base is not None)
     return MixedModels(mixing.aggregate(rows), form, mixing)
 
@@ -330,18 +329,18 @@ def _mixing_weights(
         return MixingWeights(
             alg.mixing_matrix(rows, torch.full((n,), 1.0 / n).double())
         )
-    sqdist = ops.pairwise_sqdist(rows).cpu()
-    norm2 = squared_norms(rows).cpu()
+    if isinstance(alg, LatestModels):
+        pairs = alg.compare(rows, rows).cpu()
+        has_model = torch.ones(n, dtype=torch.bool)
+        return MixingWeights(alg.mixing_matrix(pairs, has_model))
     if isinstance(alg, Clusters):
         require(alg.k <= n, "k", f"at most {n} groups, one for each client", alg.k)
-        similarity = cosine_matrix(sqdist, norm2) if are_updates else -sqdist
-        group = agglomerate(similarity, alg.k, alg.linkage)
+        similarity = cosine_matrix(rows) if are_updates else -ops.pairwise_sqdist(rows)
+        group = agglomerate(similarity.cpu(), alg.k, alg.linkage)
         weight = normalize_rows((group[:, None] == group).double())
-    elif isinstance(alg, Krum):
-        weight = torch.zeros(n, n, dtype=torch.float64)
-        selected = alg.select(sqdist)
-        weight.index_fill_(1, selected, 1 / len(selected))
     else:
-        assert isinstance(alg, LatestModels)
-        weight = alg.mixing_matrix(sqdist, norm2, torch.ones(n, dtype=torch.bool))
+        assert isinstance(alg, Krum)
+        weight = torch.zeros(n, n, dtype=torch.float64)
+        selected = alg.select(ops.pairwise_sqdist(rows))
+        weight.index_fill_(1, selected, 1 / len(selected))
     return MixingWeights(weight)

@@ -268,6 +268,8 @@ def _sqdist_of_products(factors: Factors) -> Tensor:
     inner = _sum_by_client(inner, ranks)
     inner = _sum_by_client(inner, ranks)  # [N, N]
     square = inner.diagonal()
+    # A very long product is as far from the others as it is long, and its distances are
+    # exact but for 1e-16 of them; it is in no distance between two others.
     sqdist = square[:, None] + square - inner - inner.T
     return sqdist.clamp(min=0).fill_diagonal_(0)
 

@@ -32,6 +32,30 @@ def mixed(alg, w, g):
     return changes["x"].rows, spread(mix.weight, mix.index, len(w))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [1e4, 1e8, 1e13, 1e17, 1e25])
+def test_no_length_of_a_model_turns_the_exact_mix(dtype, length):
+    """A mix of the convex hull is at most as far from the guide as the nearest model.
+
+    A model that is very far away moves the others' weights by less than they weigh.
+    """
+    gen = torch.Generator().manual_seed(0)
+    base = torch.randn(1, 200, generator=gen).to(dtype)
+    w = base + 0.3 * torch.randn(6, 200, generator=gen).to(dtype)
+    guide = w + 0.3 * torch.randn(6, 200, generator=gen).to(dtype)
+    far = -length * (base + 0.3 * torch.randn(1, 200, generator=gen).to(dtype))
+    models = torch.cat([w, far])
+
+    weight, index = FedDWAQP(k=7).mixing_weights(guide, models)
+    weights = spread(weight, index, 7)
+    alone = spread(*FedDWAQP(k=6).mixing_weights(guide, w), 6)
+
+    gap = (weights @ models.double() - guide.double()).norm(dim=1)
+    nearest = (guide - w).double().norm(dim=1)
+    assert (gap <= nearest * (1 + 1e-6)).all()
+    torch.testing.assert_close(weights[:, :6], alone, rtol=0, atol=0.05)
+
+
 @pytest.mark.parametrize(
     ("guidance", "name"), [("epoch", "epoch"), ("full_grad", "fullgrad")]
 )

@@ -6,6 +6,7 @@ The golden rounds are in tests/golden/rounds.json.
 from itertools import combinations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +86,17 @@ def test_weights_are_shares_of_samples_where_alpha_is_large():
     want = done.cohort.mean_weights("samples").weight[0]
     near(done.mix.weight, want.expand_as(done.mix.weight), 0, 1e-10)
     near(state.server["x"], fedavg.server["x"].expand_as(state.server["x"]), 1e-9)
+
+
+@pytest.mark.parametrize("length", [1e-200, 1e-30, 1e15, 1e17, 1e30, 1e200])
+def test_weights_know_no_lengths_of_updates(length):
+    gen = torch.Generator().manual_seed(5)
+    updates = torch.randn(6, 30, generator=gen, dtype=torch.float64)
+    share = torch.full((6,), 1 / 6, dtype=torch.float64)
+    alg = PFedGraph(alpha=1.5)
+    want = alg.mixing_matrix(updates, share)
+    updates[2] *= length
+    torch.testing.assert_close(alg.mixing_matrix(updates, share), want)
 
 
 def test_weights_know_no_order_of_clients():

@@ -126,6 +126,14 @@ def test_directions_are_blind_to_lengths():
     assert not torch.equal(personalize(models, "clusters", k=2)[0], means[0])
 
 
+@pytest.mark.parametrize("scale", [1e-200, 1e-20, 1e20, 1e200])
+def test_directions_have_no_least_or_largest_length(scale):
+    models = rows(4, 1.0)[[0, 1] * 4] + 0.01 * rows(5)[:1]
+    want = personalize(models, "clusters", k=2, directions=True)
+    got = personalize(models * scale, "clusters", k=2, directions=True)
+    torch.testing.assert_close(got / scale, want)
+
+
 @pytest.mark.parametrize("f", [0, 1, 2])
 def test_krum_is_its_definition(f):
     models = rows(3, 1.0)

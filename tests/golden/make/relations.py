@@ -57,11 +57,17 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / length) if length > 0 else 0.0
 
 
-def amp_server(weights_of):
+def cosines(w: np.ndarray) -> np.ndarray:
+    """The cosines [n, n] of the rows of w."""
+    return np.array([[cosine(a, b) for b in w] for a in w])
+
+
+def amp_server(weights_of, pairs, compare):
     """The server of FedAMP or HeurFedAMP, by its function for the weights.
 
-    A client receives `u_i = sum_j xi_ij w_j`. The latest models of absent clients stay,
-    and a client that never took part mixes its first model alone.
+    It keeps what `compare` finds for all models by the name `pairs`. A client receives
+    `u_i = sum_j xi_ij w_j`. The latest models of absent clients stay, and a client that
+    never took part mixes its first model alone.
     """
 
     def program(rounds, x0, n, start, **options):
@@ -74,8 +80,7 @@ def amp_server(weights_of):
             last[cohort.ids] = cohort.round
             xi = weights_of(w, last > 0, **options)
             state = {"w": w, "last": last, "weights": xi}
-            state["sqdist"] = square_distances(w)
-            state["norm2"] = (w**2).sum(1)
+            state[pairs] = compare(w)
             yield {"down": down, "state": state, "report": {"weights": xi}}
 
     return program
@@ -215,8 +220,8 @@ def task_relations(W, delta) -> tuple[np.ndarray, np.ndarray]:
 
 ROUNDS = {"fedamp": fedamp, "sfl": sfl, "mocha": mocha}
 UPLOADS = {
-    "fedamp": amp_server(fedamp_weights),
-    "heurfedamp": amp_server(heurfedamp_weights),
+    "fedamp": amp_server(fedamp_weights, "sqdist", square_distances),
+    "heurfedamp": amp_server(heurfedamp_weights, "cosine", cosines),
     "sfl": sfl_server,
 }
 

@@ -67,11 +67,11 @@ def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
 
 
 @pytest.mark.parametrize("by", [1.0, 1e-6, 1e6])
-def test_the_ridge_is_a_share_of_the_mean_of_the_diagonal(by):
+def test_the_ridge_is_a_share_of_the_diagonal(by):
     """The solution is known for a diagonal matrix, at any scale.
 
-    For the diagonal (1, 3), p_1 / p_2 = (3 + ridge 2) / (1 + ridge 2).
+    For equal models with a noise of 1 on the first, p_1 / p_2 = ridge / (1 + 2 ridge).
     """
-    p = simplex_qp(by * torch.diag(torch.tensor([1.0, 3.0])), ridge=0.5)
+    p = simplex_qp(by * torch.tensor([[2.0, 1.0], [1.0, 1.0]]), ridge=0.5)
 
-    torch.testing.assert_close(p, torch.tensor([4 / 6, 2 / 6], dtype=torch.float64))
+    torch.testing.assert_close(p, torch.tensor([0.2, 0.8], dtype=torch.float64))

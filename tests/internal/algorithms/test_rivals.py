@@ -9,17 +9,13 @@ from parts.rivals import GOLDEN, close
 from places import tabled
 from small import images, make_setting, normed_model, t, tiny_model
 
-from pflcore import Clients, Net, Simulation, Training, ops
+from pflcore import Clients, Net, Simulation, Training
 from pflcore.algorithms import ClusteredFL, FedALA
-from pflcore.algorithms._clusters import agglomerate, cosine_matrix
+from pflcore.algorithms._clusters import agglomerate
 from pflcore.algorithms._mixtures import subsample_training
-from pflcore.algorithms._protocol import squared_norms
+from pflcore.ops._directions import cosine_matrix
 
 # Clustered FL ---------------------------------------------------------------
-
-
-def similarity(rows):
-    return cosine_matrix(ops.pairwise_sqdist(rows), squared_norms(rows))
 
 
 def halves(similar, linkage):
@@ -51,15 +47,14 @@ def test_golden_clustered_fl():
     g2 = GOLDEN["G2_cfl_single_vs_complete"]
     delta = t(g1["dW"])
     angle = torch.deg2rad(t(g2["angles_deg"]))
-    close(similarity(delta), g1["cos"])
-    assert not cosine_matrix(torch.zeros(2, 2), torch.zeros(2)).any()
+    close(cosine_matrix(delta), g1["cos"])
     # The second example has another result for each linkage.
     for linkage in ("complete", "single"):
         for g, rows, name in (
             (g1, delta, "max"),
             (g2, torch.stack([angle.cos(), angle.sin()], 1), linkage),
         ):
-            both, across = halves(similarity(rows), linkage)
+            both, across = halves(cosine_matrix(rows), linkage)
             assert both == g[f"bip_{linkage}"]
             close(across, g[f"alpha_cross_{name}"])
     for splits, options in tabled(SPLITS):
@@ -68,10 +63,21 @@ def test_golden_clustered_fl():
         )
 
 
+@pytest.mark.parametrize("length", [1e-30, 1e-12, 1.0, 1e25, 1e38])
+def test_an_absent_client_goes_to_its_half_at_any_length(length):
+    """The second half's mean update has the larger cosine with the client's."""
+    way = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    node = torch.zeros(1, dtype=torch.long)
+    state = {"child": torch.tensor([1, -1, -1]), "cluster": node, "way": way}
+    delta = torch.tensor([[0.5, 1.0]]) * length
+    found = ClusteredFL()._descend(state, node, delta)
+    assert found.tolist() == [2]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_single_linkage_has_the_least_largest_similarity_across(seed):
     gen = torch.Generator().manual_seed(seed)
-    s = similarity(torch.randn(7, 4, generator=gen, dtype=torch.float64))
+    s = cosine_matrix(torch.randn(7, 4, generator=gen, dtype=torch.float64))
     every = [torch.tensor([bool(k >> i & 1) for i in range(7)]) for k in range(1, 2**6)]
     close(halves(s, "single")[1], min(s[p][:, ~p].max() for p in every))
 
