@@ -15,6 +15,7 @@ from pflcore.algorithms._adaptation import head_mask
 from pflcore.algorithms._feddwa import inner_products, simplex_qp
 from pflcore.algorithms._protocol import (
     Algorithm,
+    Claim,
     Cohort,
     MixingWeights,
     Payload,
@@ -23,11 +24,13 @@ from pflcore.algorithms._protocol import (
     TrainResult,
     Traits,
     UpdateResult,
+    Uploads,
     algorithm_options,
     lazy_zeros,
 )
 from pflcore.algorithms._prototypes import (
     client_prototypes,
+    counts_claim,
     mean_prototypes,
     prototype_distance,
     send_to_all,
@@ -88,7 +91,7 @@ class FedPAC(Algorithm):
 
     traits = Traits(
         batch_norm=("local",),
-        model_uploads={"head": "down.head"},
+        model_uploads={"head": "down.head", "prototypes": "down.prototypes"},
         per_client_state=("head", "seen"),
         reported_state=("mix",),
     )
@@ -151,6 +154,16 @@ class FedPAC(Algorithm):
         pull = prototype_distance(z, y, extra)
         return net.batch_loss(net.head(row, z), y) + self.lam * pull
 
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        prototypes = state["prototypes"]
+        return {
+            **super().uploads(state, down, cohort),
+            "delta": state["x"],
+            "counts": counts_claim(state, cohort),
+            "statistics": Claim(prototypes.flatten()),
+            "variance": Claim(prototypes.new_empty(()), low=0),
+        }
+
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids = cohort.ids
         weight = torch.eye(len(ids), dtype=torch.float64)
@@ -175,7 +188,8 @@ def class_statistics(clients: Clients, w: Tensor) -> tuple[Tensor, Tensor]:
     n = found.counts.sum(1).clamp(min=1)  # [S]
     h = (found.sums / n[:, None, None]).flatten(1)
     variance = (found.square / n - h.square().sum(1)) / n
-    return h.to(w), variance.to(w)
+    # Rounding may make a variance of 0 negative.
+    return h.to(w), variance.clamp(min=0).to(w)
 
 
 def head_weights(
@@ -186,7 +200,6 @@ def head_weights(
     distances = ops.pairwise_sqdist(statistics)
     both = torch.cat([distances, variance.double()[:, None]], 1).cpu()
     distances = both[:, :-1]
-    # Rounding, or a client that lies, may make a variance negative.
-    noise = both[:, -1].clamp(min=0).diag()
+    noise = both[:, -1].diag()
     rows = [simplex_qp(inner_products(row, distances) + noise) for row in distances]
     return torch.stack(rows)
