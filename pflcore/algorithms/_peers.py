@@ -182,7 +182,7 @@ class FedFomo(Algorithm):
         return torch.stack(gains, 1).nan_to_num(0.0, 0.0, 0.0)
 
     def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
-        # A gain is a loss over a distance. Whatever it is, sums over rounds stay finite.
+        # A gain is a loss over a distance. Within these, sums over rounds are finite.
         most = torch.finfo(torch.float32).max
         gains = Claim(state["p"][0], low=-most, high=most)
         return {**super().uploads(state, down, cohort), "a": gains}

@@ -601,11 +601,12 @@ def _fit_upload(tensors: Tensors, expected: Tensors, name: str) -> Tensors:
         expected: Tensors [...] of the shapes and dtypes of an upload.
         name: The words that begin an error's sentence.
     """
-    remedy = "send all tensors that the client's train made, and no others"
+    remedy = "send all tensors that the client's train made"
     names = ", ".join(map(repr, expected)) or "nothing"
     for key in tensors:
         if key not in expected:
-            reject(name, f"{names} in its upload", key, remedy=remedy)
+            further = "the algorithm's hook uploads names all that train may upload"
+            reject(name, f"{names} in its upload", key, remedy=further)
     fitting = {}
     for key, like in expected.items():
         where = f"{name}, {key!r}"
