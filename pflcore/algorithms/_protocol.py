@@ -389,7 +389,7 @@ class Algorithm:
         return {"x": state["x"].expand(len(cohort.ids), -1)}
 
     def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
-        """What each client of the cohort uploads, by the names that `train` gives.
+        """The tensors that each client uploads, by the names that `train` gives.
 
         An update is given as a tensor [...] of one client's shape and dtype, every
         other upload as a `Claim`. A run calls it in each round after the training, and

@@ -387,7 +387,7 @@ class WeightErosion(Algorithm):
         round_number: int,
         num_samples: Tensor,  # [S]
     ) -> Tensor:  # [S] int64
-        """How often clients' data were seen before a round, by `size_unit`."""
+        """The passes over clients' data before a round, in the unit `size_unit`."""
         past_rounds = round_number - 1
         if self.size_unit == "epochs":
             return torch.full_like(num_samples, past_rounds * training.epochs)

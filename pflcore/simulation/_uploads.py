@@ -219,7 +219,7 @@ def false_claims(
 
 
 def _faults_of(claim: Claim, name: str, up: Tensors) -> list[str]:
-    """What is wrong with each client's numbers, [S] clauses; "" where nothing is."""
+    """A clause for each client, [S], on what its numbers cannot be; "" for none."""
     count = len(up[name])
     faults = [""] * count
     bounds = (claim.low, claim.high, claim.most)

@@ -8,15 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pflcore.algorithms._protocol import (
-    Algorithm,
-    Claim,
-    Cohort,
-    SharedRows,
-    Tensors,
-    Traits,
-    Uploads,
-)
+from pflcore.algorithms._protocol import Algorithm, Cohort, SharedRows, Tensors
 from pflcore.check import summarize
 from pflcore.testing._faults import (
     Fault,
@@ -81,11 +73,6 @@ def _watched_hook(cls: type[Algorithm], name: str) -> Callable[..., Any]:
             self._uploads.append(copies_of(upload))
         elif name in BY_CLIENT:
             _require_rows(name, returned, count)
-        elif name == "update":
-            with errors_as_faults("uploads", place):
-                down = cls.send(self, args[0], args[2])
-                expected = cls.uploads(self, args[0], down, args[2])
-            _require_declared(expected, args[1], self.traits)
         return returned
 
     return hook
@@ -114,34 +101,6 @@ def _require_rows(name: str, payload: Mapping[str, Any], count: int) -> None:
             raise Fault(
                 f"{name}: expected a tensor with one row for each of the {count} "
                 f"clients as {key!r}, got {summarize(rows)}."
-            )
-
-
-def _require_declared(expected: Uploads, up: Tensors, traits: Traits) -> None:
-    """Raises Fault unless the uploads [S, ...] are those that the server expects.
-
-    Each must be an update, whose length a run can bound, or a `Claim`.
-    """
-    updates = {"delta", *traits.model_uploads}
-    for key in {**expected, **up}:
-        value = expected.get(key)
-        if key not in up or value is None:
-            raise Fault(
-                f"uploads: expected the uploads of train, {', '.join(up) or 'none'}, "
-                f"got {', '.join(expected) or 'none'}; give the shape and dtype of "
-                f"{key!r}, as a Claim with the numbers that it may hold."
-            )
-        if not isinstance(value, Claim) and key not in updates:
-            raise Fault(
-                f"uploads: expected a Claim as {key!r}, which is no update, got a "
-                "tensor; say which numbers it may hold, or name it in "
-                "traits.model_uploads."
-            )
-        like = value.like if isinstance(value, Claim) else value
-        if (like.shape, like.dtype) != (up[key].shape[1:], up[key].dtype):
-            raise Fault(
-                f"uploads: expected {summarize(up[key][0])} as {key!r}, which train "
-                f"uploads for one client, got {summarize(like)}."
             )
 
 
