@@ -30,6 +30,7 @@ TEXTS = {
     "Tensors": "Tensors by name: a state, or uploads [S, ...].",
     "TrainResult": "What `train` returns: client state, uploads and a `Fit`.",
     "UnitFloat": "A number from 0 to 1.",
+    "Uploads": "What a server expects of one client: a tensor or a `Claim` by name.",
     "UpdateResult": "What `update` returns: `Changes`, and `MixingWeights` or None.",
 }
 

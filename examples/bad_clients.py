@@ -73,8 +73,8 @@ The letters after it:
 - **c**: its update was clipped
 - **s**: the run stopped with a message
 
-`local` uploads nothing. Clipping bounds updates and no other uploads. A loss of 1e30 still decides
-q-FedAvg's weights, and batch norm's statistics of inputs of 1e10 are averaged (in LG-FedAvg, FedBN
+`local` uploads nothing. Clipping bounds updates and no other uploads; [what clients
+claim](#what-clients-claim) beside them has bounds of its own. Batch norm's statistics of inputs of 1e10 are averaged (in LG-FedAvg, FedBN
 and FedALA the statistics stay with their client). MOCHA leaves out a client whose step size is
 larger than the others', where that would be unstable."""  # noqa: E501
 

@@ -15,12 +15,14 @@ from torch import Tensor
 from pflcore import Clients, Net, Objective
 from pflcore.algorithms import (
     Algorithm,
+    Claim,
     Cohort,
     Payload,
     Tensors,
     TrainResult,
     Traits,
     UpdateResult,
+    Uploads,
 )
 from pflcore.check import NonNegativeFloat
 from pflcore.testing import check
@@ -82,6 +84,15 @@ class FedProto(Algorithm):
         difference = (z - extra["prototypes"][of_class]).square().mean(1)
         pull = (is_known * difference).sum() / len(y)
         return net.batch_loss(net.head(row, z), y) + self.lam * pull
+
+    # Each upload that is no update, with the numbers that it may hold: a client has no
+    # more samples of its classes than it has samples.
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        samples = cohort.num_samples
+        return {
+            "sums": Claim(state["prototypes"]),
+            "counts": Claim(state["known"], low=0, is_whole=True, most=samples),
+        }
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         counts = up["counts"].sum(0)

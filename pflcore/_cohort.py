@@ -16,6 +16,7 @@ from torch import Tensor
 from pflcore import ops
 from pflcore._device import to_device
 from pflcore.train._random import generator_of
+from pflcore.train._training import Training
 
 Tensors = dict[str, Tensor]  # a state, or uploads [S, ...], by name
 
@@ -103,6 +104,8 @@ class Cohort(NamedTuple):
         trainable_clients: The ids of the federation's clients with training samples,
             ascending. None means all of them. The others are evaluated, and are in no
             round: they count nowhere.
+        training: The options of the clients' training. None where the server does not
+            know them.
     """
 
     ids: Tensor  # [S]
@@ -114,6 +117,7 @@ class Cohort(NamedTuple):
     num_dropped: int = 0
     purpose: str = "send"
     trainable_clients: Tensor | None = None  # [T]
+    training: Training | None = None
 
     @property
     def num_trainable(self) -> int:

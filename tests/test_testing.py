@@ -13,7 +13,7 @@ from entry_points import sentence
 from small import layers
 
 from pflcore import FedAvg, Stop, testing
-from pflcore.algorithms import Algorithm, FedPer, Traits
+from pflcore.algorithms import Algorithm, Claim, FedPer, Traits
 from pflcore.data import federation_of
 from pflcore.testing import check
 
@@ -250,6 +250,34 @@ class Float64(Steps):
         return self.server_lr * (
             cohort.mean_weights(self.weighting).weight.T * delta
         ).sum(0)
+
+
+class Counts(Trains):
+    """Uploads a number beside its update."""
+
+    def gives(self, delta, own, clients):
+        return own, {"delta": delta, "count": clients.num_samples}
+
+
+@found(
+    r"uploads: expected the uploads of train, delta, count, got delta; give the shape "
+    r"and dtype of 'count', as a Claim"
+)
+class UndecidedClaim(Counts):
+    """Does not say which numbers it may be."""
+
+
+@found(r"uploads: expected a Claim as 'count', which is no update, got a tensor")
+class ClaimAsUpdate(Counts):
+    def uploads(self, state, down, cohort):
+        return super().uploads(state, down, cohort) | {"count": cohort.num_samples[0]}
+
+
+@found(r"uploads: expected .*int64.* as 'count', which train uploads .*, got .*float32")
+class ClaimOfAnotherDtype(Counts):
+    def uploads(self, state, down, cohort):
+        claim = Claim(torch.empty((), dtype=torch.float32), low=1)
+        return super().uploads(state, down, cohort) | {"count": claim}
 
 
 @found(r"update: raised Stop with 4 of 4 clients: Three is a crowd\.")

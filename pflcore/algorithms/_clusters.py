@@ -25,8 +25,8 @@ from pflcore._device import to_device
 from pflcore.algorithms._fedavg import ServerStep
 from pflcore.algorithms._fedopt import ServerOptimizer
 from pflcore.algorithms._protocol import (
-    BadUpload,
     Changes,
+    Claim,
     Cohort,
     MixingWeights,
     Payload,
@@ -36,6 +36,7 @@ from pflcore.algorithms._protocol import (
     TrainResult,
     Traits,
     UpdateResult,
+    Uploads,
     algorithm_options,
     normalize_rows,
     squared_norms,
@@ -168,30 +169,24 @@ class Ensemble(ServerOptimizer):
         rows, b, pick = self.choose_models(down, clients)
         return {"w": rows[pick], "batch_norm": b[pick]}
 
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        return self._expected_uploads(state, state["x"], state["b"])
+
+    def _expected_uploads(self, state: Tensors, delta: Tensor, b: Tensor) -> Uploads:
+        """The uploads of clients with these updates and statistics, and their pick."""
+        number = self.encode_choice(state["pick"][0])
+        return {
+            "delta": delta,
+            "b": Claim(b, is_statistics=True),
+            "pick": Claim(number, low=0, high=self.k - 1, is_whole=True),
+        }
+
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         mean = cohort.mean_weights(self.weighting)
         delta = mean.aggregate(up["delta"].flatten(1)).view(up["delta"].shape[1:])
         b = mean.aggregate(up["b"].flatten(1)).view(up["b"].shape[1:])
-        pick = RowUpdate(cohort.ids, self.decode_choice(up, cohort))
+        pick = RowUpdate(cohort.ids, up["pick"].cpu().long())
         return {**self.optimizer_step(state, delta), "b": b, "pick": pick}, None
-
-    def decode_choice(self, up: Tensors, cohort: Cohort) -> Tensor:
-        """The models [S] that the clients say they picked.
-
-        Raises BadUpload for clients whose model does not exist.
-        """
-        pick = up["pick"].cpu().long()
-        last = self.k - 1
-        reasons = {}
-        for i, model in zip(cohort.ids.tolist(), pick.tolist(), strict=True):
-            if not 0 <= model <= last:
-                reasons[i] = (
-                    f"it says it picked model {model}, expected 0 to {last}; leave it "
-                    "out."
-                )
-        if reasons:
-            raise BadUpload(reasons)
-        return pick
 
     def report(
         self, state: Tensors, mix: MixingWeights | None, cohort: Cohort
@@ -311,13 +306,18 @@ class HypCluster(Ensemble):
         }
         return client_state, up, fit
 
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        if cohort.round <= self.warmup_rounds:
+            return super().uploads(state, down, cohort)
+        return self._expected_uploads(state, state["x"][0], state["b"][0])
+
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         if cohort.round <= self.warmup_rounds:
             of_ensemble, _ = super().update(state, up, cohort)
             if cohort.round == self.warmup_rounds:  # the optimizer starts anew
                 of_ensemble |= self.optimizer_state(state["x"])
             return of_ensemble, None
-        pick = self.decode_choice(up, cohort)
+        pick = up["pick"].cpu().long()
         mean = cohort.mean_weights(self.weighting)
         weight = F.one_hot(pick, self.k).T * mean.weight  # [k, S]
         of_model = MixingWeights(normalize_rows(weight))
@@ -416,6 +416,9 @@ class ClusteredFL(ServerStep):
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         return {"x": state["x"][state["cluster"][cohort.ids]]}
+
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        return {"delta": state["x"][0]}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids = cohort.ids

@@ -13,6 +13,7 @@ from torch.nn.functional import one_hot
 from pflcore.algorithms._adaptation import head_mask
 from pflcore.algorithms._protocol import (
     Algorithm,
+    Claim,
     Cohort,
     GradientFn,
     MixingWeights,
@@ -21,6 +22,7 @@ from pflcore.algorithms._protocol import (
     TrainResult,
     Traits,
     UpdateResult,
+    Uploads,
     algorithm_options,
     normalize_rows,
     squared_norms,
@@ -104,6 +106,10 @@ class FedAS(Algorithm):
         return clients.fit(
             w, objective, epochs=self.align_epochs, lr=self.align_lr, stream="align"
         ).w
+
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        trace = Claim(state["x"].new_empty(()), low=0)
+        return {**super().uploads(state, down, cohort), "trace": trace}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         share = trace_shares(up["trace"])

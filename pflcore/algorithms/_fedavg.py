@@ -19,6 +19,7 @@ from pflcore._device import to_device
 from pflcore.algorithms._protocol import (
     Algorithm,
     Changes,
+    Claim,
     Cohort,
     MixingWeights,
     Payload,
@@ -26,6 +27,7 @@ from pflcore.algorithms._protocol import (
     TrainResult,
     Traits,
     UpdateResult,
+    Uploads,
     algorithm_options,
     map_rows,
 )
@@ -98,6 +100,11 @@ class FedAvg(ServerStep):
         return self.update(state, nothing, cohort)[0]
 
 
+# The bounds of a loss: see the deviation of `QFedAvg`, and the largest float32.
+MIN_LOSS = 1e-6
+MAX_LOSS = 3.4e38
+
+
 @algorithm_options
 class QFedAvg(ServerStep):
     """q-FedAvg (Li et al. 2020, Algorithm 2): clients with a high loss weigh more.
@@ -133,13 +140,32 @@ class QFedAvg(ServerStep):
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
     ) -> TrainResult:
-        loss = (clients.loss(down["x"]).double() + 1e-10).clamp(min=1e-6)
+        loss = (clients.loss(down["x"]).double() + 1e-10).clamp(min=MIN_LOSS)
         client_state, up, fit = super().train(down, client_state, clients)
         norm2 = torch.linalg.vector_norm(up["delta"], dim=1, dtype=torch.float64) ** 2
         slope = _power(loss, self.q - 1)
         weight = _power(loss, self.q)
         h = self.q * slope * norm2 / (clients.lr or 1) + weight
         return client_state, {**up, "weight": weight, "h": h}, fit
+
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        number = torch.empty((), dtype=torch.float64)
+        least, most = (loss**self.q for loss in (MIN_LOSS, MAX_LOSS))
+        weight = Claim(number, low=least, high=most)
+        h = Claim(number, low=lambda up: up["weight"])
+        if cohort.training is not None:
+            lr = cohort.training.lr_at(cohort.round, cohort.rounds)
+            h = h._replace(high=lambda up: self._term(up["delta"], up["weight"], lr))
+        return {**super().uploads(state, down, cohort), "weight": weight, "h": h}
+
+    def _term(self, delta: Tensor, weight: Tensor, lr: float) -> Tensor:
+        """The term h [S] of updates [S, P] of clients with weights F^q [S]."""
+        if not self.q:
+            return weight
+        norm2 = torch.linalg.vector_norm(delta, dim=1, dtype=torch.float64) ** 2
+        slope = _power(weight, (self.q - 1) / self.q)  # F^(q - 1)
+        curvature: Tensor = self.q * slope * norm2 / (lr or 1)
+        return curvature + weight
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         delta = up["delta"]

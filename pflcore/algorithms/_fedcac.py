@@ -14,6 +14,7 @@ from pflcore import ops
 from pflcore.algorithms._protocol import (
     Algorithm,
     Changes,
+    Claim,
     Cohort,
     MixingWeights,
     Payload,
@@ -22,6 +23,7 @@ from pflcore.algorithms._protocol import (
     TrainResult,
     Traits,
     UpdateResult,
+    Uploads,
     algorithm_options,
     lazy_zeros,
     normalize_rows,
@@ -102,6 +104,10 @@ class FedCAC(Algorithm):
             part = sensitivity[:, columns]
             masks.append(_largest(part, int(self.tau * part.shape[1])))
         return torch.cat(masks, 1)
+
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        mask = Claim(torch.empty_like(state["x"], dtype=torch.bool))
+        return {**super().uploads(state, down, cohort), "mask": mask}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids, models, mask = cohort.ids, up["w"], up["mask"]

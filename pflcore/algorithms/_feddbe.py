@@ -19,6 +19,7 @@ from pflcore.algorithms._protocol import (
     TrainResult,
     Traits,
     UpdateResult,
+    Uploads,
     algorithm_options,
     warn_unused_momentum,
 )
@@ -63,6 +64,7 @@ class FedDBE(Algorithm):
 
     traits = Traits(
         batch_norm=("average", "local"),
+        model_uploads={"mean": "down.mean"},
         fixed_training={
             "local_optimizer": "takes steps of SGD with the model and an offset",
             "clip_grad": "takes steps along gradients",
@@ -134,6 +136,9 @@ class FedDBE(Algorithm):
         tracking = tracking - tracking.detach()
         loss = net.batch_loss(net.head(w, z), y)
         return loss + self.kappa * known * pull + tracking
+
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        return {**super().uploads(state, down, cohort), "delta": state["x"]}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         mix = cohort.mean_weights("samples")

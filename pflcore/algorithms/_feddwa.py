@@ -256,10 +256,14 @@ class FedDWA(Algorithm):
             )
             fixed = {"local_optimizer": reason, "clip_grad": reason}
         cache = ("last",) if self.guidance == "previous" else ()
+        sends_guidance = self._trains_ahead or self.guidance == "kept"
+        models = {"w": "down.x"}
+        if sends_guidance:
+            models["g"] = "down.x"
         return Traits(
             batch_norm=("local", "average"),  # local in the authors' code
             fixed_training=fixed,
-            model_uploads={"w": "down.x", "g": "down.x"},
+            model_uploads=models,
             per_client_state=("x", "seen", *cache),
             evaluation_only=("serve",),
             reported_state=("mix",),

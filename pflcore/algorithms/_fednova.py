@@ -7,9 +7,12 @@ gradients count for.
 
 from __future__ import annotations
 
+import torch
+
 from pflcore._device import to_device
 from pflcore.algorithms._fedavg import ServerStep
 from pflcore.algorithms._protocol import (
+    Claim,
     Cohort,
     MixingWeights,
     Payload,
@@ -17,8 +20,10 @@ from pflcore.algorithms._protocol import (
     TrainResult,
     Traits,
     UpdateResult,
+    Uploads,
     algorithm_options,
     momentum_steps,
+    step_bounds,
 )
 from pflcore.train import Clients
 
@@ -57,9 +62,14 @@ class FedNova(ServerStep):
         steps = momentum_steps(fit.steps, clients.context.training.momentum)
         return client_state, {**up, "steps": steps}, fit
 
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        momentum = 0.0 if cohort.training is None else cohort.training.momentum
+        fewest, most = (momentum_steps(t, momentum) for t in step_bounds(cohort))
+        steps = Claim(torch.empty((), dtype=torch.float64), low=fewest, high=most)
+        return {**super().uploads(state, down, cohort), "steps": steps}
+
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        # Who trains takes one step at least: an upload of 0 must not divide by it.
-        steps = up["steps"].cpu().double().clamp(min=1)
+        steps = up["steps"].cpu().double()
         mean = cohort.mean_weights(self.weighting)
         share = mean.weight[0]
         # Measured from the first client's, so that equal steps give exactly that number

@@ -14,6 +14,7 @@ from pflcore.algorithms._adaptation import head_mask
 from pflcore.algorithms._feddwa import inner_products, simplex_qp
 from pflcore.algorithms._protocol import (
     Algorithm,
+    Claim,
     Cohort,
     MixingWeights,
     Payload,
@@ -22,11 +23,13 @@ from pflcore.algorithms._protocol import (
     TrainResult,
     Traits,
     UpdateResult,
+    Uploads,
     algorithm_options,
     lazy_zeros,
 )
 from pflcore.algorithms._prototypes import (
     client_prototypes,
+    counts_claim,
     mean_prototypes,
     prototype_distance,
     send_to_all,
@@ -87,7 +90,7 @@ class FedPAC(Algorithm):
 
     traits = Traits(
         batch_norm=("local",),
-        model_uploads={"head": "down.head"},
+        model_uploads={"head": "down.head", "prototypes": "down.prototypes"},
         per_client_state=("head", "seen"),
         reported_state=("mix",),
     )
@@ -150,6 +153,16 @@ class FedPAC(Algorithm):
         pull = prototype_distance(z, y, extra)
         return net.batch_loss(net.head(row, z), y) + self.lam * pull
 
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        prototypes = state["prototypes"]
+        return {
+            **super().uploads(state, down, cohort),
+            "delta": state["x"],
+            "counts": counts_claim(state, cohort),
+            "statistics": Claim(prototypes.flatten()),
+            "variance": Claim(prototypes.new_empty(()), low=0),
+        }
+
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids = cohort.ids
         weight = torch.eye(len(ids), dtype=torch.float64)
@@ -176,7 +189,8 @@ def class_statistics(clients: Clients, w: Tensor) -> tuple[Tensor, Tensor]:
     # The difference is taken in float64: its error is 1e-16 of the mean square, which
     # is less than what the rounding of float32 features does to a variance (4e-15).
     variance = (found.square / n - h.square().sum(1)) / n
-    return h.to(w), variance.to(w)
+    # Rounding may make a variance of 0 negative.
+    return h.to(w), variance.clamp(min=0).to(w)
 
 
 def head_weights(
@@ -184,7 +198,6 @@ def head_weights(
     variance: Tensor,  # [S]
 ) -> Tensor:  # [S, S] float64
     """The weights of all heads in each client's head, whose rows sum to 1."""
-    # Rounding, or a client that lies, may make a variance negative.
-    noise = variance.double().cpu().clamp(min=0).diag()
+    noise = variance.double().cpu().diag()
     rows = [simplex_qp(inner_products(statistics, row) + noise) for row in statistics]
     return torch.stack(rows)

@@ -25,6 +25,7 @@ from pflcore._device import to_device
 from pflcore.algorithms._protocol import (
     Algorithm,
     Changes,
+    Claim,
     Cohort,
     Payload,
     RowUpdate,
@@ -33,6 +34,7 @@ from pflcore.algorithms._protocol import (
     TrainResult,
     Traits,
     UpdateResult,
+    Uploads,
     algorithm_options,
     map_rows,
     normalize_rows,
@@ -178,6 +180,12 @@ class FedFomo(Algorithm):
             gain = (before - clients.loss(candidate, "val")) / length
             gains.append(torch.where(length > 0, gain, 0.0))
         return torch.stack(gains, 1).nan_to_num(0.0, 0.0, 0.0)
+
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        # A gain is a loss over a distance. Within these, sums over rounds are finite.
+        most = torch.finfo(torch.float32).max
+        gains = Claim(state["p"][0], low=-most, high=most)
+        return {**super().uploads(state, down, cohort), "a": gains}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids = cohort.ids
@@ -326,6 +334,12 @@ class L2C(Algorithm):
         weights = logits.softmax(1).nan_to_num(0.0)  # NaN: no updates at all
         x = ops.aggregate(rows, weights, index.clamp(min=0), client_state["w"])
         return x, weights, who
+
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        return {
+            "delta": state["delta"].new_empty(state["delta"].shape[1]),
+            "weights": Claim(state["weights"][0], low=0, high=1, most=1),
+        }
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids = cohort.ids

@@ -25,6 +25,7 @@ from pflcore.algorithms._protocol import (
     Tensors,
     Traits,
     UpdateResult,
+    Uploads,
     algorithm_options,
     squared_norms,
 )
@@ -154,6 +155,9 @@ class PFedHN(Algorithm):
         """The embeddings [S, D] of a cohort."""
         v = state["v"]
         return v[to_device(cohort.ids, v.device)]
+
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        return {"delta": state["output"][0]}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         phi = state["phi"]

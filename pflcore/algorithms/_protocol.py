@@ -20,6 +20,7 @@ Symbols:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -99,6 +100,42 @@ class SharedRows(NamedTuple):
     rows: Tensor  # [R, P]
     # [S, M] int64. It hides the method `tuple.index`.
     index: Tensor  # type: ignore[assignment]
+
+
+# A bound of uploads [S, ...]: a number, a tensor that broadcasts to them, or a function
+# that computes either from all uploads [S, ...] by name.
+Bound = float | Tensor | Callable[[Tensors], Tensor]
+
+
+class Claim(NamedTuple):
+    """A tensor that a client uploads beside its update, and the numbers it may hold.
+
+    The server cannot see whether the numbers are true. So `Algorithm.uploads` says what
+    they can be, and a client that uploads others is left out of the round. The bounds
+    follow from what the server knows: the number of clients, the numbers of samples
+    that they claim, and their training.
+
+    Attributes:
+        like: [...] a tensor with the shape and the dtype of one client's upload. Its
+            numbers are not read.
+        low: The least number that may occur, see `Bound`.
+        high: The largest number that may occur, see `Bound`.
+        is_whole: True for whole numbers.
+        most: The largest sum of one client's numbers, [S] or one for all clients.
+        is_statistics: True for batch norm's statistics, whose variances are at least 0.
+    """
+
+    like: Tensor
+    low: Bound = -math.inf
+    high: Bound = math.inf
+    is_whole: bool = False
+    most: float | Tensor = math.inf
+    is_statistics: bool = False
+
+
+# What a server expects of one client's upload, by name: a tensor [...] of the shape and
+# the dtype of an update, or a `Claim`.
+Uploads = dict[str, Tensor | Claim]
 
 
 class RowUpdate(NamedTuple):
@@ -198,6 +235,31 @@ def momentum_steps(steps: Tensor, momentum: float) -> Tensor:
     return steps / (1 - m) - m * (1 - m**steps) / (1 - m) ** 2
 
 
+# The passes over its samples, in steps of one sample each, that a client may claim
+# where the server does not know the options of training.
+MAX_PASSES = 1000
+
+
+def step_bounds(cohort: Cohort) -> tuple[Tensor, Tensor]:
+    """The fewest and the most local steps [S] of a round, float64.
+
+    Where the server does not know the options of training, a client has at least one
+    step, and at most `MAX_PASSES` for each of its samples.
+    """
+    n = cohort.num_samples
+    training = cohort.training
+    if training is None:
+        return torch.ones_like(n).double(), (MAX_PASSES * n).double()
+    steps = training.steps_of(cohort.round, cohort.ids, cohort.seed)
+    if steps is not None:
+        return steps.double(), steps.double()
+    # Whether the samples after the last whole minibatch are a step of their own is a
+    # question of the model, too.
+    fewest = (n // training.batch_size).clamp(min=1)
+    most = -(-n // training.batch_size)
+    return training.epochs * fewest.double(), training.epochs * most.double()
+
+
 class Traits(NamedTuple):
     """Facts about an algorithm that a run cannot read off its hooks.
 
@@ -265,7 +327,7 @@ class Algorithm:
 
     1. Before round 1: `prepare`, `server_init_args`, `init`.
     2. In every round: `send`; `init_client` for clients that are new; `train`;
-       `update`; `report`.
+       `uploads`; `update`; `report`.
     3. In every evaluation: `clients_for_model`, `send`, `init_client` for clients that
        are new, `model`, `predict`.
     4. Where a client joins later: `assign_new_client` after its training.
@@ -319,6 +381,29 @@ class Algorithm:
             cohort: The clients that receive something.
         """
         return {"x": state["x"].expand(len(cohort.ids), -1)}
+
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        """The tensors that each client uploads, by the names that `train` gives.
+
+        An update is given as a tensor [...] of one client's shape and dtype, every
+        other upload as a `Claim`. A run calls it in each round after the training, and
+        leaves out clients whose claims cannot be. A server on a machine of its own
+        takes nothing else. By default the uploads are the models that
+        `traits.model_uploads` names, or "delta" [P] where it names none.
+
+        Args:
+            state: The server's state before the round.
+            down: The clients' downloads, as `send` made them.
+            cohort: The clients that upload.
+        """
+        models: Uploads = {}
+        for key, place in self.traits.model_uploads.items():
+            side, _, name = place.partition(".")
+            rows = state[name] if side == "server" else down[name]
+            models[key] = rows[0]
+        if not models and "x" in state:
+            return {"delta": state["x"]}
+        return models
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         """The changes of the state, and the weights of the uploads in each model.

@@ -17,12 +17,14 @@ from torch import Tensor
 from pflcore.algorithms._protocol import (
     Algorithm,
     Changes,
+    Claim,
     Cohort,
     Payload,
     Tensors,
     TrainResult,
     Traits,
     UpdateResult,
+    Uploads,
     algorithm_options,
 )
 from pflcore.check import NonNegativeFloat, Weighting
@@ -52,6 +54,15 @@ def client_prototypes(clients: Clients, w: Tensor) -> Tensors:
     """The upload of the models `w` [S, P]: "prototypes" [S, C, H], "counts" [S, C]."""
     found = clients.class_features(w)
     return {"prototypes": found.means.to(w), "counts": found.counts.to(w)}
+
+
+def counts_claim(state: Tensors, cohort: Cohort) -> Claim:
+    """The claim of "counts" [C]: a client's samples of each class.
+
+    Together they are no more samples than the client has.
+    """
+    samples = cohort.num_samples
+    return Claim(state["known"], low=0, is_whole=True, most=samples)
 
 
 def mean_prototypes(state: Tensors, up: Tensors, weighting: str) -> Changes:
@@ -164,6 +175,10 @@ class FedProto(Algorithm):
         z = net.features(row, x)
         pull = prototype_distance(z, y, extra)
         return net.batch_loss(net.head(row, z), y) + self.lam * pull
+
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        counts = counts_claim(state, cohort)
+        return {**super().uploads(state, down, cohort), "counts": counts}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         return mean_prototypes(state, up, self.prototype_weighting), None

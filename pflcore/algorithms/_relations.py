@@ -29,6 +29,7 @@ from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
     Changes,
+    Claim,
     Cohort,
     MixingWeights,
     Payload,
@@ -38,8 +39,10 @@ from pflcore.algorithms._protocol import (
     TrainResult,
     Traits,
     UpdateResult,
+    Uploads,
     algorithm_options,
     normalize_rows,
+    step_bounds,
 )
 from pflcore.check import (
     Fraction,
@@ -532,6 +535,17 @@ class Mocha(Algorithm):
         lr_sum = (fit.steps * lr)[:, None].to(fit.w)
         upload = {"w": fit.w, "lr_sum": lr_sum, "lr": torch.full_like(lr_sum, lr)}
         return {"w": fit.w}, upload, fit
+
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        number = state["w"].new_empty(1)
+        lr = Claim(number, low=0)
+        lr_sum = Claim(number, low=0)
+        if cohort.training is not None:
+            size = cohort.training.lr_at(cohort.round, cohort.rounds)
+            fewest, most = (size * t[:, None] for t in step_bounds(cohort))
+            lr = Claim(number, low=size, high=size)
+            lr_sum = Claim(number, low=fewest, high=most)
+        return {**super().uploads(state, down, cohort), "lr_sum": lr_sum, "lr": lr}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids = cohort.ids

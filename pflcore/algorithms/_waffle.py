@@ -23,6 +23,7 @@ from pflcore import ops
 from pflcore.algorithms._fedavg import FedAvg, ServerStep
 from pflcore.algorithms._protocol import (
     Algorithm,
+    Claim,
     Cohort,
     MixingWeights,
     Payload,
@@ -31,6 +32,7 @@ from pflcore.algorithms._protocol import (
     TrainResult,
     Traits,
     UpdateResult,
+    Uploads,
     algorithm_options,
     momentum_steps,
     normalize_rows,
@@ -46,7 +48,7 @@ from pflcore.check import (
     reject,
     require,
 )
-from pflcore.train import Clients, Net, Objective
+from pflcore.train import Clients, Net, Objective, Training
 
 
 @algorithm_options
@@ -87,6 +89,10 @@ class ControlVariates(ServerStep):
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"c": torch.zeros_like(net.w0)[None]}
+
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        control = Claim(state["c"])
+        return {**super().uploads(state, down, cohort), "control": control}
 
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
@@ -372,17 +378,32 @@ class WeightErosion(Algorithm):
         """
         client_state, up, fit = super().train(down, client_state, clients)
         training = clients.context.training
-        past_rounds = clients.round - 1
-        num_samples = clients.num_samples
-        if self.size_unit == "epochs":
-            passes = torch.full_like(num_samples, past_rounds * training.epochs)
-        elif self.size_unit == "samples":
-            passes = past_rounds * training.batch_size // num_samples
-        else:
-            # The authors' code divides samples by batches, as it is here.
-            num_batches = -(-num_samples // training.batch_size)
-            passes = past_rounds * training.batch_size // num_batches
+        passes = self.count_passes(training, clients.round, clients.num_samples)
         return client_state, {**up, "passes": passes}, fit
+
+    def count_passes(
+        self,
+        training: Training,
+        round_number: int,
+        num_samples: Tensor,  # [S]
+    ) -> Tensor:  # [S] int64
+        """The passes over clients' data before a round, in the unit `size_unit`."""
+        past_rounds = round_number - 1
+        if self.size_unit == "epochs":
+            return torch.full_like(num_samples, past_rounds * training.epochs)
+        if self.size_unit == "samples":
+            return past_rounds * training.batch_size // num_samples
+        # The authors' code divides samples by batches, as it is here.
+        num_batches = -(-num_samples // training.batch_size)
+        return past_rounds * training.batch_size // num_batches
+
+    def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
+        like = torch.empty((), dtype=torch.int64)
+        passes = Claim(like, low=0, is_whole=True)
+        if cohort.training is not None:
+            exact = self.count_passes(cohort.training, cohort.round, cohort.num_samples)
+            passes = Claim(like, low=exact, high=exact, is_whole=True)
+        return {**super().uploads(state, down, cohort), "passes": passes}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids = cohort.ids

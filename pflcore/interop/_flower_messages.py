@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pflcore.algorithms._protocol import Tensors
 from pflcore.check import require
-from pflcore.interop._message import MAX_SAMPLES, layout_of
+from pflcore.interop._message import MAX_SAMPLES
 
 
 def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
@@ -54,7 +54,8 @@ def model_layout(content: RecordDict) -> tuple[Any, bool]:
     for name, tensor in tensors.items():
         if name.rpartition(".")[2] == "running_var" and bool((tensor < 0).any()):
             is_possible = False
-    return ([*content.array_records], layout_of(tensors)), is_possible
+    layout = {key: (value.shape, value.dtype) for key, value in tensors.items()}
+    return ([*content.array_records], layout), is_possible
 
 
 def metrics_layout(content: RecordDict, weight: str) -> Any:

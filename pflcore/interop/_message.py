@@ -36,7 +36,7 @@ from pflcore.algorithms._protocol import (
     Tensors,
     lazy_zeros,
 )
-from pflcore.check import Model, require
+from pflcore.check import Model, Words, reject, require
 from pflcore.simulation._state import initial_state
 from pflcore.train import Net
 from pflcore.train._losses import Loss
@@ -129,7 +129,6 @@ MAX_CLIENTS = 2**24
 # The largest number of samples of one client. A sum over MAX_CLIENTS such numbers fits
 # into 64 bits.
 MAX_SAMPLES = 2**40
-NOT_A_MESSAGE_TEXT = "{}: expected a dict of dense tensors as the other side made it."
 
 
 class DownloadLayout(NamedTuple):
@@ -189,11 +188,68 @@ def parse_header(numbers: Tensor) -> MessageHeader:
     return header
 
 
+def _read_tensors(message: Any, name: str) -> Tensors:
+    """The tensors of a message.
+
+    Raises ValueError, with the key, for anything that is no dict of dense tensors.
+
+    Args:
+        message: What the other side sent.
+        name: The words that begin an error's sentence.
+    """
+    wanted = "a dict of tensors by name, as the other side made it"
+    require(isinstance(message, Mapping), name, wanted, message)
+    remedy = "convert what is no tensor, such as an array by torch.from_numpy"
+    tensors = {}
+    for key, value in dict(message).items():
+        require(isinstance(key, str), name, "names of tensors as its keys", key)
+        is_plain = type(value) in (Tensor, torch.nn.Parameter)
+        if not is_plain:
+            reject(f"{name}, {key!r}", "a tensor", value, remedy=remedy)
+        if not is_complete_tensor(value):
+            got = f"{value.layout} on {value.device}"
+            reject(
+                f"{name}, {key!r}", "a dense tensor with all its numbers", Words(got)
+            )
+        tensors[key] = value.detach()
+    return tensors
+
+
 def is_complete_tensor(value: Tensor) -> bool:
     """True for a dense tensor with all the numbers of its shape."""
-    if value.layout is not torch.strided or value.is_nested:
+    is_dense = value.layout is torch.strided and not value.is_nested
+    if not is_dense or value.is_meta or value.is_quantized:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+def convert(value: Tensor, like: Tensor, name: str) -> Tensor:
+    """The tensor in the dtype of `like`.
+
+    A dtype that holds all numbers of that of `like` is converted, for example float64
+    to float32: programs of other languages have no other numbers. A narrower dtype is
+    refused, since its digits are lost. Raises ValueError for it, for another shape, and
+    where conversion would change a whole number.
+
+    Args:
+        value: [...] a tensor of the other side.
+        like: [...] a tensor of the shape and the dtype that are expected.
+        name: The words that begin an error's sentence.
+    """
+    is_wide = torch.promote_types(value.dtype, like.dtype) == value.dtype
+    fits = value.shape == like.shape and is_wide and not value.is_complex()
+    if not fits:
+        reject(name, describe_layout(like), Words(describe_layout(value)))
+    converted = value.to(like.dtype)
+    if not like.is_floating_point() and not torch.equal(converted.to(value), value):
+        wanted = f"numbers that {describe_layout(like)} can hold"
+        reject(name, wanted, Words("others"))
+    return converted
+
+
+def describe_layout(tensor: Tensor) -> str:
+    """The text of a tensor's shape and dtype, such as "[10] float32"."""
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def check_model_layouts(message: Tensors, layout: DownloadLayout, name: str) -> None:
@@ -256,33 +312,55 @@ def decode_message(
         name: The words that begin an error's sentence.
         layout: The layout that the payload must have; None accepts every payload.
     """
+    tensors, header = open_message(message, own_fingerprint, name)
+    if layout is not None:
+        check_model_layouts(tensors, layout, name)
+    tensors = {key: value.to(device) for key, value in tensors.items()}
+    buffers = tensors.pop(BUFFERS_KEY, None)
     try:
-        tensors, header = _read_tensors(message)
-    except Exception:  # another program made the message: it may be anything
-        raise ValueError(NOT_A_MESSAGE_TEXT.format(name)) from None
+        payload = _read_payload(tensors, header.n, layout)
+    except Exception:  # tensors of another program may fail anywhere
+        keys = ", ".join(repr(key) for key in tensors if "@" in key)
+        raise ValueError(
+            f"{name}: expected shared rows as the other side made them, got {keys} "
+            "that do not fit; send all tensors unchanged."
+        ) from None
+    return payload, header, buffers
+
+
+def open_message(
+    message: Any, own_fingerprint: int, name: str
+) -> tuple[Tensors, MessageHeader]:
+    """The tensors of a message without its header, and the header.
+
+    Raises ValueError for anything that is no message, and for a message of another
+    fingerprint. The arguments are those of `decode_message`.
+    """
+    tensors = _read_tensors(message, name)
+    header = _read_header(tensors, name)
     if header.fingerprint != own_fingerprint:
         raise ValueError(
             f"{name}: it is of another algorithm, model or `batch_norm` than those "
             "that are played here; give both sides the same."
         )
-    if layout is not None:
-        check_model_layouts(tensors, layout, name)
-    try:
-        tensors = {key: value.to(device) for key, value in tensors.items()}
-        buffers = tensors.pop(BUFFERS_KEY, None)
-        payload = _read_payload(tensors, header.n, layout)
-    except Exception:
-        raise ValueError(NOT_A_MESSAGE_TEXT.format(name)) from None
-    return payload, header, buffers
-
-
-def _read_tensors(message: Any) -> tuple[Tensors, MessageHeader]:
-    """The tensors of a message without its header, and the header."""
-    tensors = {key: value.detach() for key, value in message.items()}
-    if not all(map(is_complete_tensor, tensors.values())):
-        raise ValueError
-    header = parse_header(tensors.pop(HEADER_KEY))
     return tensors, header
+
+
+def _read_header(tensors: Tensors, name: str) -> MessageHeader:
+    """The header of a message, which is taken out of its tensors.
+
+    Raises ValueError where there is none, or its numbers are those of no message.
+    """
+    numbers = tensors.pop(HEADER_KEY, None)
+    where = f"{name}, {HEADER_KEY!r}"
+    remedy = "send all tensors that the other side made, unchanged"
+    wanted = f"the {len(MessageHeader._fields)} numbers that a message begins with"
+    if numbers is None:
+        reject(where, wanted, Words("none"), remedy=remedy)
+    try:
+        return parse_header(numbers)
+    except Exception:  # the numbers may be of any shape and kind
+        reject(where, wanted, numbers, remedy=remedy)
 
 
 def _read_payload(tensors: Tensors, n: int, layout: DownloadLayout | None) -> Payload:
@@ -308,11 +386,3 @@ def _read_payload(tensors: Tensors, n: int, layout: DownloadLayout | None) -> Pa
     if parts:
         raise ValueError
     return payload
-
-
-UploadLayout = dict[str, tuple[torch.Size, torch.dtype]]
-
-
-def layout_of(up: Tensors) -> UploadLayout:
-    """The shape and dtype of each tensor of an upload."""
-    return {key: (value.shape, value.dtype) for key, value in up.items()}

@@ -16,14 +16,23 @@ import annotated_types as at
 import torch
 
 from pflcore.algorithms import algorithm_of
-from pflcore.algorithms._protocol import Algorithm, BadUpload, Cohort, Stop, Tensors
+from pflcore.algorithms._protocol import (
+    Algorithm,
+    BadUpload,
+    Claim,
+    Cohort,
+    Stop,
+    Tensors,
+)
 from pflcore.check import (
     BatchNormPolicy,
     Model,
     PositiveFloat,
     PositiveInt,
     Seed,
+    Words,
     checked,
+    reject,
     require,
     warn_caller,
 )
@@ -31,13 +40,12 @@ from pflcore.interop._message import (
     BUFFERS_KEY,
     MAX_CLIENTS,
     MAX_SAMPLES,
-    DownloadLayout,
     MessageHeader,
-    UploadLayout,
-    decode_message,
+    convert,
+    describe_layout,
     encode_message,
     fingerprint,
-    layout_of,
+    open_message,
     prepare_net,
 )
 from pflcore.interop._sides import (
@@ -59,6 +67,7 @@ from pflcore.simulation._state import (
 )
 from pflcore.simulation._uploads import CohortResult, RoundOutcome, accept
 from pflcore.simulation.round import commit, serve
+from pflcore.train import Training
 from pflcore.train._memory import is_out_of_memory
 
 ClientCount = Annotated[int, at.Interval(ge=1, le=MAX_CLIENTS)]
@@ -117,6 +126,9 @@ class Server:
             or "auto" for the algorithm's own, as in `Simulation`.
         clip: The largest Euclidean norm of an update. Longer updates are shortened to
             it, as in `Robustness`; None shortens none.
+        training: The clients' options of training, where they are known. Numbers that
+            follow from them, such as FedNova's steps, are then checked by them; with
+            None they need only be possible.
     """
 
     @checked
@@ -130,12 +142,14 @@ class Server:
         seed: Seed = 0,
         batch_norm: BatchNormPolicy = "auto",
         clip: PositiveFloat | None = None,
+        training: Training | None = None,
     ) -> None:
         self.algorithm = algorithm_of(algorithm)
         self.net = prepare_net(self.algorithm, template, "cross_entropy", seed)
         self.rounds = rounds
         self.seed = seed
         self.clip = clip
+        self.training = training
         policy = batch_norm_policy(self.algorithm, self.net, batch_norm)
         self.averages = policy == "average"
         self._state = initial_state(
@@ -148,9 +162,6 @@ class Server:
         # Numbers of clients that have left. No later client receives one of them.
         self._retired: list[int] = []
         self._report: Tensors = {}
-        # The layout of the last round's uploads. None before the first round, and after
-        # the federation has grown, because uploads may then be longer.
-        self._upload_layout: UploadLayout | None = None
         # True once a client may train for the coming round
         self._round_started = False
 
@@ -209,11 +220,15 @@ class Server:
     ) -> RoundOutcome:
         """Ends a round with the results of `Client.train`, by client.
 
-        Clients that are not in `uploads` were absent. Fields of the outcome are:
+        Clients that are not in `uploads` were absent. An upload has the shapes and the
+        dtypes that the algorithm and the model say. A dtype that holds more numbers,
+        such as float64 for float32, is converted; a narrower one is refused.
+
+        Fields of the outcome are:
 
         - `ids`: the clients with an upload that fits.
-        - `dropped`: those of them whose upload is not finite, or of no use to the
-          algorithm. They count as absent.
+        - `dropped`: those of them whose upload is not finite, or claims what cannot be.
+          They count as absent.
         - `void`: True where the round changed nothing, for the reason `void_reason`.
         - `relative_update_norm`: each update's norm divided by the median norm.
         - `clipped`: the clients whose update was shortened to `clip`.
@@ -265,10 +280,12 @@ class Server:
         n = self.num_clients
         number = self._free_number(client_id)
         if number == n:
-            wanted = f"no newcomer in a round begun with {n} clients"
-            require(not self._round_started, f"client {client_id!r}", wanted, "one")
+            if self._round_started:
+                raise ValueError(
+                    f"client {client_id!r}: expected no newcomer in a round begun with "
+                    f"{n} clients; let it join after the round."
+                )
             self._state, _ = with_new_client(self.algorithm, self._state, self.net, n)
-            self._upload_layout = None
         self._numbers[client_id] = number
         return number
 
@@ -327,7 +344,6 @@ class Server:
         new = unflatten_state(tensors, state["round"], state["void"])
         check_state(new, self.algorithm, self.net, len(new.participated))
         self._state = new
-        self._upload_layout = None
         self._round_started = False
         for key in SAVED_FIELDS:
             setattr(self, f"_{key}", copy(state[key]))
@@ -364,7 +380,6 @@ class Server:
             "accepted": accepted,
             "clients": [*zip(numbers, self._numbers.values(), strict=True)],
             "retired": self._retired,
-            "upload": _layout_facts(self._upload_layout),
         }
         save_side(folder, self._identity(), tensors, {**facts, **own_facts})
 
@@ -388,7 +403,6 @@ class Server:
         self._accepted = {i: (round, part) for i, round, part in facts["accepted"]}
         self._numbers = {client: number for client, number in facts["clients"]}
         self._retired = list(facts["retired"])
-        self._upload_layout = _layout_of_facts(facts["upload"])
         self._round_started = False
         return facts
 
@@ -420,6 +434,7 @@ class Server:
             rounds=self.rounds,
             seed=self.seed,
             purpose=purpose,
+            training=self.training,
         )
 
     def _try_round(
@@ -454,18 +469,17 @@ class Server:
             void.void_reason = str(stop)
             _raise_or_warn(f"uploads: {stop}", strict)
         except UNUSABLE_UPLOAD_ERRORS as error:
-            # Where an earlier round used uploads of this layout, the error is a fault
-            # of the algorithm and not of the uploads.
-            is_usable_layout = self._upload_layout is not None
-            if is_out_of_memory(error) or (strict and is_usable_layout):
+            # Where an earlier round was served, the error is a fault of the algorithm
+            # and not of the uploads.
+            if is_out_of_memory(error) or (strict and self._accepted):
                 raise
             first = next(iter(uploads.values()))
-            layout = _describe_layout(layout_of(first.tensors))
+            held = [f"{k} {describe_layout(v)}" for k, v in first.tensors.items()]
             void.void_reason = str(error).partition("\n")[0].rstrip(".")
             _raise_or_warn(
                 f"uploads: {type(self.algorithm).__name__} cannot use what each holds, "
-                f"{layout} ({void.void_reason}); give both sides one algorithm and "
-                "model.",
+                f"{', '.join(held) or 'nothing'} ({void.void_reason}); give both sides "
+                "one algorithm and model.",
                 strict,
             )
         return void
@@ -473,10 +487,10 @@ class Server:
     def _run_round(
         self, uploads: Sequence[Upload], on_refused: Callable[[BadUpload], None]
     ) -> RoundOutcome:
-        """Plays the round with these uploads, which have one layout.
+        """Plays the round with these uploads, of which there is one at least.
 
         Args:
-            on_refused: Is called with the clients whose uploads the algorithm refuses.
+            on_refused: Is called with the clients whose uploads are refused.
         """
         state = self._state
         alg = self.algorithm
@@ -496,11 +510,17 @@ class Server:
         # Clients upload neither their own state nor their loss.
         rows = CohortRows({}, buffers, up=up)
         result = CohortResult(cohort, down, {}, rows)
-        result, outcome = accept(result, alg.traits, state.server, self.clip)
+        result, outcome = accept(
+            result,
+            alg,
+            state.server,
+            variances=self.net.variances,
+            clip=self.clip,
+            on_refused=on_refused,
+        )
         changes = serve(alg, state, result, outcome, self.averages, on_refused)
         if not outcome.void:
             self._state = commit(state, changes)
-            self._upload_layout = layout_of(first)
             self._record_accepted(outcome, outcome.cohort or cohort)
         return outcome
 
@@ -516,37 +536,34 @@ class Server:
     def _read_uploads(
         self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool
     ) -> dict[Any, Upload]:
-        """The uploads that fit, by the clients' ids, ascending by their numbers.
-
-        All of them have one layout.
-        """
+        """The uploads that fit, by the clients' ids, ascending by their numbers."""
+        expected = self._expected_uploads()
         read: dict[Any, Upload] = {}
         for client, upload in uploads.items():
             try:
-                read[client] = self._read_upload(client, upload)
+                read[client] = self._read_upload(client, upload, expected)
             except ValueError as error:
                 _raise_or_warn(str(error), strict)
-        layouts = {client: layout_of(upload.tensors) for client, upload in read.items()}
-        expected = self._expected_layout([*layouts.values()])
-        for client, layout in layouts.items():
-            if layout != expected:
-                _raise_or_warn(
-                    f"client {client!r}: its upload holds {_describe_layout(layout)}, "
-                    f"expected {_describe_layout(expected)}.",
-                    strict,
-                )
-                del read[client]
         return dict(sorted(read.items(), key=lambda item: item[1].number))
 
-    def _expected_layout(self, layouts: list[UploadLayout]) -> UploadLayout:
-        """The layout of the last round's uploads, or the most frequent one."""
-        layout = self._upload_layout or max(layouts, key=layouts.count, default={})
+    def _expected_uploads(self) -> Tensors:
+        """Tensors [...] of the shapes and dtypes of a client's upload, by name."""
+        any_client = 0
+        cohort = self._cohort([any_client], [1], self.round + 1)
+        state = self._state.server
+        down = self.algorithm.send(state, cohort)
+        expected: Tensors = {}
+        for key, value in self.algorithm.uploads(state, down, cohort).items():
+            expected[key] = value.like if isinstance(value, Claim) else value
         if self.averages:
-            layout = layout | layout_of({BUFFERS_KEY: self.net.b0})
-        return layout
+            expected[BUFFERS_KEY] = self.net.b0
+        return expected
 
-    def _read_upload(self, client: Any, upload: Any) -> Upload:
-        """One client's upload. Raises ValueError where it does not fit."""
+    def _read_upload(self, client: Any, upload: Any, expected: Tensors) -> Upload:
+        """One client's upload, in the dtypes of the tensors that are expected.
+
+        Raises ValueError where it does not fit.
+        """
         name = f"client {client!r}"
         known = list(self._numbers)
         is_known = client in self._numbers
@@ -554,52 +571,54 @@ class Server:
         is_pair = isinstance(upload, tuple) and len(upload) == 2
         require(is_pair, name, "(upload, number of samples)", upload)
         message, num_samples = upload
-        # An upload has one row for its client, and no shared rows.
-        layout = DownloadLayout({}, {})
-        device = self.net.w0.device
-        payload, header, buffers = decode_message(
-            message, device, self._fingerprint, name, layout
-        )
+        tensors, header = open_message(message, self._fingerprint, name)
         number = self._numbers[client]
         round = self.round + 1
         if header.number != number or header.round != round:
             raise ValueError(
-                f"{name}: its upload is number {header.number}'s of round "
-                f"{header.round}, expected {number}'s of round {round}; leave it out."
+                f"{name}: its upload is that of client number {header.number} for "
+                f"round {header.round}, expected that of number {number} for round "
+                f"{round}; leave it out."
             )
         is_whole = isinstance(num_samples, Integral)
         is_whole = is_whole and not isinstance(num_samples, bool)
         fits = is_whole and 1 <= int(num_samples) <= MAX_SAMPLES
         wanted = f"a whole number from 1 to {MAX_SAMPLES}"
         require(fits, f"{name}, number of samples", wanted, num_samples)
-        tensors = {key: value[0] for key, value in payload.items()}
-        if buffers is not None:
-            tensors[BUFFERS_KEY] = buffers
-        return Upload(number, tensors, int(num_samples))
+        fitting = _fit_upload(tensors, expected, name)
+        device = self.net.w0.device
+        fitting = {key: value.to(device) for key, value in fitting.items()}
+        return Upload(number, fitting, int(num_samples))
+
+
+def _fit_upload(tensors: Tensors, expected: Tensors, name: str) -> Tensors:
+    """The tensors of an upload, in the order and the dtypes of those that are expected.
+
+    Raises ValueError where they are others.
+
+    Args:
+        tensors: The tensors [...] that came.
+        expected: Tensors [...] of the shapes and dtypes of an upload.
+        name: The words that begin an error's sentence.
+    """
+    remedy = "send all tensors that the client's train made"
+    names = ", ".join(map(repr, expected)) or "nothing"
+    for key in tensors:
+        if key not in expected:
+            further = "the algorithm's hook uploads names all that train may upload"
+            reject(name, f"{names} in its upload", key, remedy=further)
+    fitting = {}
+    for key, like in expected.items():
+        where = f"{name}, {key!r}"
+        if key not in tensors:
+            reject(where, describe_layout(like), Words("none"), remedy=remedy)
+        fitting[key] = convert(tensors[key], like, where)
+    return fitting
 
 
 def _plain_id(client: Hashable) -> str | int:
     """A client's id as a string or an int, without classes such as NumPy's."""
     return client if isinstance(client, str) else int(client)  # type: ignore[call-overload, no-any-return]
-
-
-def _layout_facts(layout: UploadLayout | None) -> list[Any] | None:
-    """A layout of uploads as values that JSON can hold."""
-    if layout is None:
-        return None
-    return [
-        [key, list(shape), str(dtype).removeprefix("torch.")]
-        for key, (shape, dtype) in layout.items()
-    ]
-
-
-def _layout_of_facts(facts: list[Any] | None) -> UploadLayout | None:
-    """The layout of uploads that `_layout_facts` has described."""
-    if facts is None:
-        return None
-    return {
-        key: (torch.Size(shape), getattr(torch, dtype)) for key, shape, dtype in facts
-    }
 
 
 class RefusedUpload(ValueError):
@@ -611,12 +630,3 @@ def _raise_or_warn(sentence: str, strict: bool) -> None:
     if strict:
         raise ValueError(sentence)
     warn_caller(sentence, RuntimeWarning)
-
-
-def _describe_layout(layout: UploadLayout) -> str:
-    """The text of a layout, such as "delta [10] float32"."""
-    parts = [
-        f"{key} {list(shape)} {str(dtype).removeprefix('torch.')}"
-        for key, (shape, dtype) in layout.items()
-    ]
-    return ", ".join(parts) or "nothing"

@@ -573,7 +573,8 @@ def _newcomer_round(config: RunConfig, state: State) -> tuple[State, RoundOutcom
     alg = config.algorithm
     newcomer = torch.tensor([config.data.n - 1])
     result = train_cohort(config, state, newcomer)
-    result, outcome = accept(result, alg.traits, state.server)
+    variances = config.net.variances
+    result, outcome = accept(result, alg, state.server, variances=variances)
     server_changes = alg.assign_new_client(state.server, result.up, result.cohort)
     changes = {f"server.{name}": new for name, new in server_changes.items()}
     changes |= client_changes(result)

@@ -132,6 +132,7 @@ class RunConfig(TrainContext):
             seed=self.seed,
             purpose=purpose,
             trainable_clients=self.data.trainable_clients,
+            training=self.training,
         )
 
     def fits_one_thread(self, count: int) -> bool:

@@ -9,7 +9,8 @@ numbers of batch norm's running statistics; K values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +20,10 @@ from torch import Tensor
 from pflcore import ops
 from pflcore._device import to_device
 from pflcore.algorithms._protocol import (
+    Algorithm,
     BadUpload,
+    Bound,
+    Claim,
     Cohort,
     MixingWeights,
     Payload,
@@ -28,6 +32,7 @@ from pflcore.algorithms._protocol import (
     Traits,
     squared_norms,
 )
+from pflcore.check import warn_caller
 from pflcore.simulation._rows import CohortRows, take_rows
 
 # The reason for clients that are left out before the algorithm sees their uploads.
@@ -111,26 +116,37 @@ class RoundOutcome:
     drop_reasons: dict[int, str] = field(default_factory=dict)
 
 
+def warn_bad_upload(bad: BadUpload) -> None:
+    """Warns of clients that are left out of a round."""
+    warn_caller(f"left out of the round: {bad}", RuntimeWarning)
+
+
 def accept(
     result: CohortResult,
-    traits: Traits,
+    algorithm: Algorithm,
     server: Tensors,
-    clip: float | None = None,
     *,
+    variances: Tensor,  # bool [b]
+    clip: float | None = None,
     sends_buffers: bool = False,
+    on_refused: Callable[[BadUpload], None] = warn_bad_upload,
 ) -> tuple[CohortResult, RoundOutcome]:
     """The results of the accepted clients, and the outcome so far.
 
-    Clients whose results are not finite are left out. Where no client is left, the
-    result has all clients as before and the outcome is void.
+    Clients whose results are not finite are left out, and so are those whose claims
+    cannot be. Where no client is left, the outcome is void, and the result is of no
+    use.
 
     Args:
         result: The results of the cohort.
-        traits: The traits of the algorithm, which name its updates.
+        algorithm: The algorithm, which names its updates and claims.
         server: The server's state, which is only read.
+        variances: The mask of the variances among batch norm's statistics.
         clip: The length to which longer updates are shortened; None for no limit.
         sends_buffers: Batch norm's statistics travel, from every client that answers.
+        on_refused: Is called with the claims that cannot be.
     """
+    traits = algorithm.traits
     ids = result.cohort.ids
     buffer_bytes = result.rows.buffers.nbytes if sends_buffers else 0
     outcome = RoundOutcome(
@@ -153,16 +169,87 @@ def accept(
     outcome.cohort = result.cohort
     if outcome.void:
         return result, outcome
+    reasons = false_claims(result, algorithm, server, variances)
+    if reasons:
+        bad = BadUpload(reasons)
+        on_refused(bad)
+        result = drop_clients(result, outcome, traits, bad)
+    if outcome.void:
+        return result, outcome
     norms = update_norms(result, traits, server)
     if norms is None:
         return result, outcome
-    outcome.relative_update_norm = _relative_norms(norms, finite)
+    is_accepted = torch.isin(ids, result.cohort.ids)
+    outcome.relative_update_norm = _relative_norms(norms, is_accepted)
     if clip is not None:
         outcome.clip_factor = (clip / norms.clamp(min=1e-300)).clamp(max=1.0)
         outcome.clipped = result.cohort.ids[norms > clip].tolist()
         if outcome.clipped:
             result = clip_updates(result, traits, server, outcome.clip_factor)
     return result, outcome
+
+
+# The part of a bound by which a number may pass it, because of rounding in float32.
+ROUNDING = 1e-5
+
+
+def false_claims(
+    result: CohortResult,
+    algorithm: Algorithm,
+    server: Tensors,
+    variances: Tensor,  # bool [b]
+) -> dict[int, str]:
+    """The reasons why clients' claims cannot be, by the clients' ids.
+
+    The other clients are not in the result.
+    """
+    reasons: dict[int, str] = {}
+    expected = algorithm.uploads(server, result.down, result.cohort)
+    ids = result.cohort.ids.tolist()
+    for name, claim in expected.items():
+        if not isinstance(claim, Claim) or name not in result.up:
+            continue
+        if claim.is_statistics:
+            least = torch.where(variances, 0.0, -math.inf)
+            claim = claim._replace(low=least)
+        for client, fault in zip(ids, _faults_of(claim, name, result.up), strict=True):
+            if fault:
+                reasons.setdefault(client, f"its {name!r} {fault}; leave it out.")
+    return reasons
+
+
+def _faults_of(claim: Claim, name: str, up: Tensors) -> list[str]:
+    """A clause for each client, [S], on what its numbers cannot be; "" for none."""
+    count = len(up[name])
+    faults = [""] * count
+    bounds = (claim.low, claim.high, claim.most)
+    is_free = all(isinstance(bound, float) and math.isinf(bound) for bound in bounds)
+    if is_free and not claim.is_whole:
+        return faults
+    values = up[name].cpu().double()
+    low, high = (_numbers_of(bound, values, up) for bound in bounds[:2])
+    most = _numbers_of(claim.most, torch.empty(count), up)
+    values, low, high = (rows.reshape(count, -1) for rows in (values, low, high))
+    total = values.sum(1)
+    for i in (total > most + ROUNDING * most.abs()).nonzero()[:, 0].tolist():
+        faults[i] = f"sums to {total[i]:g}, expected at most {most[i]:g}"
+    is_wrong = values < low - ROUNDING * low.abs()
+    is_wrong |= values > high + ROUNDING * high.abs()
+    if claim.is_whole:
+        is_wrong |= values != values.round()
+    kind = "a whole number" if claim.is_whole else "a number"
+    for i in is_wrong.any(1).nonzero()[:, 0].tolist():
+        first = int(is_wrong[i].nonzero()[0])
+        upper = f" to {high[i, first]:g}" if high[i, first].isfinite() else " on"
+        expected = f"{kind} from {low[i, first]:g}{upper}"
+        faults[i] = f"holds {values[i, first]:g}, expected {expected}"
+    return faults
+
+
+def _numbers_of(bound: Bound, like: Tensor, up: Tensors) -> Tensor:
+    """The bound of each number of `like` [S, ...], float64 on the CPU."""
+    numbers = bound(up) if callable(bound) else torch.as_tensor(bound)
+    return numbers.cpu().double().expand_as(like)
 
 
 def _lacks_required_client(outcome: RoundOutcome, traits: Traits) -> bool:
@@ -184,7 +271,7 @@ def mean_train_loss(result: CohortResult) -> float | None:
 
 def _relative_norms(
     norms: Tensor,  # [S'] of the accepted clients
-    finite: Tensor,  # bool [S] mask of the accepted clients of the cohort
+    is_accepted: Tensor,  # bool [S] mask of the accepted clients of the cohort
 ) -> list[float | None] | None:
     """Each client's update norm over the median norm of the round.
 
@@ -194,8 +281,8 @@ def _relative_norms(
     median = norms.quantile(0.5)
     if len(norms) <= 2 or not median > 0:
         return None
-    relative: list[float | None] = [None] * len(finite)
-    positions = finite.nonzero()[:, 0].tolist()
+    relative: list[float | None] = [None] * len(is_accepted)
+    positions = is_accepted.nonzero()[:, 0].tolist()
     for position, ratio in zip(positions, (norms / median).tolist(), strict=True):
         relative[position] = ratio
     return relative

@@ -36,7 +36,7 @@ from pflcore.algorithms._protocol import (
     apply,
     check_training,
 )
-from pflcore.check import Fraction, PositiveInt, checked, require, warn_caller
+from pflcore.check import Fraction, PositiveInt, checked, require
 from pflcore.simulation._rows import CohortRows, take_rows
 from pflcore.simulation._sampling import draw_clients
 from pflcore.simulation._signals import defer_signals
@@ -54,6 +54,7 @@ from pflcore.simulation._uploads import (
     accept,
     drop_clients,
     non_finite_names,
+    warn_bad_upload,
 )
 from pflcore.train import Clients
 from pflcore.train._context import TrainContext
@@ -181,22 +182,20 @@ def receive_uploads(
 
     An adversary, where the run has one, replaces the uploads of its clients before.
     """
-    traits = config.algorithm.traits
+    algorithm = config.algorithm
     robustness = config.robustness
     if robustness.adversary is not None:
-        result = robustness.adversary.attack_uploads(result, traits, state.server)
+        result = robustness.adversary.attack_uploads(
+            result, algorithm.traits, state.server
+        )
     return accept(
         result,
-        traits,
+        algorithm,
         state.server,
-        robustness.clip,
+        variances=config.net.variances,
+        clip=robustness.clip,
         sends_buffers=config.averages,
     )
-
-
-def warn_bad_upload(bad: BadUpload) -> None:
-    """Warns of clients that are left out of a round."""
-    warn_caller(f"left out of the round: {bad}", RuntimeWarning)
 
 
 def serve(

@@ -14,8 +14,8 @@ from torch import nn
 
 from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._fedavg import FedAvg
-from pflcore.algorithms._protocol import Algorithm, Tensors
-from pflcore.check import checked
+from pflcore.algorithms._protocol import Algorithm, Claim, Tensors, Uploads
+from pflcore.check import checked, summarize
 from pflcore.data._federation import Federation
 from pflcore.testing._case import ALL, COHORTS, TRAINING, Case
 from pflcore.testing._faults import (
@@ -23,6 +23,7 @@ from pflcore.testing._faults import (
     EXACT,
     Fault,
     Tolerance,
+    errors_as_faults,
     first_difference,
     non_finite_keys,
     require_same,
@@ -224,6 +225,58 @@ def bytes_are_counted(case: Case) -> None:
                 )
 
 
+def uploads_are_declared(case: Case) -> None:
+    """The hook `uploads` names all uploads, with their shapes and dtypes.
+
+    Each is an update, whose length a run can bound, or a `Claim`.
+    """
+    alg = case.given
+    config = case.config(alg)
+    play = case.recorded
+    for number, (tensors, up) in enumerate(
+        zip(play.states, play.uploads, strict=False)
+    ):
+        state = {
+            key.removeprefix("server."): value
+            for key, value in tensors.items()
+            if key.startswith("server.")
+        }
+        cohort = config.cohort(torch.tensor(play.done[number].ids), number + 1)
+        with errors_as_faults("uploads", f" in round {number + 1}"):
+            expected = alg.uploads(state, alg.send(state, cohort), cohort)
+        _require_declared(expected, up, {"delta", *alg.traits.model_uploads})
+
+
+def _require_declared(expected: Uploads, up: Tensors, updates: set[str]) -> None:
+    """Raises Fault unless the uploads [S, ...] are those that the server expects.
+
+    Args:
+        expected: The result of the hook `uploads`.
+        up: The uploads by name.
+        updates: The names of those that may be updates.
+    """
+    for key in {**expected, **up}:
+        if key not in up or key not in expected:
+            raise Fault(
+                f"uploads: expected the uploads of train, {', '.join(up) or 'none'}, "
+                f"got {', '.join(expected) or 'none'}; give the shape and dtype of "
+                f"{key!r}, as a Claim with the numbers that it may hold."
+            )
+        value = expected[key]
+        if not isinstance(value, Claim) and key not in updates:
+            raise Fault(
+                f"uploads: expected a Claim as {key!r}, which is no update, got a "
+                "tensor; say which numbers it may hold, or name it in "
+                "traits.model_uploads."
+            )
+        like = value.like if isinstance(value, Claim) else value
+        if (like.shape, like.dtype) != (up[key].shape[1:], up[key].dtype):
+            raise Fault(
+                f"uploads: expected {summarize(up[key][0])} as {key!r}, which train "
+                f"uploads for one client, got {summarize(like)}."
+            )
+
+
 # The checks by name, in their order. Each raises Fault where its property fails.
 CHECKS: dict[str, Callable[[Case], None]] = {
     f.__name__: f
@@ -240,6 +293,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
         float32_runs,
         bytes_are_counted,
         broken_clients_are_absent,
+        uploads_are_declared,
     )
 }
 

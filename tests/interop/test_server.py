@@ -257,9 +257,9 @@ def test_mistakes_are_one_sentence_and_cost_nothing():
         ([up], "uploads: expected"),
         (
             late,
-            "client 0: its upload is number 0's of round 1, expected 0's of round 2",
+            "client 0: its upload is that of client number 0 for round 1",
         ),
-        ({0: other}, "client 0: its upload is number 1's of round 2, expected 0's"),
+        ({0: other}, "client 0: its upload is that of client number 1 for round 2"),
         ({1: other}, "uploads: the target, client number 0, must take part"),
         (
             {0: up, 9: other},
@@ -360,10 +360,11 @@ def test_a_pick_of_no_model_is_named(name):
     ups = uploads(server, clients)
     ups[1][0]["pick"].fill_(99)
     before = server.state_dict()
-    with sentence("client 1: it says it picked model 99, expected 0 to 1"):
+    words = "client 1: its 'pick' holds 99, expected a whole number from 0 to 1"
+    with sentence(words):
         server.aggregate(ups)
     assert unchanged(server, before)
-    with pytest.warns(RuntimeWarning, match="client 1: it says it picked model 99"):
+    with pytest.warns(RuntimeWarning, match=words):
         done = server.aggregate(ups, strict=False)
     assert done.dropped == [1] and not done.void
     twin, _ = apart(name)
@@ -612,12 +613,12 @@ def test_nothing_is_made_that_is_larger_than_what_came(name):
     bomb = {"@rows": row[:0], "@sent": sent, "@index": torch.full((1,), -1)}
     pool = {key + part: value for part, value in bomb.items()}
     with Largest() as largest:
-        with sentence("client 0: expected a dict of dense tensors"):
+        with sentence("client 0: expected .* in its upload, got"):
             server.aggregate(ups | {0: (ups[0][0] | pool, 10)})
-        with sentence("download: expected a dict of dense tensors"):
+        with sentence("download: expected shared rows as the other side made them"):
             clients[0].train(download | pool)
         for about in numbers(download["@about"]):
-            with sentence("download: expected a dict of dense tensors"):
+            with sentence("download, '@about': expected the 8 numbers"):
                 clients[0].train(download | {"@about": about})
     assert largest.bytes <= len(sent)
     assert not server.aggregate(ups).void

@@ -233,6 +233,9 @@ def test_a_clipped_update_takes_its_control_variate_along():
     An update of length 5 is cut to length 1, and one of length 0.5 stays.
     """
     up = {"delta": t([[3.0, 4], [0.3, 0.4]]), "control": t([[2.0, 2], [1, 1]])}
-    cut = accept(trained(up), Traits(clipped_with_update=("control",)), {}, 1.0)[0].up
+    state = {"x": t([0.0, 0.0]), "c": t([0.0, 0.0])}
+    no_variances = torch.zeros(0, dtype=torch.bool)
+    result, _ = accept(trained(up), Scaffold(), state, variances=no_variances, clip=1.0)
+    cut = result.up
     torch.testing.assert_close(cut["delta"], t([[0.6, 0.8], [0.3, 0.4]]))
     torch.testing.assert_close(cut["control"], t([[0.4, 0.4], [1, 1]]))

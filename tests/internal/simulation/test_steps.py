@@ -39,7 +39,8 @@ def test_only_commit_writes_to_the_state(name):
 
     result = train_cohort(config, state, ids)
     result = adversary.attack_uploads(result, alg.traits, state.server)
-    result, outcome = accept(result, alg.traits, state.server, clip=0.01)
+    variances = net.variances
+    result, outcome = accept(result, alg, state.server, variances=variances, clip=0.01)
     changes = serve(alg, state, result, outcome, config.averages)
 
     assert changes and same(state, before)
