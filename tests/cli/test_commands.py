@@ -513,6 +513,24 @@ def test_a_command_that_was_killed_before_its_first_line_begins():
     }
 
 
+@pytest.mark.parametrize("baseline", ["", "--baseline local"])
+def test_other_options_of_a_folders_method_name_the_report_of_two(baseline, capsys):
+    assert command(f"compare local ditto {DIGITS} --out o") == 0
+    again = f"compare ditto {DIGITS} --ditto.lam 3 --out o {baseline}"
+
+    assert command(again) == 2
+    error = capsys.readouterr().err
+    assert "out: o holds record.jsonl" in error and "pflcore report o OTHER" in error
+    assert command(f"{again} --resume") == 2
+    error = capsys.readouterr().err
+    assert "another run" in error and "pflcore report o OTHER" in error
+
+    assert command(again.replace("--out o", "--out p").replace(baseline, "")) == 0
+    assert command("report o p --out both --baseline local") == 0
+    text = Path("both/table.md").read_text()
+    assert "| ditto (lam=3.0) " in text and "| local " in text
+
+
 def test_tables_and_pictures_again_from_records(capsys):
     for algorithm in ("local", "fedavg"):
         command(f"run {algorithm} {DIGITS} --out {algorithm}")
