@@ -14,7 +14,6 @@ from parts.results import N, a_run, cells, line
 
 from pflcore.results import RunEnd
 from pflcore.results import record as records
-from pflcore.results._render import markdown_table
 from pflcore.results.table import table
 
 ACCURACIES = st.lists(
@@ -158,14 +157,6 @@ def test_any_names_keep_the_cells_of_markdown(client, method, data):
     assert of_client == " ".join(f"client {client}: final".split())
     (label, *_) = markdown_cells(row)
     assert label == " ".join(method.split())
-
-
-def test_any_candidate_keeps_the_cells_of_markdown():
-    lines = markdown_table([["candidate", "note"], ["f='a|b'", "x\ny"]])
-    assert [markdown_cells(line) for line in lines[::2]] == [
-        ["candidate", "note"],
-        ["f='a|b'", "x y"],
-    ]
 
 
 # LaTeX ------------------------------------------------------------------------
