@@ -25,7 +25,8 @@ import torch
 
 from bench import against, table
 from bench.problem import Absent, Calls, Problem, Size, parsed
-from pflcore.check import require
+from pflcore.check import Words, reject, require
+from pflcore.ops import backend
 from pflcore.results._files import write_text
 
 Op = Literal[
@@ -60,6 +61,7 @@ class Options:
         plot: with "scale": write its picture to this file
         against: a file that `--json` wrote before: end with 1 where pflcore's time over
             the best right peer's grew by more than a tenth, and name where
+        references: where no kernels run, time the references in torch in their place
     """
 
     op: tuple[Literal["all", "small", "scale", "ranks"] | Op, ...] = ("all",)
@@ -71,6 +73,7 @@ class Options:
     markdown: Path | None = None
     plot: Path | None = None
     against: Path | None = None
+    references: bool = False
 
 
 def suite(name: str) -> ModuleType:
@@ -83,6 +86,10 @@ def run(options: Options) -> int:
 
     The status is 0, or 1 where `against` says that pflcore became slower.
     """
+    found = backend()
+    if not (found.kernels or options.references):
+        remedy = "or add --references, which times the references"
+        reject("bench", "kernels to time", Words(str(found)), remedy=remedy)
     for name in ("json", "markdown", "plot"):
         path = getattr(options, name)
         has_folder = path is None or path.parent.is_dir()

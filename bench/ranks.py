@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 
+from bench.child import child_words
 from bench.problem import Facts, fact
 from bench.table import Table
 from pflcore import Evaluation, Federation, Hardware, Simulation, Training
@@ -24,7 +24,6 @@ from pflcore.nn.models import MODELS
 from pflcore.simulation._describe import content_digest
 from pflcore.simulation._state import flatten_state
 
-ROOT = Path(__file__).parents[1]  # of the checkout
 ALGORITHMS = ("ditto", "feddwa")
 HEAD = (
     "model | algorithm | clients | ranks | CPU s a round, busiest rank | of one | "
@@ -86,14 +85,14 @@ def run(quick: bool) -> tuple[list[Facts], str]:
 
 def measure(model: str, algorithm: str, clients: int, ranks: int) -> Facts:
     """The measurements of one run: those of the busiest rank."""
-    words = ["-m", "bench.ranks", model, algorithm, str(clients)]
+    words = child_words("bench.ranks", model, algorithm, str(clients))
     command = [sys.executable, *words]
     if ranks > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
         command = [sys.executable, *torchrun, f"--nproc-per-node={ranks}", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, cwd=ROOT, check=True
+        command, env=environment, capture_output=True, text=True, check=True
     )
     rows = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"]
     digests = {row["digest"] for row in rows}

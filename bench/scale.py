@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.child import child_words
 from bench.problem import Facts, fact
 from bench.table import Table, clock
 from pflcore import Evaluation, Federation, Simulation
@@ -24,7 +25,7 @@ from pflcore.results._pictures import figure_of, line_styles, plain_ticks, save,
 from pflcore.results.record import RecordWriter
 
 ALGORITHMS = ("fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster")
-ROOT = Path(__file__).parents[1]  # of the checkout
+
 COHORT = 100
 INPUTS = 28
 SAMPLES = 15
@@ -45,8 +46,8 @@ def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[Facts], st
     end = 5 if quick else 7
     sizes = [10**k for k in range(2, end)]
     for name, n in itertools.product(ALGORITHMS, sizes):
-        command = [sys.executable, "-m", "bench.scale", name, str(n), str(seconds)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        words = child_words("bench.scale", name, str(n), str(seconds))
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
         if done.returncode:
             errors = done.stderr.strip().splitlines() or ["killed"]
             table.add(f"{name} | {n:,} | {errors[-1]} |  |  | ")

@@ -20,7 +20,7 @@ import torch
 
 import pflcore
 from bench.problem import Absent, Call, Facts, Measured, Problem, fact
-from pflcore.results._render import markdown_table as _markdown
+from pflcore.results._render import escape_cell, markdown_table
 
 Timer = Callable[[Call, float], tuple[list[float], Any]]
 
@@ -79,7 +79,7 @@ note | |
 
 def markdown(rows: Iterable[str]) -> list[str]:
     """Lines of a Markdown table with these rows."""
-    return _markdown([row.split(" | ") for row in rows])
+    return markdown_table([row.split(" | ") for row in rows])
 
 
 class Table:
@@ -92,25 +92,26 @@ class Table:
 
     def __init__(self, *head: str, about: Sequence[str] = ()) -> None:
         self.about = [*about, ""]
-        self.lines = list[str]()
+        self.rows = list[list[str]]()
         self.width = [0] * 100
         print(*self.about, sep="\n")
         self.add(*head)
         print("|" + "---|" * len(self.width), flush=True)
 
     def add(self, *row: str) -> None:
-        """Prints a row; columns are as wide as their widest cell.
+        """Prints a row: its cells, or one text such as "one cell | another".
 
-        Only the cells that were printed before count.
+        Columns are as wide as their widest cell that was printed before.
         """
-        self.lines.append(" | ".join(row))
-        cells = self.lines[-1].split(" | ")
+        cells = [*row] if len(row) > 1 else row[0].split(" | ")
+        self.rows.append(cells)
+        cells = [escape_cell(cell) for cell in cells]
         self.width = [*map(max, self.width, map(len, cells))]
         print(f"| {' | '.join(map(str.ljust, cells, self.width))} |", flush=True)
 
     def text(self) -> str:
         """The sentences, and all rows as a Markdown table."""
-        return "\n".join([*self.about, *markdown(self.lines), ""])
+        return "\n".join([*self.about, *markdown_table(self.rows), ""])
 
 
 @dataclass

@@ -5,6 +5,9 @@ No test here measures a time.
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +16,7 @@ from entry_points import sentence
 
 import bench
 import pflcore
-from bench import problem, published, scale, small, table, workload
+from bench import child, problem, published, scale, small, table, workload
 
 LIMITS = {"read": 10.0, "write": 5.0, "fma": 4.0, "sub_fma": 8.0}
 MACHINE = table.Machine("a processor", 2, "plain", LIMITS, {"torch": "2"}, "today")
@@ -31,6 +34,31 @@ def made(**changes):
             **changes,
         }
     )
+
+
+def test_a_benchmark_without_kernels_stops_unless_references_are_wanted(monkeypatch):
+    without = pflcore.backend()._replace(kernels=False, why="they are not built")
+    monkeypatch.setattr(bench, "backend", lambda: without)
+    measured = []
+    monkeypatch.setattr(bench, "_measure", lambda options: (measured.append(1), ""))
+    with sentence("bench: expected kernels to time, got references, .*not built"):
+        bench.run(bench.Options())
+    assert not measured
+    assert bench.run(bench.Options(references=True)) == 0 and measured
+
+
+def test_a_child_process_has_the_parents_pflcore(tmp_path, monkeypatch):
+    """It has, also in a folder whose pflcore Python would import first."""
+    (tmp_path / "pflcore").mkdir()
+    (tmp_path / "pflcore" / "__init__.py").write_text("raise SystemExit('hidden')")
+    code = "import json, pflcore; print(json.dumps(pflcore.__file__))"
+    (tmp_path / "shown.py").write_text(code)
+    words = child.child_words("shown")
+    words[1] += os.pathsep + str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert json.loads(done.stdout) == pflcore.__file__
 
 
 def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):

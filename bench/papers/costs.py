@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.table import markdown
 from pflcore import Algorithm, Federation, Net, Training, step
 from pflcore.check import PositiveInt, checked
 from pflcore.data._protocols import with_validation
+from pflcore.results._render import markdown_table
 from pflcore.simulation.round import RunConfig, initial_state
 from pflcore.train._context import TrainContext
 from pflcore.train._engines import Engine
@@ -213,13 +213,26 @@ def table(costs: dict[str, Cost], samples: int) -> str:
     They are traffic in models and MiB, and operations of a client.
     """
     first = next(iter(costs.values()))
-    head = (
-        f"method | models down | models up | MiB | FLOPs for {samples:,} samples | of "
-        "the first | server FLOPs"
-    )
-    rows = (
-        f"{name} | {c.models_down:.2f} | {c.models_up:.2f} | {c.bytes / MIB:.2f} | "
-        f"{c.client:.2e} | {c.client / first.client:.2f} | {c.server:.1e}"
-        for name, c in costs.items()
-    )
-    return "\n".join([*markdown([head, *rows]), ""])
+    rows = [
+        [
+            "method",
+            "models down",
+            "models up",
+            "MiB",
+            f"FLOPs for {samples:,} samples",
+            "of the first",
+            "server FLOPs",
+        ]
+    ]
+    for name, cost in costs.items():
+        cells = [
+            name,
+            f"{cost.models_down:.2f}",
+            f"{cost.models_up:.2f}",
+            f"{cost.bytes / MIB:.2f}",
+            f"{cost.client:.2e}",
+            f"{cost.client / first.client:.2f}",
+            f"{cost.server:.1e}",
+        ]
+        rows.append(cells)
+    return "\n".join([*markdown_table(rows), ""])

@@ -16,12 +16,18 @@ from bench.papers import costs, study
 from bench.papers.plan import Plan, chosen, load, plans, shortened, tasks
 from bench.papers.runs import Reproduction, write
 from bench.papers.table import rows_of, verdicts
-from bench.problem import parsed
+from bench.problem import Facts, parsed
 from pflcore import Net
 from pflcore.check import NonNegativeFloat, require
 from pflcore.cli._experiment import make_algorithm
 from pflcore.nn.models import model_for
+from pflcore.ops import __version__, backend
 from pflcore.results._progress import Progress
+
+
+def say(text: str) -> None:
+    """Prints a line on stderr at once, also where no terminal listens."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def count(plan: Plan, folder: Path) -> None:
@@ -31,16 +37,19 @@ def count(plan: Plan, folder: Path) -> None:
     """
     options = dict(plan["costs"])
     name = options.pop("model")
+    folder.mkdir(parents=True, exist_ok=True)
+    say(f"Counts {len(plan['methods'])} methods on {name}. Folder: {folder}")
     shape = options.pop("shape")
     classes = options.pop("classes")
     net = Net(lambda: model_for(name, shape, classes))
     by_method = {}
     for method, m in plan["methods"].items():
+        say(f"{method} ...")
         algorithm = make_algorithm(m["algorithm"], m.get("options"))
         by_method[method] = costs.cost(algorithm, net, shape, classes, **options)
     traffic = {method: cost.bytes / costs.MIB for method, cost in by_method.items()}
     operations = {method: cost.client for method, cost in by_method.items()}
-    rows = []
+    rows: list[Facts] = []
     for setting, values in (
         ("MiB per client and round", traffic),
         ("FLOPs per client and round", operations),
@@ -77,8 +86,14 @@ def reproduce(
     """
     todo = tasks(plan, **choice)
     rounds = sum(task.options.rounds for task in todo if not task.base)
+    folder.mkdir(parents=True, exist_ok=True)
+    methods = {task.method for task in todo}
+    settings = {task.setting for task in todo}
+    say(
+        f"Plays {len(todo)} runs, {rounds:,} rounds in all: methods {len(methods)}, "
+        f"settings {len(settings)}. Folder: {folder}"
+    )
     with Progress(rounds, quiet) as progress:
-        progress.say(f"Results: {folder}")
         made = Reproduction(plan, folder, progress, minutes)
         rows = made.play(todo)
         if made.skipped:
@@ -145,6 +160,8 @@ def main(argv: Sequence[str]) -> int:
             print_plan(plan_name)
         return 0
     plan = load(name)
+    takes = f" On two free cores it takes {plan['takes']}." if plan["takes"] else ""
+    say(f"{name}: {plan['about']}.{takes}\npflcore {__version__}: {backend()}")
     fits = plan["equal_compute"] or not got.equal_compute
     require(fits, "equal_compute", "a plan that says what equal computation is", name)
     if got.rounds is not None:

@@ -255,6 +255,7 @@ class Reproduction:
             return run
         if self.is_over:
             raise _NoTimeError
+        self.progress.begin(f"{name}, seed {task.options.seed}")
         simulation, p = self.simulation(task)
         keeper = _RoundKeeper(simulation, p, task)
 

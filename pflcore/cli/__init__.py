@@ -12,6 +12,8 @@ import inspect
 import io
 import os
 import platform
+import re
+import shlex
 import signal
 import sys
 import threading
@@ -23,7 +25,12 @@ from typing import Any
 
 import torch
 
-from pflcore._install import install_command, reinstall_command
+from pflcore._install import (
+    PACKAGE,
+    install_command,
+    reinstall_command,
+    source_folder,
+)
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import require
 from pflcore.cli._data import data
@@ -108,40 +115,68 @@ def info(argv: Sequence[str]) -> int:
     return 0
 
 
-def _require_checkout(command: str) -> None:
-    """Lets modules be imported from the checkout of pflcore's sources.
+def _use_sources(command: str) -> None:
+    """Lets the package `bench` be imported from a folder of pflcore's sources.
 
-    Raises ImportError where pflcore is an installed package instead.
+    The folder is the one that this pflcore is used from, else the working directory or
+    one above it. The pflcore that runs stays the one that was called. Raises
+    ImportError where there is no such folder, and where it is of another version.
     """
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "bench" / "__main__.py").exists():
+    for folder in (PACKAGE.parent, Path.cwd(), *Path.cwd().parents):
+        version = _version_of_sources(folder)
+        if version is not None:
+            break
+    else:
+        known = source_folder()
+        place = "the folder of the sources that you installed it from"
+        if known is not None and _version_of_sources(known) == __version__:
+            place = str(known)
         raise ImportError(
-            f"{command}: this is no part of the installed package; run `python -m "
-            f"pflcore {command}` in a checkout of pflcore."
+            f"{command}: it is part of pflcore's sources and not of the installed "
+            f"package, and {Path.cwd()} has no sources; go to {place} (version "
+            f"{__version__}) and run `pflcore {command}` there."
         )
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+    if version != __version__:
+        raise ImportError(
+            f"{command}: the sources in {folder} are pflcore {version}, and the "
+            f"installed package is pflcore {__version__}; go to sources of that "
+            f"version, or install these: {install_command()} {shlex.quote(str(folder))}"
+        )
+    # At the end, so that nothing of the folder hides what is installed.
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _version_of_sources(folder: Path) -> str | None:
+    """The version of pflcore's sources in a folder; None where it has none."""
+    definition = folder / "pflcore" / "ops" / "__init__.py"
+    if not (folder / "bench" / "__main__.py").is_file() or not definition.is_file():
+        return None
+    found = re.search(
+        r'^__version__ = "(.+?)"', definition.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return found[1] if found else None
 
 
 def attack(argv: Sequence[str]) -> int:
-    """Tries membership inference and model inversion; needs pflcore's sources."""
-    _require_checkout("attack")
+    """Tries membership inference and model inversion; in a folder of the sources."""
+    _use_sources("attack")
     from bench.papers.attack import main
 
     return main(argv)
 
 
 def reproduce(argv: Sequence[str]) -> int:
-    """Runs the experiments behind a table of a paper; needs pflcore's sources."""
-    _require_checkout("reproduce")
+    """Runs the experiments behind a paper's table; in a folder of the sources."""
+    _use_sources("reproduce")
     from bench.papers.run import main
 
     return main(argv)
 
 
 def bench(argv: Sequence[str]) -> int:
-    """Times the kernels against the best torch call; needs pflcore's sources."""
-    _require_checkout("bench")
+    """Times the kernels against the best torch call; in a folder of the sources."""
+    _use_sources("bench")
     from bench import main
 
     return main(argv)

@@ -65,13 +65,14 @@ def check_folder(folder: Path, output: ReportOptions) -> None:
     paths = _resumable_paths(folder) if isinstance(output, OutputOptions) else []
     if paths and not (goes_on and begun):
         names = " and ".join(path.name for path in paths)
-        remedy = "name another folder, or add --overwrite, which moves it aside"
+        another = (
+            f"name another folder (`pflcore report {folder} OTHER` makes one table of "
+            "both)"
+        )
+        remedy = f"{another}, or add --overwrite, which moves it aside"
         if goes_on:
             names += " without a checkpoint"
-            remedy = (
-                "name another folder, or put --overwrite for --resume, which moves "
-                "it aside"
-            )
+            remedy = f"{another}, or put --overwrite for --resume, which moves it aside"
         elif begun:
             remedy = f"go on by --resume, {remedy}"
         raise ValueError(f"out: {folder} holds {names}; {remedy}.")

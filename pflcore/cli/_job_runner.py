@@ -152,6 +152,7 @@ class JobRunner:
                 # The text of this warning is printed below.
                 warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
                 history: History = self.record.run(header, play, track_and_count)
+                tracker.take_end(history.end)
         except Exception as e:
             raise RunFailed(self._failure(job, e)) from e
         if history.stopped:

@@ -85,6 +85,10 @@ def run_jobs(
 def _check_output(jobs: Sequence[Job], output: OutputOptions) -> None:
     """Raises ValueError where the command cannot write what its options say."""
     options = jobs[0].options
+    # A folder that is not to be touched is the first fact to tell: what else is wrong
+    # may be so because the command does not go on there.
+    if output.out is not None:
+        check_folder(output.out, output)
     names = {name_of(job.algorithm) for job in jobs}
     if output.resume:
         # The table has the runs that the folder holds, too.
@@ -95,8 +99,6 @@ def _check_output(jobs: Sequence[Job], output: OutputOptions) -> None:
     has_baseline = output.baseline is not None
     require_tracker(output.track)
     require_columns(output.columns, column_names(options.metrics, has_baseline))
-    if output.out is not None:
-        check_folder(output.out, output)
     has_folder = not output.resume or output.out is not None
     require(has_folder, "resume", "the folder of the run with --out", None)
 

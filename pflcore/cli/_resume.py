@@ -51,7 +51,8 @@ def merge_commands(folder: Path, command: Facts) -> Line:
     if difference:
         raise ValueError(
             f"resume: {folder} holds another run: {difference}; give the options it "
-            "was begun with, or another folder."
+            f"was begun with, or another folder (`pflcore report {folder} OTHER` makes "
+            "one table of both)."
         )
     return {"common": command["common"], "runs": {**runs, **command["runs"]}}
 

@@ -19,6 +19,7 @@ Python, and every torch from 2.10 on, because it asks for that version's stable 
 import ctypes
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -228,7 +229,8 @@ class Backend(NamedTuple):
         threads: The number of torch's intra-op threads.
         torch: The version of torch.
         why: The reason for kernels or references, in one sentence.
-        fix: The command that brings the kernels, where they could be built; else None.
+        fix: What brings the kernels, with its command, where they could be built; else
+            None.
         architectures: The GPUs that the CUDA kernels were built for, such as
             "sm_75, sm_90"; empty without CUDA kernels.
     """
@@ -254,8 +256,34 @@ class Backend(NamedTuple):
 LIBRARY = Path(__file__).parent.parent / "lib_pflcore.so"
 
 
+def _hidden_package() -> Path | None:
+    """A pflcore with kernels that Python would import but for this one."""
+    for place in sys.path:
+        package = Path(place, "pflcore").resolve()
+        if package != LIBRARY.parent.resolve() and (package / LIBRARY.name).is_file():
+            return package
+    return None
+
+
+def _answer_without_kernels(why: str) -> tuple[None, str, str]:
+    """The answer of `_load` where the kernels are missing in this package's folder."""
+    hidden = _hidden_package()
+    if hidden is None:
+        return None, why, reinstall_command()
+    root = LIBRARY.parent.resolve().parent
+    way = "start Python in another folder"
+    if str(root) in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        way = f"take {root} out of PYTHONPATH"
+    return (
+        None,
+        f"{why}, and the pflcore in {root} hides the installed one in {hidden.parent}, "
+        "which has kernels",
+        f"{way} for those, or build kernels here by {reinstall_command()}",
+    )
+
+
 def _load() -> tuple[Any, str, str | None]:
-    """The compiled library or None, the reason, and the command for it."""
+    """The compiled library or None, the reason, and what brings the kernels."""
     if os.environ.get("PFLCORE_KERNELS", "1") == "0":
         return None, "PFLCORE_KERNELS=0 leaves the kernels unloaded", None
     version = [int(number) for number in re.findall(r"\d+", torch.__version__)[:2]]
@@ -264,18 +292,13 @@ def _load() -> tuple[Any, str, str | None]:
     if not LIBRARY.exists():
         # `setup.py` leaves this file where it could not build the library.
         failed = LIBRARY.with_suffix(".failed")
-        if failed.exists():
-            return (
-                None,
-                f"building the kernels failed ({failed.read_text().strip()})",
-                reinstall_command(),
-            )
-        return (
-            None,
+        why = (
             "the kernels are not built (they need torch and a C++ compiler when "
-            "pflcore is installed)",
-            reinstall_command(),
+            "pflcore is installed)"
         )
+        if failed.exists():
+            why = f"building the kernels failed ({failed.read_text().strip()})"
+        return _answer_without_kernels(why)
     try:
         # Loading looks up all functions of torch that the library calls. One that is
         # missing is an error here, and not a crash later.
@@ -358,6 +381,6 @@ def warn_of_references() -> None:
     warning_is_due = False
     warnings.warn(
         f"pflcore runs its pure-PyTorch references: {_why}. To mend it: "
-        f"{reinstall_command()}",
+        f"{_fix or reinstall_command()}",
         stacklevel=3,  # above this function and the op
     )

@@ -152,13 +152,20 @@ def scalars(
     return present
 
 
-def summary_writer(folder: str | Path) -> Any:
-    """The writer of TensorBoard events of torch.
-
-    Raises ImportError where the package tensorboard is missing.
-    """
+def require_tensorboard() -> None:
+    """Raises ImportError where the package tensorboard is missing."""
     import_optional("tensorboard")
-    return import_optional("torch.utils.tensorboard").SummaryWriter(str(folder))
+
+
+def summary_writer(folder: str | Path, first_round: int) -> Any:
+    """The writer of TensorBoard events of torch, from a round on.
+
+    TensorBoard no longer shows what the folder has of this round and of later ones,
+    such as the rounds of a run that is resumed, which are written again.
+    """
+    require_tensorboard()
+    module = import_optional("torch.utils.tensorboard")
+    return module.SummaryWriter(str(folder), purge_step=first_round)
 
 
 def to_tensorboard(
@@ -166,13 +173,19 @@ def to_tensorboard(
 ) -> None:
     """Writes the rounds as TensorBoard's events into `folder`.
 
+    They take the place of rounds of the same numbers that the folder has already.
+
     Args:
         header: The description of the run, which has the clients' names.
         rounds: The records of the rounds.
         folder: The folder of the events.
         clients: True adds a curve for each client.
     """
-    with contextlib.closing(summary_writer(folder)) as writer:
+    require_tensorboard()
+    if not rounds:
+        return
+    first_round = rounds[0]["round"]
+    with contextlib.closing(summary_writer(folder, first_round)) as writer:
         for record in rounds:
             for name, value in scalars(record, clients, header.get("names")).items():
                 writer.add_scalar(name, value, record["round"])

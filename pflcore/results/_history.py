@@ -60,10 +60,17 @@ class RunEnd(NamedTuple):
             "failed" by an error.
         reason: One sentence; None where Ctrl-C came after the last round, so that the
             run is whole.
+        wanted: True where a callback stopped the run, as its user wants.
     """
 
     kind: Literal["stopped", "interrupted", "failed"]
     reason: str | None
+    wanted: bool = False
+
+    @property
+    def broke_off(self) -> bool:
+        """True where rounds are missing, and nobody wanted that."""
+        return self.reason is not None and not self.wanted
 
 
 @dataclass(repr=False)

@@ -29,11 +29,17 @@ class Progress:
     def __init__(self, total: int, quiet: bool = False) -> None:
         """Shows the bar."""
         bar = import_optional("tqdm").tqdm
+        self._is_quiet = quiet
         # To tqdm, None means to hide the bar where there is no terminal.
         hidden = True if quiet else None
         self._bar = bar(total=total, unit="round", disable=hidden, dynamic_ncols=True)
         # A function that writes a run's name before the bar.
         self.name = self._bar.set_description_str
+
+    def begin(self, name: str) -> None:
+        """Says which run begins, where no bar does and the user wants to know."""
+        if self._bar.disable and not self._is_quiet:
+            self.say(name)
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Counts a round, and shows the accuracy in its line, if any."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ LATEX_LETTERS = {
     "^": r"\textasciicircum{}",
     "<": r"\textless{}",
     ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "`": r"\textasciigrave{}",
     "±": r"$\pm$",
 }
 
@@ -70,9 +73,9 @@ def to_markdown(tables: Sequence[Table]) -> str:
         rows += _rows(table, bold="**{}**".format)
         notes = [_escape_star(note) for note in (table.star, *table.footnotes) if note]
         ends_with_text = table.columns[-1].name == "note"
-        lines = [f"### {table.title}\n", f"{table.about}\n"]
+        lines = [f"### {_one_line(table.title)}\n", f"{_one_line(table.about)}\n"]
         lines += markdown_table(rows, ends_with_text)
-        lines += [f"\n{note}" for note in notes]
+        lines += [f"\n{_one_line(note)}" for note in notes]
         texts.append("\n".join([*lines, ""]))
     return "\n".join(texts)
 
@@ -97,17 +100,32 @@ def _rows(table: Table, bold: Callable[[str], str]) -> list[list[str]]:
     return rows
 
 
+def escape_cell(text: str) -> str:
+    """The text on one line, in which nothing ends a cell of a Markdown table.
+
+    A bar ends a cell, and a bar between two backticks does not. Backslashes before
+    either are doubled, so that each stands for itself.
+    """
+    return re.sub(r"(\\*)([|`])", r"\1\1\\\2", _one_line(text))
+
+
+def _one_line(text: str) -> str:
+    """The text with a space in the place of each line's end."""
+    return " ".join(text.splitlines())
+
+
 def markdown_table(
     rows: Sequence[Sequence[str]], ends_with_text: bool = True
 ) -> list[str]:
     """The lines of a Markdown table, padded for terminals.
 
-    The first column is aligned left, the others right.
+    The first column is aligned left, the others right. A cell may hold any text.
 
     Args:
         rows: The cells, first those of the heading.
         ends_with_text: True aligns the last column left, too.
     """
+    rows = [[escape_cell(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     is_left = [True, *[False] * (len(widths) - 2), ends_with_text][: len(widths)]
     lines = []
@@ -162,7 +180,7 @@ def _latex_lines(table: Table) -> list[str]:
         r"\bottomrule",
         r"\end{tabular}",
         r"\end{table}",
-        *(f"% {note}" for note in table.footnotes),
+        *(f"% {_one_line(note)}" for note in table.footnotes),
     ]
 
 

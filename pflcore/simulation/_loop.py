@@ -62,7 +62,12 @@ from pflcore.simulation._state import (
     flatten_state,
     initial_state,
 )
-from pflcore.simulation.callbacks import Callback, check_record
+from pflcore.simulation.callbacks import (
+    Callback,
+    CallbackStop,
+    Tracker,
+    call_back,
+)
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.round import sample_cohort, step
 from pflcore.train import Net, Training
@@ -433,17 +438,19 @@ class Simulation:
         try:
             with self.config.ranks.together("the end of the run"):
                 for record, callback in itertools.product(before, callbacks):
-                    callback(record["round"], record)
+                    call_back(callback, record)
                 for record in self.iterate():
                     # A signal that ends the program would separate the record from the
                     # round.
                     with defer_signals():
                         history.rounds.append(record)
                         self._records.append(record)
-                        self._call_back(callbacks, record)
+                        for callback in callbacks:
+                            call_back(callback, record)
                     self._save_checkpoint_if_due(checkpoint, record)
         except Stop as stop:
-            history.end = RunEnd("stopped", str(stop))
+            is_wanted = isinstance(stop, CallbackStop)
+            history.end = RunEnd("stopped", str(stop), is_wanted)
         except KeyboardInterrupt:
             reason = f"Interrupted after round {self._state.round} of {self.rounds}."
             is_whole = self._is_complete(history.rounds)
@@ -457,23 +464,16 @@ class Simulation:
         finally:
             history.state = self.state
             history.models = RunModels(self.config.in_process, history.state)
+            for callback in callbacks:
+                if isinstance(callback, Tracker):
+                    callback.take_end(history.end)
         if not history.interrupted:
             self._warn_of_problems(history)
         return history
 
-    def _call_back(self, callbacks: Sequence[Callback], record: Record) -> None:
-        """Calls the callbacks with the record of a round.
-
-        Raises ValueError where one of them removes a field of the record.
-        """
-        names = [*record]
-        for callback in callbacks:
-            callback(self._state.round, record)
-            check_record(record, names, callback)
-
     def _warn_of_problems(self, history: History) -> None:
-        """Warns of an early end, or of problems in a whole run."""
-        if history.stopped:
+        """Warns of an early end that nobody wants, or of problems in the rounds."""
+        if history.end is not None and history.end.broke_off:
             problems = [f"stopped early: {history.stopped}"]
         else:
             problems = history.problems()

@@ -184,7 +184,9 @@ def _merge_runs(
         rounds = [merge_records(records, groups) for records in by_round]
     end = runs[-1].end
     if stopped:
-        end = RunEnd("stopped" if end is None else end.kind, stopped)
+        ends = [run.end for run in runs if run.end is not None]
+        is_wanted = is_complete and not any(of_run.broke_off for of_run in ends)
+        end = RunEnd("stopped" if end is None else end.kind, stopped, is_wanted)
     return History(
         header,
         rounds,

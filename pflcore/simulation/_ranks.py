@@ -27,6 +27,7 @@ from pflcore._device import to_device
 from pflcore.algorithms._protocol import Stop
 from pflcore.simulation._rows import map_rows
 from pflcore.simulation._signals import allow_signals, defer_signals
+from pflcore.simulation.callbacks import CallbackStop
 from pflcore.train._memory import is_out_of_memory
 
 T = TypeVar("T")
@@ -395,7 +396,7 @@ def describe_failure(error: BaseException) -> Failure:
     raises: type[BaseException] = RankError
     if is_out_of_memory(error):
         raises = MemoryError
-    for kind in (Stop, KeyboardInterrupt):
+    for kind in (Stop, CallbackStop, KeyboardInterrupt):
         if isinstance(error, kind):
             raises = kind
     return Failure(type(error).__name__, str(error), raises)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pflcore.check import checked, import_optional, warn_caller
-from pflcore.results._export import scalars, summary_writer
+from pflcore.results._export import require_tensorboard, scalars, summary_writer
+from pflcore.results._history import RunEnd
 from pflcore.results.record import to_json
 
 Record = dict[str, Any]
+MAX_NAME_LETTERS = 250  # of a name in MLflow
+# What MLflow does not take in a name: other letters, and, because a name may be the
+# path of a file, empty folders, "." and "..".
+REFUSED_IN_NAMES = re.compile(r"[^/\w.\- :]|(?<![^/])/|/\Z|(?<![^/])\.{1,2}(?=/|\Z)")
 MAX_PARAMETERS = 100  # of one call of MLflow
 MAX_PARAMETER_LETTERS = 250  # of a value in MLflow's table of parameters
 
@@ -31,19 +38,31 @@ class Tracker:
         with Wandb("my project") as tracker:
             simulation.run(tracker)
 
+    A run counts as failed where it diverged, or was interrupted, or ended with an
+    error. One that a callback such as `EarlyStopping` stopped did not fail.
+
     A tracker of your own derives from this class and has the method `log`.
 
     Args:
         clients: True adds each client's numbers to the means over clients.
         config: The facts on the run, such as `simulation.header()`, which have the
             clients' names; None: clients are called by their ids.
+
+    Attributes:
+        has_failed: True where the last run broke off.
     """
+
+    has_failed: bool = False
 
     def __init__(
         self, clients: bool = False, config: Mapping[str, Any] | None = None
     ) -> None:
         self.clients = clients
         self.names = (config or {}).get("names")
+
+    def take_end(self, end: RunEnd | None) -> None:
+        """Keeps whether a run broke off; `Simulation.run` calls it at its end."""
+        self.has_failed = end is not None and end.broke_off
 
     def __call__(self, round: int, record: Record) -> None:
         """Sends one round's record."""
@@ -65,21 +84,22 @@ class Tracker:
         """Ends the run of the service.
 
         Args:
-            failed: True where the run ended with an error.
+            failed: True where the run failed.
         """
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self.close(failed=error is not None)
+        self.close(failed=error is not None or self.has_failed)
 
 
 @checked
 class TensorBoard(Tracker):
     """Writes each round's numbers into a folder for `tensorboard --logdir`.
 
-    It needs the package tensorboard.
+    It needs the package tensorboard. A run that goes on from a checkpoint writes its
+    earlier rounds again, in the place of those that the folder has.
 
     Args:
         folder: The folder for the events.
@@ -95,17 +115,26 @@ class TensorBoard(Tracker):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(clients, config)
-        self._writer = summary_writer(folder)
+        require_tensorboard()
+        self._folder = folder
+        self._writer: Any = None  # before the first round
+        self._last_round = 0
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
         """Writes the numbers of one round."""
+        if self._writer is None or round <= self._last_round:
+            self.close()
+            self._writer = summary_writer(self._folder, round)
+        self._last_round = round
         for name, number in numbers.items():
             self._writer.add_scalar(name, number, round)
         self._writer.flush()
 
     def close(self, failed: bool = False) -> None:
         """Closes the file of events."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 @checked
@@ -142,14 +171,16 @@ class Wandb(Tracker):
 
     def close(self, failed: bool = False) -> None:
         """Ends the run of W&B."""
-        self._run.finish(exit_code=int(failed))
+        self._run.finish(exit_code=int(failed or self.has_failed))
 
 
 @checked
 class MLflow(Tracker):
     """Sends each round's numbers to an MLflow server, a database or a folder.
 
-    It needs the package mlflow. MLflow's active run stays as it is.
+    It needs the package mlflow. MLflow's active run stays as it is. Letters that MLflow
+    does not take in a name become "_". Of two names that would be equal then, the
+    second one gets a number.
 
     Args:
         experiment: The experiment, which is made where it does not exist; None for
@@ -157,7 +188,8 @@ class MLflow(Tracker):
         name: The name of the run; None for one that MLflow makes up.
         config: The facts on the run, such as `simulation.header()`. They become the
             run's parameters, without lists that are long.
-        clients: Add a curve for each client to the means over clients.
+        clients: Add a curve for each client to the means over clients. A server or a
+            database takes them, a folder does not.
         tracking_uri: The server or file, such as "sqlite:///mlflow.db"; None for that
             of MLflow itself (the variable MLFLOW_TRACKING_URI).
     """
@@ -180,14 +212,16 @@ class MLflow(Tracker):
             experiment_id = self._client.create_experiment(experiment)
         else:
             experiment_id = found.experiment_id
+        self._names = _MLflowNames()
         run = self._client.create_run(experiment_id, run_name=name)
         self._run_id = run.info.run_id
         # Times count from the run's start, because the clock of the machine can jump.
         self._start = run.info.start_time  # milliseconds
         self._began = time.monotonic()
         parameters = []
+        keys = _MLflowNames()
         for key, value in flat_parameters(to_json(config or {})).items():
-            parameters.append(mlflow.entities.Param(key, value))
+            parameters.append(mlflow.entities.Param(keys[key], value))
         for start in range(0, len(parameters), MAX_PARAMETERS):
             some = parameters[start : start + MAX_PARAMETERS]
             self._client.log_batch(self._run_id, params=some)
@@ -196,13 +230,35 @@ class MLflow(Tracker):
         """Sends the numbers of one round."""
         now = self._start + int(1000 * (time.monotonic() - self._began))
         metric = self._entities.Metric
-        metrics = [metric(key, value, now, round) for key, value in numbers.items()]
+        metrics = []
+        for name, value in numbers.items():
+            metrics.append(metric(self._names[name], value, now, round))
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self, failed: bool = False) -> None:
         """Ends the run of MLflow."""
-        status = "FAILED" if failed else "FINISHED"
+        status = "FAILED" if failed or self.has_failed else "FINISHED"
         self._client.set_terminated(self._run_id, status)
+
+
+class _MLflowNames(dict[str, str]):
+    """The name in MLflow of each name, a different one for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: set[str] = set()
+
+    def __missing__(self, name: str) -> str:
+        """A name that MLflow takes, and that stands for no other name so far."""
+        cleaned = REFUSED_IN_NAMES.sub(lambda match: "_" * len(match[0]), name)
+        for number in itertools.count(1):
+            ending = "" if number == 1 else f" {number}"
+            candidate = cleaned[: MAX_NAME_LETTERS - len(ending)] + ending
+            if candidate not in self._taken:
+                break
+        self._taken.add(candidate)
+        self[name] = candidate
+        return candidate
 
 
 def flat_parameters(config: Mapping[str, Any]) -> dict[str, str]:

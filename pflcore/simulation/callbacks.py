@@ -23,8 +23,21 @@ Record = dict[str, Any]
 Callback = Callable[[int, Record], None]
 
 
-def check_record(record: Record, names: list[str], callback: Callback) -> None:
-    """Raises ValueError where a callback removed a field of a record."""
+class CallbackStop(Stop):
+    """The `Stop` of a callback: the end of the run is wanted."""
+
+
+def call_back(callback: Callback, record: Record) -> None:
+    """Calls a callback with the record of a round.
+
+    Raises CallbackStop where the callback stops the run, and ValueError where it
+    removes a field of the record.
+    """
+    names = [*record]
+    try:
+        callback(record["round"], record)
+    except Stop as stop:
+        raise CallbackStop(str(stop)) from stop
     lost = [name for name in names if name not in record]
     if lost:
         callback_name = getattr(callback, "__name__", type(callback).__name__)

@@ -513,6 +513,24 @@ def test_a_command_that_was_killed_before_its_first_line_begins():
     }
 
 
+@pytest.mark.parametrize("baseline", ["", "--baseline local"])
+def test_other_options_of_a_folders_method_name_the_report_of_two(baseline, capsys):
+    assert command(f"compare local ditto {DIGITS} --out o") == 0
+    again = f"compare ditto {DIGITS} --ditto.lam 3 --out o {baseline}"
+
+    assert command(again) == 2
+    error = capsys.readouterr().err
+    assert "out: o holds record.jsonl" in error and "pflcore report o OTHER" in error
+    assert command(f"{again} --resume") == 2
+    error = capsys.readouterr().err
+    assert "another run" in error and "pflcore report o OTHER" in error
+
+    assert command(again.replace("--out o", "--out p").replace(baseline, "")) == 0
+    assert command("report o p --out both --baseline local") == 0
+    text = Path("both/table.md").read_text()
+    assert "| ditto (lam=3.0) " in text and "| local " in text
+
+
 def test_tables_and_pictures_again_from_records(capsys):
     for algorithm in ("local", "fedavg"):
         command(f"run {algorithm} {DIGITS} --out {algorithm}")
@@ -872,12 +890,62 @@ def test_help_of_the_program(capsys):
     assert command("") == 2
 
 
-def test_the_benchmarks_need_a_checkout(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        cli, "__file__", str(tmp_path / "pflcore" / "cli" / "__init__.py")
-    )
-    assert command("bench --quick") == 2
-    assert "no part of the installed package" in capsys.readouterr().err
+def sources(folder, version):
+    """A folder that looks like pflcore's sources of a version."""
+    for path, text in (
+        ("bench/__main__.py", ""),
+        ("pflcore/ops/__init__.py", f'__version__ = "{version}"\n'),
+    ):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def installed_package(monkeypatch, tmp_path):
+    """Pretends that pflcore is an installed package, whose sources are elsewhere."""
+    monkeypatch.setattr(cli, "PACKAGE", tmp_path / "site-packages" / "pflcore")
+    monkeypatch.setattr(cli, "source_folder", lambda: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.parametrize("name", ["bench", "reproduce", "attack"])
+def test_the_benchmarks_say_where_they_run(name, installed_package, capsys):
+    assert command(f"{name} --help") == 2
+    error = capsys.readouterr().err
+    assert f"{Path.cwd()} has no sources" in error
+    assert f"(version {pflcore.__version__}) and run `pflcore {name}` there" in error
+
+
+def test_the_sources_of_the_installed_package_are_named(
+    installed_package, capsys, monkeypatch, tmp_path
+):
+    folder = sources(tmp_path / "code", pflcore.__version__)
+    monkeypatch.setattr(cli, "source_folder", lambda: folder)
+    assert command("bench --help") == 2
+    assert f"go to {folder} (version" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("below", ["", "docs"])
+def test_a_checkout_lends_its_benchmarks(
+    below, installed_package, tmp_path, monkeypatch
+):
+    folder = sources(tmp_path / "code", pflcore.__version__)
+    (folder / below).mkdir(exist_ok=True)
+    monkeypatch.chdir(folder / below)
+    before = [*sys.path]
+    cli._use_sources("bench")
+    assert sys.path == [*before, str(folder)]  # what is installed stays in front
+
+
+def test_a_checkout_of_another_version_lends_nothing(
+    installed_package, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(sources(tmp_path / "code", "9.8.7"))
+    assert command("reproduce --list") == 2
+    error = capsys.readouterr().err
+    assert "pflcore 9.8.7" in error and f"pflcore {pflcore.__version__}" in error
+    assert str(tmp_path / "code") in error
 
 
 @pytest.mark.parametrize("words", ["info", "report .", "run fedavg --help"])

@@ -82,7 +82,16 @@ def test_the_wheel_holds_no_benchmark_needs_four_packages_and_runs(built, tmp_pa
 
     listing = ran("-m", "pflcore", "reproduce", "--list", cwd=tmp_path, env=env)
     assert listing.returncode == 2
-    assert "in a checkout of pflcore" in listing.stderr
+    assert "run `pflcore reproduce` there" in listing.stderr
+    script = tmp_path / "command.py"
+    script.write_text(
+        "import pflcore, sys; from pflcore.cli import main; status = main(); "
+        "print(pflcore.__file__); sys.exit(status)"
+    )
+    beside = ran(script, "reproduce", "--list", cwd=ROOT, env=env)
+    assert beside.returncode == 0, beside.stderr
+    assert "feddwa-table4" in beside.stdout
+    assert beside.stdout.splitlines()[-1].startswith(str(tmp_path))
 
     command = "-m pflcore run fedavg --data digits --rounds 1 --quiet --out out"
     run = ran(*command.split(), cwd=tmp_path, env=env)

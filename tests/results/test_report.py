@@ -118,8 +118,49 @@ def test_an_unknown_format_is_refused():
         table(TWO, format="tex")
 
 
+# Markdown ---------------------------------------------------------------------
+ODD_TEXT = st.text("ab\\|`\n\r\x85 ", min_size=1, max_size=8)
+
+
+def markdown_cells(row):
+    """The cells of a row, as programs that follow GitHub's rules take it apart.
+
+    A backslash before a punctuation mark makes it a letter; without backticks there is
+    no code, in which a bar would be a letter, too.
+    """
+    tokens = re.findall(r"\\[!-/:-@[-`{-~]|.", row)
+    assert "`" not in tokens
+    cells = [""]
+    for token in tokens:
+        if token == "|":
+            cells.append("")
+        else:
+            cells[-1] += token
+    assert (cells[0], cells[-1]) == ("", "")
+    texts = [re.sub(r"(\\*)\1\\([|`])", r"\1\2", cell) for cell in cells[1:-1]]
+    return [" ".join(text.split()) for text in texts]
+
+
+@given(ODD_TEXT, ODD_TEXT, ODD_TEXT)
+def test_any_names_keep_the_cells_of_markdown(client, method, data):
+    names = [client, "east", "south", "west"]
+    bad = {"attack": "noise", "clients": [0]}
+    run = a_run(method, target=0, model_target=0, names=names, data=data, adversary=bad)
+
+    text = table(histories(run), columns=["final", "note"])
+
+    title, _, about, _, *rows = text.split("\n")
+    assert title.startswith("### ") and about.startswith("Test accuracy")
+    heading, rule, row, blank = rows[:4]
+    assert rule.count("|") == 5 and blank == ""
+    (_, _, of_client, _) = markdown_cells(heading)
+    assert of_client == " ".join(f"client {client}: final".split())
+    (label, *_) = markdown_cells(row)
+    assert label == " ".join(method.split())
+
+
 # LaTeX ------------------------------------------------------------------------
-@given(st.text("ab_%&$#{}~^\\<> ", min_size=1, max_size=12))
+@given(st.text("ab_%&$#{}~^\\<>|` ", min_size=1, max_size=12))
 def test_latex_has_no_bare_special_letter(name):
     text = table(histories(short_run(name, [0.5] * N)), format="latex")
     rows = text.partition("\\midrule\n")[2].splitlines()
@@ -127,7 +168,7 @@ def test_latex_has_no_bare_special_letter(name):
 
     plain = re.sub(r"\\[&%$#_{}]|\\text[a-z]+\{\}", "", label)
 
-    assert not set(plain) & set("_%&$#{}~^\\<>")
+    assert not set(plain) & set("_%&$#{}~^\\<>|`")
 
 
 def test_latex_rows_have_a_cell_for_each_column():
@@ -150,6 +191,14 @@ def test_latex_leaves_an_empty_column_of_notes_out():
     stopped[0].end = RunEnd("stopped", "It was enough.")
     text = table(stopped, format="latex")
     assert "& note" in text and "% waffle, seed 0, stopped: It was enough." in text
+
+
+def test_a_note_of_latex_stays_a_comment():
+    stopped = histories(a_run())
+    stopped[0].end = RunEnd("stopped", "It was\nenough.")
+    assert "% waffle, seed 0, stopped: It was enough.\n" in table(
+        stopped, format="latex"
+    )
 
 
 # CSV --------------------------------------------------------------------------

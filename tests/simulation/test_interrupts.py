@@ -2,6 +2,7 @@
 
 import re
 import signal
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from parts.user import simulation
 from small import images, tiny_model
 
 import pflcore
-from pflcore import EarlyStopping, Simulation, Stop, run_each_target
+from pflcore import EarlyStopping, Simulation, Stop, Training, run_each_target
 
 ROUNDS = 5
 
@@ -68,6 +69,38 @@ def test_runs_for_everyone_that_are_interrupted_say_so_where_one_lacks(target, r
 
 def mape(scores, y):
     return (scores[:, 0] - y).abs().mean()
+
+
+def test_an_early_stop_that_is_wanted_is_no_warning():
+    stop = EarlyStopping(patience=1, min_delta=1e9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        history = simulation(rounds=ROUNDS).run(stop)
+    assert history.stopped.startswith("Stopped early after round 2")
+
+
+def test_an_early_stop_leaves_the_warnings_on_clients():
+    wild = Training(lr=1e200, batch_size=8)
+
+    def stop(round, record):
+        raise Stop("One round is enough.")
+
+    with pytest.warns(RuntimeWarning) as caught:
+        simulation(rounds=ROUNDS, training=wild).run(stop)
+    assert "One round" not in "".join(str(warning.message) for warning in caught)
+
+
+def test_a_run_for_each_target_may_be_stopped_without_a_warning():
+    def stop(target, round, record):
+        if round == 2:
+            raise Stop("Two rounds are enough.")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        history = run_each_target(
+            "waffle", tiny_model(), images((20, 20)), rounds=ROUNDS, on_round=stop
+        )
+    assert not history.end.broke_off and len(history.rounds) == 2
 
 
 def test_an_error_of_ones_own_stops_a_run_when_it_no_longer_falls():

@@ -1,14 +1,22 @@
 """Trackers send each round's numbers, and stop no run."""
 
+import re
 import sys
 import types
 
 import pytest
+import torch
 from parts.commands import DIGITS, block, command
 from parts.user import simulation
 
-from pflcore import Evaluation, MLflow, TensorBoard, Wandb
+from pflcore import Evaluation, Federation, MLflow, Stop, TensorBoard, Training, Wandb
 from pflcore.simulation.callbacks import Tracker
+
+WILD = Training(lr=1e200, batch_size=8)  # with which a run diverges
+# The names that MLflow takes, and that are no path to another name.
+MLFLOW_NAME = re.compile(
+    r"(?!\.{1,2}(/|\Z))[\w.\- :]+(/(?!\.{1,2}(/|\Z))[\w.\- :]+)*\Z"
+)
 
 
 class Kept(Tracker):
@@ -98,12 +106,48 @@ class FakeMLflow(types.ModuleType):
         assert len(params) <= 100
         assert all(isinstance(value, str) and len(value) <= 500 for _, value in params)
         self.runs[run_id]["params"].update(params)
+        names = [*dict(params), *(key for key, *_ in metrics)]
+        for name in names:
+            if len(name) > 250 or not MLFLOW_NAME.match(name):
+                raise ValueError(f"Invalid value {name!r}")
         for key, value, step in metrics:
             assert type(value) is float
             self.runs[run_id]["numbers"].setdefault(step, {})[key] = value
 
     def set_terminated(self, run_id, status):
         self.runs[run_id]["status"] = status
+
+
+class FakeWriter:
+    """Torch's writer of events, whose folder keeps what TensorBoard shows."""
+
+    folders = None  # each folder, and what it shows; set by the fixture
+
+    def __init__(self, folder, purge_step=None):
+        self.shown = self.folders.setdefault(folder, {})
+        for tag, points in self.shown.items():
+            if purge_step is not None:
+                self.shown[tag] = [p for p in points if p[0] < purge_step]
+
+    def add_scalar(self, tag, value, step):
+        self.shown.setdefault(tag, []).append((step, value))
+
+    def flush(self):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def tensorboard(monkeypatch):
+    """What TensorBoard shows of each folder: pairs of step and value, by name."""
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = FakeWriter
+    monkeypatch.setattr(FakeWriter, "folders", {})
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    return FakeWriter.folders
 
 
 @pytest.fixture
@@ -190,6 +234,111 @@ def test_a_run_that_fails_is_marked_as_failed(wandb, mlflow):
     assert mlflow.runs["run 0"]["status"] == "FAILED"
 
 
+def stop_after_two(round, record):
+    if round == 2:
+        raise Stop("Two rounds are enough.")
+
+
+def interrupt_after_two(round, record):
+    if round == 2:
+        raise KeyboardInterrupt
+
+
+def fail_after_two(round, record):
+    if round == 2:
+        raise OSError("the disk is full")
+
+
+def play_quietly(**options):
+    """A function that plays a run to its end, whatever that is."""
+
+    def play(*callbacks):
+        try:
+            return simulation(**options).run(callbacks)
+        except OSError:
+            return None
+
+    return play
+
+
+ENDS = {
+    "diverged": (play_quietly(training=WILD), (), True),
+    "interrupted": (play_quietly(), (interrupt_after_two,), True),
+    "an error that the user catches": (play_quietly(), (fail_after_two,), True),
+    "stopped by a callback": (play_quietly(), (stop_after_two,), False),
+    "whole": (play_quietly(), (), False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*stopped early")
+@pytest.mark.parametrize("end", ENDS)
+def test_the_service_knows_a_run_that_broke_off(end, wandb, mlflow):
+    play, callbacks, has_failed = ENDS[end]
+    tracker = Kept()
+    with Wandb() as first, MLflow() as second, tracker:
+        play(first, second, tracker, *callbacks)
+    assert wandb.runs[0].exit_code == has_failed
+    status = "FAILED" if has_failed else "FINISHED"
+    assert mlflow.runs["run 0"]["status"] == status
+    assert tracker.closed == [has_failed]
+
+
+def test_a_run_that_goes_on_to_its_end_has_not_failed(wandb):
+    run = simulation()
+    with Wandb() as tracker:
+        run.run([tracker, interrupt_after_two])
+        run.run(tracker)
+    assert wandb.runs[0].exit_code == 0
+
+
+ODD_NAMES = (
+    "St. Mary (ICU) #3",
+    "St. Mary [ICU] #3",
+    "St. Mary _ICU_ _3",
+    "Klinik ä/ö",
+    "a//b",
+    "../up",
+    "up/..",
+    "/",
+    ".",
+    "line\nend",
+    "a|b`c",
+    "x" * 300,
+    "x" * 299 + "y",
+)
+
+
+def test_mlflow_gets_each_number_of_oddly_named_clients(mlflow):
+    x, y = torch.randn(12, 6), torch.arange(12) % 4
+    data = Federation.from_clients(dict.fromkeys(ODD_NAMES, (x, y))).split(test=0.5)
+    run = simulation(data=data, rounds=2)
+    with MLflow(config=run.header(), clients=True) as tracker:
+        history = run.run(tracker)
+    numbers = mlflow.runs["run 0"]["numbers"]
+    for record in history.rounds:
+        of_clients = {}
+        for name, value in numbers[record["round"]].items():
+            if name.startswith("eval/accuracy/client"):
+                of_clients[name] = value
+        assert [*of_clients.values()] == record["eval"]["accuracy"]
+        assert "eval/accuracy/client St. Mary _ICU_ _3" in of_clients
+        assert "eval/accuracy" in numbers[record["round"]]
+
+
+def test_mlflow_keeps_a_clients_name_in_all_rounds(mlflow):
+    tracker = MLflow()
+    tracker.log(1, {"a#": 1.0, "a_": 2.0})
+    tracker.log(2, {"a_": 3.0})
+    numbers = mlflow.runs["run 0"]["numbers"]
+    assert numbers == {1: {"a_": 1.0, "a_ 2": 2.0}, 2: {"a_ 2": 3.0}}
+
+
+def test_mlflow_gets_facts_with_odd_names(mlflow):
+    MLflow(config={"options": {"lr (base)": 0.1, "lr [base]": 0.2}})
+    params = mlflow.runs["run 0"]["params"]
+    assert params == {"options.lr _base_": "0.1", "options.lr _base_ 2": "0.2"}
+
+
 # what goes wrong ----------------------------------------------------------------
 def test_a_round_that_cannot_be_sent_stops_no_run():
     class Broken(Kept):
@@ -240,6 +389,50 @@ def test_a_run_for_each_client_is_tracked_as_one(folder, mlflow):
     assert [*run["numbers"]] == [1, 2, 3] and run["status"] == "FINISHED"
 
 
+def test_a_command_closes_a_diverged_run_as_failed(folder, wandb):
+    words = f"run fedavg {DIGITS} --lr 1e200 --out o --track wandb"
+    assert command(words) == 1
+    assert [run.exit_code for run in wandb.runs] == [1]
+
+
+def test_a_resumed_command_shows_each_round_once(folder, tensorboard):
+    words = f"run fedavg {DIGITS} --out o --track tensorboard"
+    assert command(words) == 0
+    assert command(f"{words} --resume --rounds 5") == 0
+    (shown,) = tensorboard.values()
+    assert [step for step, _ in shown["eval/accuracy"]] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("same_tracker", [True, False])
+def test_tensorboard_shows_each_round_of_resumed_runs_once(
+    same_tracker, tmp_path, tensorboard
+):
+    tracker = TensorBoard("events")
+    for rounds in (2, 4, 5):
+        if not same_tracker:
+            tracker = TensorBoard("events")
+        run = simulation(rounds=rounds)
+        history = run.run(tracker, checkpoint=tmp_path / "c", resume=True)
+    points = tensorboard["events"]["eval/accuracy"]
+    assert points == [*zip(*map(list, history.curve()), strict=True)]
+
+
+def test_tensorboard_keeps_the_rounds_before_a_run_that_goes_on(tensorboard):
+    run = simulation(rounds=4)
+    run.run([TensorBoard("events"), stop_after_two])
+    run.run(TensorBoard("events"))
+    points = tensorboard["events"]["eval/accuracy"]
+    assert [step for step, _ in points] == [1, 2, 3, 4]
+
+
+def test_a_record_written_twice_shows_each_round_once(tensorboard):
+    history = simulation().run()
+    history.to_tensorboard("events")
+    history.to_tensorboard("events")
+    points = tensorboard["events"]["eval/accuracy"]
+    assert [step for step, _ in points] == [1, 2, 3]
+
+
 def test_a_missing_tracker_is_told_before_the_run(folder, monkeypatch, capsys):
     block(monkeypatch, "mlflow")
     assert command(f"run fedavg {DIGITS} --out o --track mlflow") == 2
@@ -258,6 +451,19 @@ def test_tensorboard_has_a_folder_for_each_run(folder):
     assert [path.name for path in paths] == ["fedavg-seed-0", "fedavg-seed-1"]
     events = EventAccumulator(str(paths[0])).Reload().Scalars("eval/accuracy")
     assert [event.step for event in events] == [1, 2, 3]
+
+
+def test_real_tensorboard_shows_each_round_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "events"
+    for rounds in (3, 5):
+        with TensorBoard(folder) as tracker:
+            run = simulation(rounds=rounds)
+            run.run(tracker, checkpoint=tmp_path / "c", resume=True)
+    events = EventAccumulator(str(folder)).Reload().Scalars("eval/accuracy")
+    assert [event.step for event in events] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.deep("a process of W&B's own")

@@ -165,6 +165,47 @@ def test_a_library_that_does_not_fit_is_refused_in_one_sentence(
     assert str(file) in why and lacks in why
 
 
+@pytest.fixture
+def without_library(monkeypatch, tmp_path):
+    """The folder of a pflcore without kernels, which is imported."""
+    package = tmp_path / "checkout" / "pflcore"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(library, "LIBRARY", package / "lib_pflcore.so")
+    monkeypatch.setenv("PFLCORE_KERNELS", "1")
+    monkeypatch.setattr(sys, "path", [str(package.parent)])
+    return package.parent
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+@pytest.mark.parametrize("failed", ["", "no compiler"])
+def test_a_checkout_names_the_kernels_that_it_hides(
+    by_variable, failed, without_library, tmp_path, monkeypatch
+):
+    site = tmp_path / "site-packages"
+    (site / "pflcore").mkdir(parents=True)
+    (site / "pflcore" / "lib_pflcore.so").write_bytes(b"")
+    sys.path.append(str(site))
+    if failed:
+        library.LIBRARY.with_suffix(".failed").write_text(failed)
+    if by_variable:
+        monkeypatch.setenv("PYTHONPATH", str(without_library))
+
+    kernels, why, fix = library._load()
+
+    assert kernels is None and failed in why
+    assert f"the pflcore in {without_library} hides the installed one in {site}" in why
+    way = f"take {without_library} out of PYTHONPATH"
+    assert fix.startswith(way if by_variable else "start Python in another folder")
+    assert fix.endswith(reinstall_command())
+
+
+def test_a_checkout_that_hides_no_kernels_names_none(without_library, tmp_path):
+    (tmp_path / "site-packages" / "pflcore").mkdir(parents=True)
+    sys.path.append(str(tmp_path / "site-packages"))
+    _, why, fix = library._load()
+    assert "hides" not in why and fix == reinstall_command()
+
+
 @pytest.mark.parametrize("version", ["2.9.1+cpu", "3.0.0", "1.13"])
 def test_a_torch_outside_of_the_range_gets_references(version, monkeypatch):
     monkeypatch.setattr(torch, "__version__", version)

@@ -16,6 +16,7 @@ from entry_points import sentence
 from places import ROOT, tabled
 from small import layers
 
+import pflcore
 from bench.papers import costs, figures, runs
 from bench.papers import plan as plans
 from bench.papers import run as reproduce
@@ -93,6 +94,33 @@ def test_rows_records_and_table(tmp_path, capsys):
     assert all(
         words in said for words in ("| FedDWA ", "92.97", "selected on test data")
     )
+
+
+def test_a_plan_is_told_before_its_first_run(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    told = []
+
+    def run(self, task):
+        told.append((capsys.readouterr().err, out.is_dir()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs.Reproduction, "run", run)
+    assert cli.main(["reproduce", plan(tmp_path, "small"), "--out", str(out)]) == 130
+    ((text, has_folder),) = told
+    assert has_folder and SMALL["about"] in text and str(out) in text
+    assert str(pflcore.backend()) in text
+    assert re.search(r"Plays \d+ runs, \d+ rounds in all", text)
+
+
+def test_each_run_is_told_where_no_terminal_listens(tmp_path, capsys):
+    path = plan(tmp_path, "FedAvg beside Local")
+    words = ["reproduce", path, "--out", str(tmp_path / "out"), "--rounds", "1"]
+    assert cli.main(words) == 0
+    text = capsys.readouterr().err
+    for record in read(tmp_path / "out"):
+        assert f"{record.header['method']}, seed {record.header['seed']}\n" in text
+    assert cli.main([*words, "--quiet"]) == 0
+    assert ", seed" not in capsys.readouterr().err
 
 
 def test_a_table_says_who_was_dropped_and_who_ran_away(tmp_path, capsys, monkeypatch):

@@ -15,6 +15,7 @@ from places import ROOT
 from pflcore.results import _run_pictures as pictures
 from pflcore.results._export import scalars
 from pflcore.results._pictures import line_styles
+from pflcore.results._render import markdown_table
 from pflcore.results.record import group_runs, read, to_json
 
 
@@ -267,3 +268,8 @@ def test_a_history_as_events(tmp_path):
         )
         assert [e.step for e in events] == [1, 2, 3]
         assert events[-1].value == pytest.approx(history.series()[1][-1].mean().item())
+
+
+def test_any_text_is_one_cell_of_a_markdown_table():
+    _, _, row = markdown_table([["candidate", "note"], ["f='a|b`\\|'", "x\ny"]])
+    assert row == r"| f='a\|b\`\\\|' | x y  |"
