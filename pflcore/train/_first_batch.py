@@ -46,7 +46,9 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
     count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
     x, y = spread_samples(data, count)
     check_augment(training.transforms, data, x)
+    # Other data may have shown other facts before.
     net.argument_form = ArgumentForm()
+    net.merge_last_sample = False
     # The first pass finds the form of the loss's arguments, and the second uses it.
     for train in (False, True):
         precision = training.precision if train else None
