@@ -269,8 +269,25 @@ def ordered_grid(algorithm: Algorithm, training: Training, grid: Grid) -> Grid:
         require(key in known, "grid", words, key, known)
         has_values = isinstance(values, Range) or len(values)
         require(has_values, "grid", f"a list of values for {key!r}", values)
+        if not isinstance(values, Range):
+            _check_distinct(key, values)
     evaluation_only = algorithm.traits.evaluation_only
     return {key: grid[key] for key in sorted(grid, key=evaluation_only.__contains__)}
+
+
+def _check_distinct(key: str, values: Sequence[Any]) -> None:
+    """Raises ValueError where two values of an option would count as one.
+
+    Results are kept by the texts of values, and two functions may have one name.
+    """
+    first: dict[str, Any] = {}
+    for value in values:
+        text = _key(value)
+        known = first.setdefault(text, value)
+        is_same = known is value or not callable(value)
+        remedy = "give the functions names of their own"
+        words = f"different values for {key!r}"
+        require(is_same, "grid", words, Words(f"two of the text {text}"), remedy=remedy)
 
 
 def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Candidate]:

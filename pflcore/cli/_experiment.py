@@ -474,7 +474,6 @@ class Job:
     def play(
         self,
         simulation: Simulation,
-        data: Federation,
         on_round: OnRound,
         checkpoint: Checkpoint | None = None,
     ) -> History:
@@ -483,7 +482,7 @@ class Job:
         With `for_each` there is one run for each client.
 
         Args:
-            simulation: The simulation that `Job.simulation` made for these data.
+            simulation: The simulation that `Job.simulation` made.
             on_round: Is called with the round and its record after every round.
             checkpoint: The place and the intervals of checkpoints; None for no
                 checkpoints.
@@ -493,7 +492,7 @@ class Job:
         return run_each_target(
             simulation.algorithm,
             simulation.model,
-            data,
+            simulation.data,
             self.training,
             on_round=lambda _, r, record: on_round(r, record),
             checkpoint=checkpoint,

@@ -135,9 +135,9 @@ class JobRunner:
 
         def play(on_round: OnRound) -> History:
             if not job.for_each:
-                return job.play(simulation, self.data, on_round, place)
+                return job.play(simulation, on_round, place)
             # A round's record needs all the clients' runs, so it is written at the end.
-            history = job.play(simulation, self.data, count_round, place)
+            history = job.play(simulation, count_round, place)
             for line in history.rounds:
                 self.record.write(line)
                 tracker(line["round"], line)

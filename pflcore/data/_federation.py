@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -218,11 +218,16 @@ class Federation:
     def _copy_with(self, **changes: Any) -> Self:
         """A copy with other values of some fields, which are not checked.
 
-        It is for values that are right by construction.
+        It is for values that are right by construction. The copy has the fields alone:
+        what else an object keeps may be derived from fields that are others now.
         """
         new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__ | changes)
+        new.__dict__.update(self._field_values() | changes)
         return new
+
+    def _field_values(self) -> dict[str, Any]:
+        """The values of all fields by their names."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     # contents -----------------------------------------------------------------
 
@@ -278,8 +283,7 @@ class Federation:
     @property
     def trainable_clients(self) -> Tensor | None:
         """The ids [T] of the clients with training samples; None where all have."""
-        lists: Ragged = self.index["train"]
-        return lists.nonempty
+        return self.lists("train").nonempty
 
     def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
         """The number of samples by client and class: int64 [N, C], on the CPU.
@@ -441,7 +445,7 @@ class Federation:
         def move_value(value: Any) -> Any:
             return value.to(device) if isinstance(value, Tensor | Ragged) else value
 
-        return self._copy_with(**tree_map(move_value, self.__dict__))
+        return self._copy_with(**tree_map(move_value, self._field_values()))
 
     # constructors -----------------------------------------------------------
 

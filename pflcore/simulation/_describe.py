@@ -64,17 +64,17 @@ RUN_FIELDS = ("training", "clients", "rounds", "participation", "seed")
 OUTCOME_FIELDS = ("dropped", "void", "bytes_down", "bytes_up", "train_loss", "clipped")
 
 
-def describe_run(simulation: Simulation, digests: Record) -> Record:
+def describe_run(simulation: Simulation) -> Record:
     """The first line of a run's record, and the description in its checkpoint.
 
     Runs that differ in nothing but `MAY_DIFFER` have the same results, up to their last
     digits. Data without a name, models, and losses with options have a short digest,
-    which tells them apart for people. `digests` are those of `digests_of`.
+    which tells them apart for people.
     """
     config = simulation.config
     alg = config.algorithm
     net = config.net
-    data = simulation.data
+    data = config.data
     adversary = config.robustness.adversary
     record = {
         "algorithm": name_of(alg),
@@ -115,17 +115,12 @@ def describe_run(simulation: Simulation, digests: Record) -> Record:
         record["private"] = _private_parameters(alg, net)
     if adversary is not None:
         record["adversary"] = asdict(adversary)
-    sizes = config.data.size("train").tolist()
-    header: Record = {**to_json(record), "size": sizes, "digests": digests}
-    return header
-
-
-def digests_of(data: Federation, net: Net) -> Record:
-    """Digests of all samples and of the model, by what they are of."""
-    return {
+    digests = {
         "digest of the samples": describe_data(data)["digest of the samples"],
         "digest of the model": content_digest(describe_net(net)),
     }
+    sizes = data.size("train").tolist()
+    return {**to_json(record), "size": sizes, "digests": digests}
 
 
 def _evaluated_clients(simulation: Simulation) -> Tensor | int | None:

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,9 +23,11 @@ from pflcore.check import (
     Fraction,
     PositiveInt,
     Seed,
+    Words,
     check_fields,
     checked,
     ids_of,
+    reject,
     require,
     warn_caller,
 )
@@ -148,13 +149,13 @@ class Simulation:
     def __post_init__(self) -> None:
         check_fields(self)
         check_torch_modes()
-        net = self._resolve_options()
+        net, data = self._resolve_options()
         self.eval_clients = select_eval_clients(
-            self.data, self.evaluation, self.robustness.adversary, self.seed
+            data, self.evaluation, self.robustness.adversary, self.seed
         )
         self.config = make_config(
             net,
-            self.data,
+            data,
             self.hardware,
             self.training,
             self.rounds,
@@ -171,23 +172,44 @@ class Simulation:
         self._state = initial_state(
             self.config.algorithm,
             net,
-            self.data.n,
-            trainable_clients=self.data.trainable_clients,
+            data.n,
+            trainable_clients=data.trainable_clients,
             training=self.training,
         )
         # True where the caller may hold the state, so that the run needs a copy.
         self._state_shared = False
+        # Digests of the data and the model with which the rounds so far were played;
+        # None where they are not of this simulation.
+        self._played_digests: Record | None = None
 
-    def _resolve_options(self) -> Net:
+    def __setattr__(self, name: str, value: object) -> None:
+        """Sets an attribute, but no option of a simulation that is made.
+
+        Raises AttributeError for an option, of which everything else is made already.
+        """
+        is_made = "config" in vars(self)
+        if is_made and name in self.__dataclass_fields__:
+            reject(
+                name,
+                "an option that stays as the simulation was made",
+                Words("an assignment"),
+                remedy=f"dataclasses.replace(simulation, {name}=...) makes another one",
+                error=AttributeError,
+            )
+        super().__setattr__(name, value)
+
+    def _resolve_options(self) -> tuple[Net, Federation]:
         """Replaces what options name by what they mean, and checks that they fit.
 
-        Returns the model that the run starts from.
+        Returns the model that the run starts from and the data that it trains on. The
+        option `data` stays as given: a simulation that is made of this one, with
+        another algorithm or seed, poisons and splits the data itself.
         """
         self.algorithm = with_client_ids(algorithm_of(self.algorithm), self.data)
         self.robustness = with_adversary_ids(self.robustness, self.algorithm, self.data)
         check_training(self.algorithm, self.training)
         net = as_net(self.model, self.loss, self.data, self.seed)
-        self.data = training_data(
+        data = training_data(
             self.data,
             self.algorithm,
             net,
@@ -196,22 +218,20 @@ class Simulation:
             self.seed,
         )
         if self.clients is not None:
-            ids = ids_of("clients", self.clients, self.data.n, self.data.names)
+            ids = ids_of("clients", self.clients, data.n, data.names)
             self.clients = ids.sort().values
-        self.eligible_clients = select_eligible_clients(self.data, self.clients)
-        self.sampling = checked_sampling(
-            self.sampling, self.data.n, self.eligible_clients
-        )
+        self.eligible_clients = select_eligible_clients(data, self.clients)
+        self.sampling = checked_sampling(self.sampling, data.n, self.eligible_clients)
         check_sampling(
             self.sampling,
             self.participation,
             self.algorithm,
-            self.data,
+            data,
             self.eligible_clients,
         )
         net = self.algorithm.prepare(net)
         batch_norm_policy(self.algorithm, net, self.batch_norm)
-        return net
+        return net, data
 
     # the run ------------------------------------------------------------------
     @property
@@ -240,6 +260,7 @@ class Simulation:
         check_state(state, config.algorithm, config.net, self.data.n, config.training)
         self._state = copy_state(self.config, state)
         self._state_shared = False
+        self._played_digests = None
         self._records = [
             record for record in self._records if record["round"] <= state.round
         ]
@@ -250,12 +271,24 @@ class Simulation:
         `history.header` is the header with which `run` began. A checkpoint has it, too,
         and tells runs apart by it.
         """
-        return describe.describe_run(self, self._digests)
+        return describe.describe_run(self)
 
-    @cached_property  # every checkpoint has the header, and data may be large
-    def _digests(self) -> Record:
-        """Digests of the data and the model, which stay the same over the run."""
-        return describe.digests_of(self.data, self.config.net)
+    def _header_to_play(self) -> Record:
+        """The header of the rounds that are played from here on.
+
+        Raises ValueError where the rounds so far were played on other data: tensors can
+        be changed in place, and no header would be true of all rounds then.
+        """
+        header = self.header()
+        played = self._played_digests
+        if played is not None and self._state.round:
+            expected = f"those of the {self._state.round} rounds that are played"
+            got = Words("others, which were changed in place")
+            is_same = header["digests"] == played
+            remedy = "make a new simulation of changed data"
+            require(is_same, "data and model", expected, got, remedy=remedy)
+        self._played_digests = header["digests"]
+        return header
 
     # the rounds ---------------------------------------------------------------
     def iterate(self) -> Iterator[Record]:
@@ -395,20 +428,22 @@ class Simulation:
             checkpoint = None
         with _warnings_on(ranks.is_first):
             with ranks.together("the beginning of the run"):
-                self._check_ranks_agree()
+                # Data may be large, so their digests are made once.
+                header = self._header_to_play()
+                self._check_ranks_agree(header)
                 if checkpoint:
                     # The folder may hold the checkpoint of another run. Where it cannot
                     # be written, no round is played.
-                    self._write_checkpoint(checkpoint.folder)
-            return self._run_rounds(callbacks, checkpoint)
+                    self._write_checkpoint(checkpoint.folder, header)
+            return self._run_rounds(header, callbacks, checkpoint)
 
-    def _check_ranks_agree(self) -> None:
+    def _check_ranks_agree(self, header: Record) -> None:
         """Raises ValueError on all ranks where one would play another run."""
         ranks = self.config.ranks
         if ranks.count == 1:
             return
         description = {
-            **self.header(),
+            **header,
             "number of rounds played": self._state.round,
             "digest of the state": describe.content_digest(flatten_state(self._state)),
             # The number of threads changes no bit.
@@ -428,12 +463,16 @@ class Simulation:
                 )
 
     def _run_rounds(
-        self, callbacks: Sequence[Callback], checkpoint: Checkpoint | None
+        self,
+        header: Record,
+        callbacks: Sequence[Callback],
+        checkpoint: Checkpoint | None,
     ) -> History:
         """Plays the rounds that are left, and keeps their records."""
         # Without a history the records are those of a checkpoint.
         before = [] if self.history else list(self._records)
-        history = History(self.header(), before, rank=self.config.ranks.rank)
+        # The header of a history is its owner's, who may add to it.
+        history = History(dict(header), before, rank=self.config.ranks.rank)
         self.history = history
         try:
             with self.config.ranks.together("the end of the run"):
@@ -447,7 +486,7 @@ class Simulation:
                         self._records.append(record)
                         for callback in callbacks:
                             call_back(callback, record)
-                    self._save_checkpoint_if_due(checkpoint, record)
+                    self._save_checkpoint_if_due(checkpoint, header, record)
         except Stop as stop:
             is_wanted = isinstance(stop, CallbackStop)
             history.end = RunEnd("stopped", str(stop), is_wanted)
@@ -502,8 +541,9 @@ class Simulation:
         """
         ranks = self.config.ranks
         with ranks.together("the saving of a checkpoint"):
+            header = self._header_to_play()
             if ranks.is_first:
-                self._write_checkpoint(folder)
+                self._write_checkpoint(folder, header)
 
     def restore(self, folder: str | Path) -> Simulation:
         """Takes up the checkpoint in `folder`, and returns the simulation itself.
@@ -525,6 +565,7 @@ class Simulation:
             folder, self.header(), self.config
         )
         self._state_shared = False
+        self._played_digests = None
         self.history = None
         return self
 
@@ -544,7 +585,7 @@ class Simulation:
             self.restore(checkpoint.folder)
 
     def _save_checkpoint_if_due(
-        self, checkpoint: Checkpoint | None, record: Record
+        self, checkpoint: Checkpoint | None, header: Record, record: Record
     ) -> None:
         """Writes a checkpoint after a round, where it is time for one."""
         if checkpoint is None:
@@ -555,18 +596,18 @@ class Simulation:
             return
         round = record["round"]
         if checkpoint.due(round) or round >= self.rounds:
-            self._save_checkpoint(checkpoint)
+            self._save_checkpoint(checkpoint, header)
 
-    def _save_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def _save_checkpoint(self, checkpoint: Checkpoint, header: Record) -> None:
         """Writes a checkpoint; warns where it cannot be written."""
         try:
-            self._write_checkpoint(checkpoint.folder)
+            self._write_checkpoint(checkpoint.folder, header)
         except OSError as e:
             warn_caller(f"{e} The run goes on.", RuntimeWarning)
 
-    def _write_checkpoint(self, folder: str | Path) -> None:
+    def _write_checkpoint(self, folder: str | Path, header: Record) -> None:
         """Writes a checkpoint of the state as it is now."""
-        store.save_run(folder, self.header(), self.config, self._state, self._records)
+        store.save_run(folder, header, self.config, self._state, self._records)
 
 
 @contextmanager

@@ -67,7 +67,22 @@ class BatchStep(NamedTuple):
     last: int
 
 
-def num_batches_of_epoch(n: int, training: Training, merge_single: bool) -> int:
+class EpochRule(NamedTuple):
+    """The rule by which a client's samples become the minibatches of an epoch.
+
+    Attributes:
+        batch_size: The number of samples of a minibatch.
+        drop_last: True where a smaller last minibatch is left out.
+        merge_single: True where a last minibatch of a single sample joins the one
+            before it.
+    """
+
+    batch_size: int
+    drop_last: bool
+    merge_single: bool
+
+
+def num_batches_of_epoch(n: int, rule: EpochRule) -> int:
     """Number of minibatches of a client with `n` samples in an epoch.
 
     There are as many as `DataLoader(batch_size, drop_last)` makes, and at least one:
@@ -75,20 +90,20 @@ def num_batches_of_epoch(n: int, training: Training, merge_single: bool) -> int:
     With `merge_single`, a last minibatch of a single sample joins the one before it,
     since batch norm, for example, cannot train on one sample.
     """
-    size = training.batch_size
-    if training.drop_last:
+    size = rule.batch_size
+    if rule.drop_last:
         return max(1, n // size)
     batches = max(1, -(-n // size))
-    if merge_single and batches > 1 and n % size == 1:
+    if rule.merge_single and batches > 1 and n % size == 1:
         return batches - 1
     return batches
 
 
-def _steps_taken(cuts: list[int], training: Training, plan: BatchPlan) -> list[int]:
+def _steps_taken(cuts: list[int], plan: BatchPlan) -> list[int]:
     """The number of steps of each client, with `cuts` minibatches of an epoch each."""
     if plan.steps is None:
-        num_epochs = plan.epochs or training.epochs
-        return [batches * num_epochs for batches in cuts]
+        assert plan.epochs is not None  # `Batches` has put the run's number there
+        return [batches * plan.epochs for batches in cuts]
     if isinstance(plan.steps, int):
         return [plan.steps] * len(cuts)
     return list(plan.steps)
@@ -96,31 +111,28 @@ def _steps_taken(cuts: list[int], training: Training, plan: BatchPlan) -> list[i
 
 @lru_cache(maxsize=4096)
 def plan_steps(
-    sizes: tuple[int, ...],
-    training: Training,
-    plan: BatchPlan,
-    ragged: bool,
-    merge_single: bool,
+    sizes: tuple[int, ...], rule: EpochRule, plan: BatchPlan, ragged: bool
 ) -> tuple[list[BatchStep], Tensor, Tensor]:
     """The steps of some clients, with two numbers of each client.
 
     The numbers are the minibatches of an epoch [s] and the steps that a client takes
-    [s].
+    [s]. Everything that they depend on is an argument, as the results are kept.
 
     Args:
         sizes: The number of each client's samples, in descending order.
+        rule: The rule for the minibatches of an epoch.
+        plan: The length of the training. It has a number of epochs, or of steps.
         ragged: If true, the clients of a step may have minibatches of any sizes. If
             false, all have one size, since one call of vmap serves them.
-        merge_single: See `num_batches_of_epoch`.
     """
-    cuts = [num_batches_of_epoch(n, training, merge_single) for n in sizes]
-    taken = _steps_taken(cuts, training, plan)
+    cuts = [num_batches_of_epoch(n, rule) for n in sizes]
+    taken = _steps_taken(cuts, plan)
     epochs = [-(-steps // batches) for steps, batches in zip(taken, cuts, strict=True)]
     if isinstance(plan.steps, tuple) and plan.batches == 1:
         # Nothing depends on a client's number of epochs then, and clients with one
         # number share their steps.
         epochs = [max(epochs)] * len(epochs)
-    batch_size = training.batch_size
+    batch_size = rule.batch_size
 
     def common_key(place: int, i: int) -> tuple[int, int, int]:
         """Epochs, last sample and size, which one step's clients have in common.
@@ -130,7 +142,7 @@ def plan_steps(
         full_last = (place + 1) * batch_size
         if ragged:
             return epochs[i], full_last, 0
-        drops_rest = training.drop_last and sizes[i] >= batch_size
+        drops_rest = rule.drop_last and sizes[i] >= batch_size
         takes_rest = place + 1 == cuts[i] and not drops_rest
         last = sizes[i] if takes_rest else full_last
         size = 0 if plan.together else sizes[i]
@@ -191,7 +203,10 @@ class Batches:
         if isinstance(plan.steps, tuple) and len({*plan.steps}) > 1:
             # Another round may have other numbers, for which no cache has room.
             plan_of_steps = plan_steps.__wrapped__  # type: ignore[assignment]
-        steps = plan_of_steps(sizes, training, plan, ragged, merge_single)
+        if plan.steps is None:
+            plan = plan._replace(epochs=plan.epochs or training.epochs)
+        rule = EpochRule(training.batch_size, training.drop_last, merge_single)
+        steps = plan_of_steps(sizes, rule, plan, ragged)
         self.steps, self.cuts, self.taken = steps
         epochs = -(-self.taken // self.cuts)
         passes = plan.batches * int(epochs.max())

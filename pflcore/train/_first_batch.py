@@ -44,6 +44,8 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
     count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
     x, y = spread_samples(data, count)
     check_augment(training.transforms, data, x)
+    # Other data may have shown another fact before.
+    net.merge_last_sample = False
     for train in (False, True):
         precision = training.precision if train else None
         run = partial(first_batch_loss, net, data, x, y, train, precision)

@@ -106,7 +106,8 @@ class Net:
             before it, since the model cannot train on one sample.
         single_score: True where there is one score for each label.
 
-    The last two are set before round 1, when the model first meets data.
+    The last two, and the name of a head that only data show, are set in a run's own
+    copy of the net, which is `simulation.config.net`.
 
     >>> net = Net(nn.Linear(4, 3))
     >>> net(net.w0, torch.zeros(2, 4)).shape

@@ -22,6 +22,7 @@ engine the user named. "auto" then makes two choices, and times neither.
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch.nn as nn
@@ -65,9 +66,9 @@ def make_context(
 ) -> TrainContext:
     """The context of a run, with the engine that the trial selects.
 
-    Facts of the model that the first batch shows are set in `net`. Raises MismatchError
-    where model, data and loss do not fit together, or where the engine that the user
-    named does not match the module.
+    Facts of the model that the first batch shows are set in a copy of `net`, which the
+    context holds. Raises MismatchError where model, data and loss do not fit together,
+    or where the engine that the user named does not match the module.
 
     Args:
         net: The model as a function of a row.
@@ -87,7 +88,8 @@ def make_context(
         REPEATABLE_FLAGS.set_for(device),
         NO_TF32_FLAGS.set_for(device),
     ):
-        net = net.with_fields(data.fields)
+        # Another run of the same net may be on data that show other facts.
+        net = copy.copy(net).with_fields(data.fields)
         prepare_net(net, data, training)
         probes = make_probes(net, data, training.precision)
         selected = select_engine(net, data, probes, engine, training)

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from numbers import Real
 from typing import Annotated, Any, Literal
 
@@ -102,7 +101,6 @@ Betas = Annotated[
 ]
 
 
-@lru_cache(maxsize=64)
 def learning_rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, ...]:
     """The step sizes of the rounds 1 to `rounds`.
 
@@ -320,14 +318,18 @@ class Training:
 
         These are the step sizes of the rounds 1 to `played`.
         """
-        if self.schedule is None:
-            return True
-        rates = [learning_rates(self.schedule, self.lr, count) for count in rounds]
+        rates = [self.step_sizes(count) for count in rounds]
         return rates[0][:played] == rates[1][:played]
+
+    def step_sizes(self, rounds: int) -> tuple[float, ...]:
+        """The step sizes of the rounds 1 to `rounds`.
+
+        The schedule is asked anew by each call.
+        """
+        if self.schedule is None:
+            return (self.lr,) * rounds
+        return learning_rates(self.schedule, self.lr, rounds)
 
     def lr_at(self, round: int, rounds: int) -> float:
         """The step size of `round` (from 1) of `rounds`."""
-        if self.schedule is None:
-            return self.lr
-        rates = learning_rates(self.schedule, self.lr, max(round, rounds))
-        return rates[round - 1]
+        return self.step_sizes(max(round, rounds))[round - 1]

@@ -59,6 +59,19 @@ def test_a_client_predicts_by_its_personal_features():
     )
 
 
+def test_samples_without_a_label_pull_no_features():
+    s = double(tiny())
+    alg = GPFL(lam=3.0)
+    x0 = alg.server_init_args(s.net)["x0"][None]
+    (row,), (embedding,) = alg._whole_rows(x0, s.net.w0[None, s.net.head_slice], s.net)
+    fixed = {"embedding": embedding, "general": embedding[0], "personal": embedding[1]}
+    x = s.data.x[:3]
+
+    got = alg.loss(s.net, row, x, torch.tensor([2, 0, -100]), fixed)
+
+    near(got, alg.loss(s.net, row, x[:2], torch.tensor([2, 0]), fixed))
+
+
 def test_a_loss_that_is_none_of_classes_is_refused():
     net = Net(layers("Linear 3 2, Tanh, Linear 2 1"), "squared")
     with sentence("loss: GPFL embeds classes; expected a loss of several classes'"):

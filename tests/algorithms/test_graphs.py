@@ -166,6 +166,25 @@ def test_collaborators_become_fewer():
         assert alg.collaborators(equal, 3).all()
 
 
+def test_an_overlap_is_a_share_of_ones_own_parameters():
+    """A client of few critical parameters asks more of the others."""
+    mask = torch.zeros(3, 12, dtype=torch.bool)
+    mask[0, :8] = True
+    mask[1, :4] = True
+    mask[2, 2:6] = True
+    # |M_i - M_j|_1 is 4, 4 and 4: overlaps are 3/4 in row 0, and 1/2 in the others.
+    got = FedCAC(beta=1.0).collaborators(mask, 1)
+    assert got.tolist() == [[True] * 3, [False, True, False], [False, False, True]]
+
+
+def test_a_share_below_one_parameter_makes_none_critical():
+    alg = FedCAC(tau=0.1)
+    net = tiny().net  # its tensors have 30, 5, 20 and 4 numbers
+    start = net.w0[None]
+    mask = alg.critical_parameters(net, start, start + torch.arange(59.0))
+    assert [int(part.sum()) for part in mask[0].split(net.sizes)] == [3, 0, 2, 0]
+
+
 def test_critical_parameters_come_from_collaborators_and_others_from_all():
     s = double(tiny(sizes=(7, 20, 31, 12), epochs=2))
     alg = FedCAC(tau=0.5, beta=1e-3)  # nobody collaborates

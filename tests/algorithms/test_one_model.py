@@ -3,6 +3,7 @@
 SCAFFOLD's and WAFFLE's option II stands beside FedNova: it divides by the same steps.
 """
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -23,8 +24,18 @@ from small import (
     wide,
 )
 
-from pflcore import ALGORITHMS, FedAvg, Federation, Net, Simulation, Training
+from pflcore import (
+    ALGORITHMS,
+    FedAvg,
+    Federation,
+    Net,
+    Robustness,
+    Simulation,
+    Training,
+    step,
+)
 from pflcore.algorithms import MOON, FedDyn, FedNova, FedNTD
+from pflcore.simulation.round import RunConfig, initial_state
 
 
 def uneven_steps(round, client, generator):
@@ -70,6 +81,34 @@ def test_features_and_scores_are_of_one_pass():
     assert torch.equal(scores, net.head(net.w0, z))
 
 
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_fedntds_shared_model_is_in_evaluation_mode(engine):
+    """One step by hand: its own batch norm moves the statistics, once."""
+    s = double(replace(tiny(engine=engine, batch_size=100), net=Net(normed_model)))
+    x, y = s.data.client(1)
+    module = s.net.load(deepcopy(s.net.module), s.net.w0, s.net.b0)
+    scores = module.train()(x)
+    # The client's statistics, as the pass has moved them, serve both models.
+    q_shared = not_true(deepcopy(module).eval()(x), y, 1.5).softmax(1)
+    log_q = not_true(scores, y, 1.5).log_softmax(1)
+    divergence = (q_shared * (q_shared.log() - log_q)).sum(1).mean()
+    loss = torch.nn.functional.cross_entropy(scores, y) + 2 * 1.5**2 * divergence
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in module.parameters()])
+
+    state, _ = after(FedNTD(beta=2.0, temperature=1.5), s, [[1]])
+
+    near(state.server["x"], s.net.w0 - 0.1 * gradient)
+    statistics = [module[1].running_mean, module[1].running_var]
+    near(state.buffers[1], torch.cat(statistics))
+
+
+def not_true(scores, y, temperature):
+    """The scores [B, C - 1] of the classes that are not a sample's own."""
+    others = torch.arange(scores.shape[1]) != y[:, None]
+    return scores[others].view(len(y), -1) / temperature
+
+
 def test_fedntd_of_two_classes_is_fedavg():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, 6, generator=generator)
@@ -107,6 +146,29 @@ def test_feddyns_h_is_the_mean_of_all_clients_gradients():
     s = double(tiny(momentum=0.5))
 
     state, _ = after(FedDyn(alpha=0.3), s, [[0, 1, 2], [0, 2], [1], [0, 1]])
+
+    near(state.server["h"], state.clients["g"].mean(0))
+
+
+def test_feddyns_h_is_the_mean_over_clients_that_train():
+    s = double(tiny())
+    train = list(s.data.index["train"])
+    train[1] = train[1][:0]
+    s = replace(s, data=replace(s.data, index={**s.data.index, "train": train}))
+
+    state, _ = after(FedDyn(alpha=0.3), s, [[0, 2], [0], [2]])
+
+    near(state.server["h"], state.clients["g"][[0, 2]].mean(0))
+
+
+def test_feddyns_gradients_follow_updates_that_are_clipped():
+    s = double(tiny((7, 200, 31), epochs=2))
+    alg = FedDyn(alpha=0.3)
+    config = RunConfig.of(alg, s, robustness=Robustness(clip=0.5))
+    state = initial_state(alg, s.net, s.data.n)
+    for _ in range(2):
+        state, outcome = step(config, state, torch.arange(s.data.n))
+        assert outcome.clipped
 
     near(state.server["h"], state.clients["g"].mean(0))
 

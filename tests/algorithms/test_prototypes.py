@@ -1,8 +1,21 @@
 """Methods that share features: what they are at their limits, and their parts."""
 
+from copy import deepcopy
+from dataclasses import replace
+
 import pytest
 import torch
-from small import after, at_work, classed, double, equals, near, t, tiny
+from small import (
+    after,
+    at_work,
+    classed,
+    double,
+    equals,
+    near,
+    normed_model,
+    t,
+    tiny,
+)
 from torch import nn
 
 from pflcore import Federation, Net, Simulation, Training
@@ -85,6 +98,24 @@ def test_fedproto_never_predicts_a_class_without_a_prototype():
     assert everything.argmax(1).tolist() == [2, 2]
     nothing = FedProto().predict({**model, "known": torch.zeros(3)}, s.net, x)
     equals(nothing, s.net(t(W0), x))
+
+
+@pytest.mark.parametrize("alg", [FedProto(), FedPAC()], ids=["fedproto", "fedpac"])
+def test_prototypes_are_the_trained_models_with_its_statistics(alg):
+    s = double(replace(tiny(), net=Net(normed_model)))
+    state, _ = after(alg, s, [[1]])
+    if isinstance(alg, FedProto):
+        row = state.clients["w"][1]
+    else:
+        row = s.net.join(state.server["x"], state.server["head"][1])
+    module = s.net.load(deepcopy(s.net.module), row, state.buffers[1]).eval()
+
+    x, y = s.data.client(1)
+    z = module[:-1](x)
+    want = [z[y == label].mean(0) for label in range(4)]
+
+    assert len(y.unique()) == 4
+    near(state.server["prototypes"], torch.stack(want))
 
 
 # parts ------------------------------------------------------------------------

@@ -136,9 +136,10 @@ def test_the_order_of_a_cohorts_ids_changes_nothing(name):
 @pytest.mark.parametrize("name", ["fedfomo", "l2c"])
 def test_a_client_of_one_sample_does_not_end_the_run(name):
     alone = run(name, images((1, 20, 25)))
-    sizes = [alone.data.size(split).tolist() for split in ("train", "val")]
+    data = alone.config.data
+    sizes = [data.size(split).tolist() for split in ("train", "val")]
     assert sizes == [[1, 16, 20], [0, 4, 5]]
-    assert "clients without val samples: 1" in alone.data.summary()
+    assert "clients without val samples: 1" in data.summary()
     assert len(alone.run().rounds) == 3
     with sentence(".*a client with enough samples"):
         run(name, images((1, 1)))

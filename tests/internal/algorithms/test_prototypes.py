@@ -62,3 +62,10 @@ def test_a_class_that_nobody_showed_keeps_its_prototype(weighting, first):
     changes = mean_prototypes(state, up, weighting)
     near(changes["prototypes"], [first, [7.0, 7.0], [0.0, 0.0]])
     assert changes["known"].tolist() == [1.0, 1.0, 0.0]
+
+
+def test_a_negative_variance_counts_as_none():
+    """Rounding, or a client that lies, makes one."""
+    statistics = t([[0.0, 1.0], [0.5, 0.0], [1.0, 1.0]])
+    got = head_weights(statistics, t([-5.0, 0.2, -1e-9]))
+    near(got, head_weights(statistics, t([0.0, 0.2, 0.0])))

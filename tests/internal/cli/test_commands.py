@@ -49,7 +49,7 @@ def test_two_runs_that_start_at_once_take_two_folders():
 
 
 def test_poisoned_labels_of_runs_for_each_client_are_flipped_once(monkeypatch):
-    """The simulation flips them; it receives the honest labels."""
+    """Each run flips them; it receives the honest labels."""
     given = []
     monkeypatch.setattr(
         experiment, "run_each_target", lambda *a, **_: given.append(a[2])
@@ -60,8 +60,8 @@ def test_poisoned_labels_of_runs_for_each_client_are_flipped_once(monkeypatch):
     data = experiment.load_federation(options)
     (job,) = experiment.make_jobs(["waffle"], options, Training(), {})
     simulation = job.simulation(data, experiment.make_model(options, data))
-    job.play(simulation, data, lambda *_: None)
-    assert given[0] is data is not simulation.data
+    job.play(simulation, lambda *_: None)
+    assert given[0] is data is not simulation.config.data
 
 
 @pytest.mark.parametrize("name", swept())
