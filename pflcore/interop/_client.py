@@ -112,9 +112,6 @@ class Client:
     ) -> None:
         self.algorithm = algorithm_of(algorithm)
         check_training(self.algorithm, training)
-        words = "False at a client of its own, whose optimizer starts anew every round"
-        is_new = not training.keep_optimizer
-        require(is_new, "keep_optimizer", words, training.keep_optimizer)
         data = single_client_federation(data, dtype=None)
         net = prepare_net(self.algorithm, model, loss or default_loss(data.y), seed)
         net = net.to(device_of(hardware.device))

@@ -168,7 +168,6 @@ class Simulation:
             net,
             self.data.n,
             trainable_clients=self.data.trainable_clients,
-            training=self.training,
         )
         # True where the caller may hold the state, so that the run needs a copy.
         self._state_shared = False
@@ -232,7 +231,7 @@ class Simulation:
         wanted = f"a State, like history.state, of at most {self.rounds} rounds"
         require(fits, "state", wanted, state)
         config = self.config
-        check_state(state, config.algorithm, config.net, self.data.n, config.training)
+        check_state(state, config.algorithm, config.net, self.data.n)
         self._state = copy_state(self.config, state)
         self._state_shared = False
         self._records = [

@@ -89,8 +89,6 @@ def with_new_client(
         name.startswith("server.") and tensor.shape[-1:] == (net.size,)
         for name, tensor in larger.items()
     )
-    for name, tensor in state.optimizers.items():
-        larger[f"optimizer.{name}"] = tensor.new_zeros(n + 1, *tensor.shape[1:])
     new = {}
     others = torch.arange(n) if trainable_clients is None else trainable_clients
     server = dict(state.server)

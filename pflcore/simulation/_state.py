@@ -34,9 +34,8 @@ from pflcore.robust import mean_in
 from pflcore.simulation._ranks import ONE_RANK, Ranks
 from pflcore.simulation._rows import CohortRows
 from pflcore.simulation._settings import Robustness
-from pflcore.train import Net, Training
+from pflcore.train import Net
 from pflcore.train._context import TrainContext
-from pflcore.train._optimizers import first_state
 
 # Weights of all clients that are handled together. One thread passes through fewer in
 # a few milliseconds; on a busy machine, waking other threads takes longer.
@@ -58,8 +57,6 @@ class State:
         participated: The mask of the clients that took part in a round so far.
         round: The number of rounds that were played.
         void_rounds: The number of void rounds in a row, up to the last one.
-        optimizers: The rows of the optimizer states that the clients keep, by name; {}
-            where every round begins with new ones.
     """
 
     server: Tensors
@@ -68,7 +65,6 @@ class State:
     participated: Tensor  # bool [N]
     round: int = 0
     void_rounds: int = 0
-    optimizers: Tensors = field(default_factory=dict)  # [N, ...]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -172,7 +168,6 @@ def initial_state(
     n: PositiveInt,
     clients: bool = True,
     trainable_clients: Tensor | None = None,
-    training: Training | None = None,
 ) -> State:
     """The state before the first round.
 
@@ -186,7 +181,6 @@ def initial_state(
         clients: False leaves client state out, as for a server on a machine of its own.
         trainable_clients: The ids [T] of the clients with training samples; None for
             all.
-        training: The options of training, where the clients may keep optimizer states.
     """
     for client in alg.traits.required_clients:
         name = "target" if mean_in(alg) is None else "trusted_client"
@@ -202,19 +196,9 @@ def initial_state(
     if clients:
         for name, row in new_client_state(alg, net, server, n).items():
             client_states[name] = lazy_zeros(n, row[0])
-    optimizers = {}
-    for name, row in kept_optimizer_state(net, training).items():
-        optimizers[name] = lazy_zeros(n, row[0])
     participated = torch.zeros(n, dtype=torch.bool)
     buffers = net.b0.repeat(n, 1)
-    return State(server, client_states, buffers, participated, optimizers=optimizers)
-
-
-def kept_optimizer_state(net: Net, training: Training | None) -> Tensors:
-    """The optimizer state [1, ...] that a client keeps; {} where it keeps none."""
-    if training is None or not training.keep_optimizer:
-        return {}
-    return first_state(training, net.w0[None])
+    return State(server, client_states, buffers, participated)
 
 
 def insert_clients(
@@ -252,13 +236,8 @@ def kept_rows(
 
     The arguments are those of `client_rows`.
     """
-    # The rows of clients that never took part are zeros, as a new optimizer's are.
-    optimizers = {
-        name: rows[to_device(ids, rows.device)]
-        for name, rows in state.optimizers.items()
-    }
     buffers = state.buffers[to_device(ids, state.buffers.device)]
-    return CohortRows(client_rows(config, state, ids, down), buffers, optimizers)
+    return CohortRows(client_rows(config, state, ids, down), buffers)
 
 
 def client_rows(config: RunConfig, state: State, ids: Tensor, down: Payload) -> Tensors:
@@ -291,8 +270,6 @@ def flatten_state(state: State) -> Tensors:
     server = {f"server.{name}": tensor for name, tensor in state.server.items()}
     clients = {f"clients.{name}": tensor for name, tensor in state.clients.items()}
     tensors = {"batch_norm": state.buffers, "seen": state.participated}
-    for name, tensor in state.optimizers.items():
-        tensors[f"optimizer.{name}"] = tensor
     return server | clients | tensors
 
 
@@ -301,13 +278,7 @@ def unflatten_state(tensors: Tensors, round: int, void_rounds: int = 0) -> State
     server = _without_prefix(tensors, "server.")
     clients = _without_prefix(tensors, "clients.")
     return State(
-        server,
-        clients,
-        tensors["batch_norm"],
-        tensors["seen"],
-        round,
-        void_rounds,
-        _without_prefix(tensors, "optimizer."),
+        server, clients, tensors["batch_norm"], tensors["seen"], round, void_rounds
     )
 
 
@@ -324,9 +295,7 @@ def copy_state(config: RunConfig, state: State) -> State:
     """A copy that shares no memory with `state`."""
     alg = config.algorithm
     n = len(state.participated)
-    new = initial_state(
-        alg, config.net, n, bool(state.clients), training=config.training
-    )
+    new = initial_state(alg, config.net, n, bool(state.clients))
     tensors = state_dict(alg, state)
     return load_state_dict(alg, new, tensors, state.round, state.void_rounds)
 
@@ -334,8 +303,7 @@ def copy_state(config: RunConfig, state: State) -> State:
 def client_row_names(alg: Algorithm, state: State) -> set[str]:
     """The names of tensors [N, ...] that are read only for participants."""
     server = {f"server.{name}" for name in alg.traits.per_client_state}
-    optimizers = {f"optimizer.{name}" for name in state.optimizers}
-    return server | optimizers | {f"clients.{name}" for name in state.clients}
+    return server | {f"clients.{name}" for name in state.clients}
 
 
 def state_dict(alg: Algorithm, state: State) -> Tensors:
@@ -382,22 +350,14 @@ def load_state_dict(
     return unflatten_state(apply(old, changes), round, void_rounds)
 
 
-def check_state(
-    state: State, alg: Algorithm, net: Net, n: int, training: Training | None = None
-) -> None:
-    """Raises ValueError for a state of another algorithm, federation or model.
-
-    Without `training`, no client may keep an optimizer state.
-    """
-    has_clients = bool(state.clients)
-    initial = initial_state(alg, net, n, clients=has_clients, training=training)
+def check_state(state: State, alg: Algorithm, net: Net, n: int) -> None:
+    """Raises ValueError for a state of another algorithm, federation or model."""
+    initial = initial_state(alg, net, n, clients=bool(state.clients))
     expected = flatten_state(initial)
     tensors = flatten_state(state)
     needs = f"a state of {type(alg).__name__} with"
     extra = [
-        name
-        for name in tensors
-        if name.startswith(("clients.", "optimizer.")) and name not in expected
+        name for name in tensors if name.startswith("clients.") and name not in expected
     ]
     require(not extra, "state", f"{needs} no {' and '.join(extra)}", list(tensors))
     for name, like in expected.items():

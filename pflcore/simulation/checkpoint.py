@@ -250,7 +250,7 @@ def restore_run(
     net.b0 = tensors.pop("net.b0").to(device)
     config = replace(config, net=net)
     alg = config.algorithm
-    initial = initial_state(alg, net, config.data.n, training=config.training)
+    initial = initial_state(alg, net, config.data.n)
     state = load_state_dict(alg, initial, tensors, facts["round"], facts["void"])
     return config, state, records
 

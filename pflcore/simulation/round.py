@@ -58,7 +58,6 @@ from pflcore.simulation._uploads import (
 from pflcore.train import Clients
 from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
-from pflcore.train._optimizers import KeptOptimizers
 from pflcore.train._schedule import assign_blocks
 from pflcore.train._workers import single_threaded
 
@@ -153,11 +152,8 @@ def train_clients(
     clients: Clients,  # s of them
 ) -> CohortRows:
     """The rows that the clients keep and upload, after their training."""
-    optimizers = KeptOptimizers(before.optimizers) if before.optimizers else None
-    clients = replace(clients, optimizers=optimizers)
     client_states, up, fit = alg.train(down, before.client_states, clients)
-    left = {} if optimizers is None else optimizers.left()
-    return CohortRows(client_states, fit.buffers, left, up, fit.loss)
+    return CohortRows(client_states, fit.buffers, up, fit.loss)
 
 
 def block_work(
@@ -280,8 +276,6 @@ def client_changes(result: CohortResult) -> Changes:
         f"clients.{name}": RowUpdate(ids, new)
         for name, new in rows.client_states.items()
     }
-    for name, new in rows.optimizers.items():
-        changes[f"optimizer.{name}"] = RowUpdate(ids, new)
     changes["batch_norm"] = RowUpdate(ids, rows.buffers)
     changes["seen"] = RowUpdate(ids, torch.ones_like(ids, dtype=torch.bool))
     return changes
