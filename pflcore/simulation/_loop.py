@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from pflcore.simulation import _describe as describe
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation._describe import Record
 from pflcore.simulation._evaluate import evaluate, evaluate_clients
+from pflcore.simulation._functions import describe_functions, warn_of_names
 from pflcore.simulation._log import log_engine, log_round
 from pflcore.simulation._run_models import RunModels
 from pflcore.simulation._sampling import Sampling, checked_sampling
@@ -122,6 +123,8 @@ class Simulation:
         eval_clients: The ids of the clients that are evaluated, ascending; None for
             all.
         metrics: The functions of the metrics of an evaluation, by name.
+        functions: The digests of the functions and classes of one's own among the
+            options, by the names of the options.
         history: The history of the last call of `run`; None before the first one.
     """
 
@@ -144,6 +147,8 @@ class Simulation:
         check_fields(self)
         check_torch_modes()
         net = self._resolve_options()
+        # Before anything calls a function that remembers its calls.
+        self.functions = self._describe_functions(net)
         self.eval_clients = select_eval_clients(
             self.data, self.evaluation, self.robustness.adversary, self.seed
         )
@@ -206,6 +211,18 @@ class Simulation:
         net = self.algorithm.prepare(net)
         batch_norm_policy(self.algorithm, net, self.batch_norm)
         return net
+
+    def _describe_functions(self, net: Net) -> dict[str, str]:
+        """The digests of the run's functions, by the names of their options."""
+        return describe_functions(
+            net.module,
+            net.loss_fn,
+            algorithm=self.algorithm,
+            # The header has the numbers of a schedule.
+            training=replace(self.training, schedule=None),
+            metrics=self.evaluation.metrics,
+            sampling=self.sampling,
+        )
 
     # the run ------------------------------------------------------------------
     @property
@@ -409,6 +426,7 @@ class Simulation:
             "backend": str(backend()._replace(threads=1)),
             "CPU capability": torch.backends.cpu.get_cpu_capability(),
         }
+        warn_of_names("ranks", self.functions)
         descriptions = ranks.exchange("the comparison of the ranks", description)
         for rank, other in enumerate(descriptions):
             difference = describe.first_difference(

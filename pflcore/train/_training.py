@@ -303,15 +303,11 @@ class Training:
         """The weight decay that is added to gradients: SGD's, not AdamW's."""
         return self.weight_decay if self.local_optimizer == "sgd" else 0.0
 
-    def same_lr(self, rounds: tuple[int, int], played: int) -> bool:
-        """True where runs of these two lengths have equal step sizes so far.
-
-        These are the step sizes of the rounds 1 to `played`.
-        """
+    def learning_rates(self, rounds: int) -> tuple[float, ...]:
+        """The step sizes of the rounds 1 to `rounds`."""
         if self.schedule is None:
-            return True
-        rates = [learning_rates(self.schedule, self.lr, count) for count in rounds]
-        return rates[0][:played] == rates[1][:played]
+            return (self.lr,) * rounds
+        return learning_rates(self.schedule, self.lr, rounds)
 
     def lr_at(self, round: int, rounds: int) -> float:
         """The step size of `round` (from 1) of `rounds`."""
