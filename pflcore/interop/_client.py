@@ -52,7 +52,7 @@ from pflcore.interop._sides import (
 from pflcore.simulation._describe import Record
 from pflcore.simulation._models import Personalized, client_facts, embed_tensor
 from pflcore.simulation._settings import Hardware
-from pflcore.simulation._state import batch_norm_policy
+from pflcore.simulation._state import batch_norm_policy, check_client_states
 from pflcore.simulation._uploads import finite_rows, shrink_towards
 from pflcore.train import Clients, Net, Training
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
@@ -159,8 +159,9 @@ class Client:
                     "ask for download(client_id)."
                 )
             new, up, fit = self.algorithm.train(down, state_before, clients)
+        check_client_states(state_before, new)
         self._client_state = state_before
-        self._pending = (header.round, state_before | new, fit.buffers)
+        self._pending = (header.round, new, fit.buffers)
         if not finite_rows([*new.values(), fit.buffers], 1).all():
             up = _spoil_upload(up)
         buffers = fit.buffers[0] if self.averages else None

@@ -38,6 +38,8 @@ ARGUMENTS = (
     "algorithm",
     "options",
     "training",
+    "learning_rates",
+    "functions",
     "data",
     "partition",
     "partition_options",

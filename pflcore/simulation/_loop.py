@@ -386,7 +386,8 @@ class Simulation:
             checkpoint: A folder, or a `Checkpoint`, which has the times, too. After a
                 crash `run(checkpoint=folder, resume=True)` of the same simulation
                 returns what this call would have returned. A checkpoint that cannot be
-                written is an error before the first round, and later a warning.
+                written is an error before the first round, and later a warning. Another
+                run's checkpoint, or one of later rounds, is never overwritten.
             resume: Goes on from the checkpoint where there is one, as `restore` does,
                 also to more rounds. Where there is none, the run begins. It needs
                 `checkpoint`.
@@ -408,8 +409,9 @@ class Simulation:
             with ranks.together("the beginning of the run"):
                 self._check_ranks_agree()
                 if checkpoint:
-                    # The folder may hold the checkpoint of another run. Where it cannot
-                    # be written, no round is played.
+                    if not resume:
+                        self._check_loses_nothing(checkpoint)
+                    # Where it cannot be written, no round is played.
                     self._write_checkpoint(checkpoint.folder)
             return self._run_rounds(callbacks, checkpoint)
 
@@ -559,6 +561,24 @@ class Simulation:
         exists = ranks.from_first("the checkpoint", lambda: checkpoint.exists)
         if exists:
             self.restore(checkpoint.folder)
+
+    def _check_loses_nothing(self, checkpoint: Checkpoint) -> None:
+        """Raises ValueError where a checkpoint in the folder would be lost.
+
+        It is that of another run, or of more rounds of this run than the simulation has
+        played.
+        """
+        if not checkpoint.exists:
+            return
+        folder = checkpoint.folder
+        facts = store.load(folder)[1]
+        store.check_run(folder, facts, self.header(), self.config)
+        if facts["round"] > self._state.round:
+            raise ValueError(
+                f"checkpoint: {folder} holds round {facts['round']} of this run, which "
+                f"would begin with round {self._state.round + 1}; give resume=True, or "
+                "another folder."
+            )
 
     def _save_checkpoint_if_due(
         self, checkpoint: Checkpoint | None, record: Record

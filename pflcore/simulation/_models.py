@@ -44,6 +44,7 @@ from pflcore.simulation._evaluate import (
 from pflcore.simulation._state import (
     RunConfig,
     State,
+    check_server_changes,
     flatten_state,
     initial_state,
     unflatten_state,
@@ -573,6 +574,7 @@ def _newcomer_round(config: RunConfig, state: State) -> tuple[State, RoundOutcom
     result = train_cohort(config, state, newcomer)
     result, outcome = accept(result, alg.traits, state.server)
     server_changes = alg.assign_new_client(state.server, result.up, result.cohort)
+    check_server_changes(alg, state.server, server_changes)
     changes = {f"server.{name}": new for name, new in server_changes.items()}
     changes |= client_changes(result)
     return commit(state, changes), outcome

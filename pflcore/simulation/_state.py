@@ -29,7 +29,7 @@ from pflcore.algorithms._protocol import (
     apply,
     lazy_zeros,
 )
-from pflcore.check import PositiveInt, checked, require, summarize_kind
+from pflcore.check import PositiveInt, checked, require, summarize, summarize_kind
 from pflcore.robust import mean_in
 from pflcore.simulation._ranks import ONE_RANK, Ranks
 from pflcore.simulation._rows import CohortRows
@@ -344,9 +344,7 @@ def load_state_dict(
         if name in sparse_names:
             changes[name] = RowUpdate(ids, tensor)
         else:
-            # A tensor that the server added during the run has no device before it.
-            device = old.get(name, state.buffers).device
-            changes[name] = tensor.to(device)
+            changes[name] = tensor.to(old[name].device)
     return unflatten_state(apply(old, changes), round, void_rounds)
 
 
@@ -356,28 +354,81 @@ def check_state(state: State, alg: Algorithm, net: Net, n: int) -> None:
     expected = flatten_state(initial)
     tensors = flatten_state(state)
     needs = f"a state of {type(alg).__name__} with"
-    extra = [
-        name for name in tensors if name.startswith("clients.") and name not in expected
-    ]
+    extra = [name for name in tensors if name not in expected]
     require(not extra, "state", f"{needs} no {' and '.join(extra)}", list(tensors))
     for name, like in expected.items():
-        rows = like.shape[:1]
-        # The server's lists of models or groups may have grown during the run. A list
-        # as long as the federation or the model cannot.
-        is_list = name.startswith("server") and bool(rows)
-        may_grow = is_list and rows[0] not in (n, net.size)
-        ignored_axes = 1 if may_grow else 0
-        fits = _has_form_of(tensors.get(name), like, ignored_axes)
+        tensor = tensors.get(name)
+        may_grow = name.removeprefix("server.") in alg.traits.growing_state
+        fits = tensor is not None and _form_fault(tensor, like, may_grow) is None
         kind = summarize_kind(like)
         wanted = f"the {name} like {kind}, for {n} clients and this model"
-        require(fits, "state", f"{needs} {wanted}", tensors.get(name))
+        require(fits, "state", f"{needs} {wanted}", tensor)
 
 
-def _has_form_of(tensor: Tensor | None, like: Tensor, ignored_axes: int) -> bool:
-    """True for a tensor with the dtype and the shape of `like`.
+def check_server_changes(alg: Algorithm, server: Tensors, changes: Changes) -> None:
+    """Raises ValueError where a hook of the server changes the form of its state.
 
-    The lengths of the first `ignored_axes` axes may differ.
+    A tensor keeps its shape, dtype and device, so that a checkpoint of any round can be
+    taken up. A tensor of `traits.growing_state` may have another number of rows.
+
+    Args:
+        alg: The algorithm.
+        server: The server's state before the round.
+        changes: The changes of it, which the hook returned.
     """
-    if tensor is None or tensor.dtype != like.dtype or tensor.dim() != like.dim():
-        return False
-    return tensor.shape[ignored_axes:] == like.shape[ignored_axes:]
+    for name, change in changes.items():
+        place = f"update: state[{name!r}]"
+        if name not in server:
+            raise ValueError(f"{place} is new; let init make it.")
+        like = server[name]
+        if isinstance(change, RowUpdate):
+            # Rows are moved to the dtype and the device of their tensor.
+            rows = change.rows.to(like)
+            like = like.new_empty(1).expand(len(change.ids), *like.shape[1:])
+            fault = _form_fault(rows, like, may_grow=False)
+        else:
+            fault = _form_fault(change, like, name in alg.traits.growing_state)
+        if fault is not None:
+            raise ValueError(
+                f"{place} {fault}; keep its form, or name a list whose number of rows "
+                "changes in traits.growing_state."
+            )
+
+
+def check_client_states(before: Tensors, after: Tensors) -> None:
+    """Raises ValueError where a training changes the form of clients' states.
+
+    Args:
+        before: The states [s, ...] before the training, by name.
+        after: The states that `train` returned.
+    """
+    for name, like in before.items():
+        place = f"train: client_state[{name!r}]"
+        if name not in after:
+            raise ValueError(f"{place} is gone; return all that init_client gave.")
+        fault = _form_fault(after[name], like, may_grow=False)
+        if fault is not None:
+            raise ValueError(f"{place} {fault}; keep its form.")
+    for name in after.keys() - before.keys():
+        raise ValueError(
+            f"train: client_state[{name!r}] is new; let init_client make it."
+        )
+
+
+def _form_fault(tensor: Any, like: Tensor, may_grow: bool) -> str | None:
+    """The words for a tensor whose form is not that of `like`; None for the same form.
+
+    With `may_grow` the number of rows may be another.
+    """
+    if not isinstance(tensor, Tensor):
+        return f"is {summarize(tensor)}, init gave a tensor"
+    axes = 1 if may_grow else 0
+    has_axes = tensor.dim() == like.dim() and tensor.shape[axes:] == like.shape[axes:]
+    fault = None
+    if not has_axes:
+        fault = f"has shape {list(tensor.shape)}, init gave {list(like.shape)}"
+    elif tensor.dtype != like.dtype:
+        fault = f"has dtype {tensor.dtype}, init gave {like.dtype}"
+    elif tensor.device != like.device:
+        fault = f"is on {tensor.device}, init gave it on {like.device}"
+    return fault

@@ -169,7 +169,8 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         raise ValueError(
             f"checkpoint: {folder} holds one that is damaged (it was altered, cut off "
-            "or exchanged); take a copy of it from before, or begin the run anew."
+            "or exchanged); take a copy of it from before, or begin the run anew in "
+            "another folder."
         ) from None
     version = facts["format"]
     if version != FORMAT_VERSION:

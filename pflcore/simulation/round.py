@@ -43,6 +43,8 @@ from pflcore.simulation._signals import defer_signals
 from pflcore.simulation._state import (
     RunConfig,
     State,
+    check_client_states,
+    check_server_changes,
     flatten_state,
     initial_state,
     kept_rows,
@@ -99,6 +101,7 @@ def _step_without_clients(
     changes = config.algorithm.update_without_clients(state.server, cohort)
     if not changes:
         return replace(state, round=cohort.round), outcome
+    check_server_changes(config.algorithm, state.server, changes)
     named: Changes = {f"server.{name}": new for name, new in changes.items()}
     return commit(state, named), outcome
 
@@ -153,6 +156,7 @@ def train_clients(
 ) -> CohortRows:
     """The rows that the clients keep and upload, after their training."""
     client_states, up, fit = alg.train(down, before.client_states, clients)
+    check_client_states(before.client_states, client_states)
     return CohortRows(client_states, fit.buffers, up, fit.loss)
 
 
@@ -230,6 +234,7 @@ def serve(  # noqa: PLR0911 (one return for each end that a round may have)
         on_refused(bad)
         result = drop_clients(result, outcome, alg.traits, bad)
         return serve(alg, state, result, outcome, averages, on_refused)
+    check_server_changes(alg, state.server, server_changes)
     outcome.non_finite_state = non_finite_names(
         _new_tensors(state.server, server_changes)
     )
