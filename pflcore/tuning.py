@@ -47,6 +47,7 @@ from pflcore.results.record import to_json
 from pflcore.simulation import Simulation
 from pflcore.simulation._describe import content_digest, decisive_entries
 from pflcore.simulation._evaluate import evaluate
+from pflcore.simulation._functions import function_digest, warn_of_names
 from pflcore.simulation._ranks import ONE_RANK, Ranks
 from pflcore.simulation._sampling import Sampling
 from pflcore.simulation._settings import Evaluation, Hardware
@@ -78,6 +79,13 @@ class Selection(NamedTuple):
     name: str
     metrics: dict[str, Metric]
     higher_is_better: bool
+
+    @property
+    def facts(self) -> list[Any]:
+        """What a record of the search has of the metric."""
+        facts = [self.name, self.higher_is_better]
+        functions = function_digest(self.metrics)
+        return [*facts, str(functions)] if functions.says_more else facts
 
 
 def selection_metric(
@@ -562,7 +570,7 @@ class _Player:
             "runs": runs,
             "start": [content_digest(net.w0) for net in self.nets],
             "states": states,
-            "metric": [self.selection.name, self.selection.higher_is_better],
+            "metric": self.selection.facts,
         }
 
     def open_record(self, base: Candidate) -> None:
@@ -649,6 +657,8 @@ class _Player:
                 f"folder: {self.folder} holds the results of another grid or other "
                 "data; name another folder."
             )
+        for run in header["runs"]:
+            warn_of_names("folder", run.get("functions", {}))
         lines: dict[str, Any] = earlier["lines"]
         return lines
 
@@ -727,4 +737,6 @@ class _Player:
 
 def _key(options: Any) -> str:
     """The options as text, equal for equal options."""
-    return json.dumps(to_json(options), sort_keys=True)
+    text = json.dumps(to_json(options), sort_keys=True)
+    functions = function_digest(options)
+    return f"{text} {functions}" if functions.says_more else text

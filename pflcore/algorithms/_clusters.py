@@ -404,7 +404,7 @@ class ClusteredFL(ServerStep):
     linkage: Literal["complete", "single"] = "complete"
     gamma: NonNegativeFloat = 0.0
 
-    traits = Traits(reported_state=("cluster",))
+    traits = Traits(growing_state=("x", "way", "child"), reported_state=("cluster",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {

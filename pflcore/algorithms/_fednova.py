@@ -52,8 +52,7 @@ class FedNova(ServerStep):
     def traits(self) -> Traits:
         """The traits of the algorithm, which depend on its options."""
         reason = "divides an update by the number of its steps of SGD"
-        fixed = {"local_optimizer": reason, "keep_optimizer": reason}
-        return super().traits._replace(fixed_training=fixed)
+        return super().traits._replace(fixed_training={"local_optimizer": reason})
 
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients

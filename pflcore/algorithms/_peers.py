@@ -237,7 +237,12 @@ class L2C(Algorithm):
     alpha_decay: NonNegativeFloat = 0.01
 
     # Only parameters are mixed, no statistics of batch norm.
-    traits = Traits(batch_norm=("local",), needs_val=True, reported_state=("weights",))
+    traits = Traits(
+        batch_norm=("local",),
+        needs_val=True,
+        growing_state=("delta", "who", "round"),
+        reported_state=("weights",),
+    )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         none = torch.empty(0, dtype=torch.long)

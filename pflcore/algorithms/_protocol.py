@@ -291,6 +291,8 @@ class Traits(NamedTuple):
         mean_state: Names of server tensors that are means over all clients with
             training samples, of what is 0 for a client that never took part. They are
             smaller with one client more.
+        growing_state: Names of server tensors whose number of rows changes during a
+            run, such as a list of models. All other tensors keep their shape.
         per_client_state: Names of server tensors [N, ...] that start as zeros. Rows of
             clients that never took part are not read, so they need no memory.
         clipped_with_update: Names of uploads and of client state that belong to an
@@ -310,6 +312,7 @@ class Traits(NamedTuple):
     rounds_reason: str = ""
     model_uploads: Mapping[str, str] = {}
     mean_state: tuple[str, ...] = ()
+    growing_state: tuple[str, ...] = ()
     per_client_state: tuple[str, ...] = ()
     clipped_with_update: tuple[str, ...] = ()
     evaluation_only: tuple[str, ...] = ()

@@ -72,7 +72,7 @@ class ControlVariates(ServerStep):
         fixed = {}
         if self.option == "II":
             reason = "with option 'II' divides by the sum of SGD's step sizes"
-            fixed = {"local_optimizer": reason, "keep_optimizer": reason}
+            fixed = {"local_optimizer": reason}
         elif self.option == "I":
             fixed = {"clip_grad": "with option 'I' takes whole gradients"}
         return super().traits._replace(

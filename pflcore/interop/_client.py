@@ -52,7 +52,7 @@ from pflcore.interop._sides import (
 from pflcore.simulation._describe import Record
 from pflcore.simulation._models import Personalized, client_facts, embed_tensor
 from pflcore.simulation._settings import Hardware
-from pflcore.simulation._state import batch_norm_policy
+from pflcore.simulation._state import batch_norm_policy, check_client_states
 from pflcore.simulation._uploads import finite_rows, shrink_towards
 from pflcore.train import Clients, Net, Training
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
@@ -112,9 +112,6 @@ class Client:
     ) -> None:
         self.algorithm = algorithm_of(algorithm)
         check_training(self.algorithm, training)
-        words = "False at a client of its own, whose optimizer starts anew every round"
-        is_new = not training.keep_optimizer
-        require(is_new, "keep_optimizer", words, training.keep_optimizer)
         data = single_client_federation(data, dtype=None)
         net = prepare_net(self.algorithm, model, loss or default_loss(data.y), seed)
         net = net.to(device_of(hardware.device))
@@ -162,8 +159,9 @@ class Client:
                     "ask for download(client_id)."
                 )
             new, up, fit = self.algorithm.train(down, state_before, clients)
+        check_client_states(state_before, new)
         self._client_state = state_before
-        self._pending = (header.round, state_before | new, fit.buffers)
+        self._pending = (header.round, new, fit.buffers)
         if not finite_rows([*new.values(), fit.buffers], 1).all():
             up = _spoil_upload(up)
         buffers = fit.buffers[0] if self.averages else None

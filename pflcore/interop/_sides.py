@@ -18,6 +18,7 @@ from pflcore.algorithms._protocol import Algorithm
 from pflcore.results.record import to_json
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation._describe import Record, describe_net, first_difference
+from pflcore.simulation._functions import describe_functions
 from pflcore.train import Net
 
 
@@ -38,6 +39,9 @@ def identity_of(
         "algorithm": name_of(algorithm),
         "options": algorithm,
         "net": describe_net(net),
+        "functions": describe_functions(
+            net.module, net.loss_fn, algorithm=algorithm, **options
+        ),
         "batch_norm": "average" if averages else "local",
         **options,
     }

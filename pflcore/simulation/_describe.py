@@ -23,6 +23,7 @@ from pflcore.data._ragged import Ragged
 from pflcore.ops import __version__, backend
 from pflcore.results._updates import OUTLIER_RATIO, longest_update
 from pflcore.results.record import to_json
+from pflcore.simulation._functions import function_digest
 from pflcore.simulation._sampling import describe_sampling
 from pflcore.simulation._state import RunConfig, State
 from pflcore.simulation._uploads import RoundOutcome
@@ -54,7 +55,9 @@ MAY_DIFFER = (
     "tf32",
     "names",
 )
-# Those of them that may change the last digits of results.
+# Entries that differ between runs of different lengths.
+OF_LENGTH = ("rounds", "learning_rates")
+# Those entries of MAY_DIFFER that may change the last digits of results.
 LAST_DIGITS = ("versions", "device", "engine", "clients_per_block", "tf32")
 # Fields of a federation that decide no result.
 NO_SAMPLES = ("name", "facts", "columns", "class_names")
@@ -103,6 +106,10 @@ def describe_run(simulation: Simulation) -> Record:
         "backend": backend(),
         "versions": VERSIONS,
     }
+    if config.training.schedule is not None:
+        record["learning_rates"] = config.step_sizes
+    if simulation.functions:
+        record["functions"] = simulation.functions
     if not _is_uniform(simulation.sampling):
         record["sampling"] = describe_sampling(simulation.sampling)
     if data.names is not None:
@@ -153,35 +160,37 @@ def explain_other_run(
         config: The options of this run.
         played: The number of rounds that the other run has played.
     """
-    lengths = there.get("rounds"), here["rounds"]
-    same_length = {**there, "rounds": here["rounds"]}
-    difference = first_difference(decisive_entries(same_length), decisive_entries(here))
-    if difference is not None or lengths[0] == lengths[1]:
+    if there.get("rounds") == here["rounds"]:
+        return first_difference(decisive_entries(there), decisive_entries(here))
+    difference = first_difference(_of_any_length(there), _of_any_length(here))
+    if difference is not None:
         return difference
-    reason = _reason_for_rounds(config, lengths, played)
+    reason = _reason_for_rounds(there, here, config, played)
     if reason is None:
         return None
-    return f"rounds is {lengths[0]} there and {lengths[1]} here, {reason}"
+    return f"rounds is {there.get('rounds')} there and {here['rounds']} here, {reason}"
+
+
+def _of_any_length(header: Record) -> Record:
+    """The decisive entries that runs of different lengths may share."""
+    entries = decisive_entries(header)
+    return {name: value for name, value in entries.items() if name not in OF_LENGTH}
 
 
 def _reason_for_rounds(
-    config: RunConfig, lengths: tuple[Any, int], played: int
+    there: Record, here: Record, config: RunConfig, played: int
 ) -> str | None:
-    """The reason why runs of these two lengths differ so far, as a clause.
+    """The reason why runs of two lengths differ so far, as a clause.
 
-    None where they are the same.
-
-    Args:
-        config: The options of this run.
-        lengths: The numbers of rounds of another run and of this one.
-        played: The number of rounds that the other run has played.
+    None where they are the same. The arguments are those of `explain_other_run`.
     """
     reason = config.algorithm.traits.rounds_reason
-    if played > lengths[1]:
+    if played > here["rounds"]:
         return f"and {played} are played"
     if reason:
         return f"and {name_of(config.algorithm)} {reason}"
-    is_same = config.training.same_lr(lengths, played)
+    rates = [run.get("learning_rates", [])[:played] for run in (there, here)]
+    is_same = rates[0] == rates[1]
     return None if is_same else "and the schedule's step sizes depend on it"
 
 
@@ -221,7 +230,7 @@ def _loss_name_with_digest(loss_fn: Any) -> str:
     """
     name = loss_name(loss_fn)
     if isinstance(loss_fn, nn.Module):
-        name += f" {short_digest(vars(loss_fn))}"
+        name += f" {function_digest(loss_fn).text[:6]}"
     return name
 
 
@@ -338,20 +347,17 @@ def describe_data(data: Federation) -> Record:
 
 
 def describe_net(net: Net) -> Record:
-    """The description that tells models and their losses apart.
+    """The description that tells models apart; `describe_functions` has their code.
 
     It has the names and shapes of trained parameters and of batch norm's statistics.
     Tensors that are not trained are in no state, so a digest stands for them.
     """
     names = net.names + net.buffer_names
     shapes = dict(zip(names, net.shapes + net.buffer_shapes, strict=True))
-    loss = vars(net.loss_fn) if isinstance(net.loss_fn, nn.Module) else {}
-    loss = {name: value for name, value in loss.items() if name != "training"}
     return {
         "dtype": str(net.dtype),
         "shapes": shapes,
         "layers": _describe_layers(net.module),
-        "digest of the loss": content_digest(loss),
         "digest of what is not trained": content_digest(_untrained_tensors(net)),
     }
 

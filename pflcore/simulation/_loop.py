@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ from pflcore.simulation import _describe as describe
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation._describe import Record
 from pflcore.simulation._evaluate import evaluate, evaluate_clients
+from pflcore.simulation._functions import describe_functions, warn_of_names
 from pflcore.simulation._log import log_engine, log_round
 from pflcore.simulation._run_models import RunModels
 from pflcore.simulation._sampling import Sampling, checked_sampling
@@ -128,6 +129,8 @@ class Simulation:
         eval_clients: The ids of the clients that are evaluated, ascending; None for
             all.
         metrics: The functions of the metrics of an evaluation, by name.
+        functions: The digests of the functions and classes of one's own among the
+            options, by the names of the options.
         history: The history of the last call of `run`; None before the first one.
     """
 
@@ -150,6 +153,8 @@ class Simulation:
         check_fields(self)
         check_torch_modes()
         net, data = self._resolve_options()
+        # Before anything calls a function that remembers its calls.
+        self.functions = self._describe_functions(net)
         self.eval_clients = select_eval_clients(
             data, self.evaluation, self.robustness.adversary, self.seed
         )
@@ -174,7 +179,6 @@ class Simulation:
             net,
             data.n,
             trainable_clients=data.trainable_clients,
-            training=self.training,
         )
         # True where the caller may hold the state, so that the run needs a copy.
         self._state_shared = False
@@ -233,6 +237,18 @@ class Simulation:
         batch_norm_policy(self.algorithm, net, self.batch_norm)
         return net, data
 
+    def _describe_functions(self, net: Net) -> dict[str, str]:
+        """The digests of the run's functions, by the names of their options."""
+        return describe_functions(
+            net.module,
+            net.loss_fn,
+            algorithm=self.algorithm,
+            # The header has the numbers of a schedule.
+            training=replace(self.training, schedule=None),
+            metrics=self.evaluation.metrics,
+            sampling=self.sampling,
+        )
+
     # the run ------------------------------------------------------------------
     @property
     def name(self) -> str:
@@ -257,7 +273,7 @@ class Simulation:
         wanted = f"a State, like history.state, of at most {self.rounds} rounds"
         require(fits, "state", wanted, state)
         config = self.config
-        check_state(state, config.algorithm, config.net, self.data.n, config.training)
+        check_state(state, config.algorithm, config.net, self.data.n)
         self._state = copy_state(self.config, state)
         self._state_shared = False
         self._played_digests = None
@@ -408,7 +424,8 @@ class Simulation:
             checkpoint: A folder, or a `Checkpoint`, which has the times, too. After a
                 crash `run(checkpoint=folder, resume=True)` of the same simulation
                 returns what this call would have returned. A checkpoint that cannot be
-                written is an error before the first round, and later a warning.
+                written is an error before the first round, and later a warning. Another
+                run's checkpoint, or one of later rounds, is never overwritten.
             resume: Goes on from the checkpoint where there is one, as `restore` does,
                 also to more rounds. Where there is none, the run begins. It needs
                 `checkpoint`.
@@ -432,8 +449,9 @@ class Simulation:
                 header = self._header_to_play()
                 self._check_ranks_agree(header)
                 if checkpoint:
-                    # The folder may hold the checkpoint of another run. Where it cannot
-                    # be written, no round is played.
+                    if not resume:
+                        self._check_loses_nothing(checkpoint, header)
+                    # Where it cannot be written, no round is played.
                     self._write_checkpoint(checkpoint.folder, header)
             return self._run_rounds(header, callbacks, checkpoint)
 
@@ -450,6 +468,7 @@ class Simulation:
             "backend": str(backend()._replace(threads=1)),
             "CPU capability": torch.backends.cpu.get_cpu_capability(),
         }
+        warn_of_names("ranks", self.functions)
         descriptions = ranks.exchange("the comparison of the ranks", description)
         for rank, other in enumerate(descriptions):
             difference = describe.first_difference(
@@ -583,6 +602,24 @@ class Simulation:
         exists = ranks.from_first("the checkpoint", lambda: checkpoint.exists)
         if exists:
             self.restore(checkpoint.folder)
+
+    def _check_loses_nothing(self, checkpoint: Checkpoint, header: Record) -> None:
+        """Raises ValueError where a checkpoint in the folder would be lost.
+
+        It is that of another run, or of more rounds of this run than the simulation has
+        played.
+        """
+        if not checkpoint.exists:
+            return
+        folder = checkpoint.folder
+        facts = store.load(folder)[1]
+        store.check_run(folder, facts, header, self.config)
+        if facts["round"] > self._state.round:
+            raise ValueError(
+                f"checkpoint: {folder} holds round {facts['round']} of this run, which "
+                f"would begin with round {self._state.round + 1}; give resume=True, or "
+                "another folder."
+            )
 
     def _save_checkpoint_if_due(
         self, checkpoint: Checkpoint | None, header: Record, record: Record

@@ -44,6 +44,7 @@ from pflcore.simulation._evaluate import (
 from pflcore.simulation._state import (
     RunConfig,
     State,
+    check_server_changes,
     flatten_state,
     initial_state,
     unflatten_state,
@@ -89,8 +90,6 @@ def with_new_client(
         name.startswith("server.") and tensor.shape[-1:] == (net.size,)
         for name, tensor in larger.items()
     )
-    for name, tensor in state.optimizers.items():
-        larger[f"optimizer.{name}"] = tensor.new_zeros(n + 1, *tensor.shape[1:])
     new = {}
     others = torch.arange(n) if trainable_clients is None else trainable_clients
     server = dict(state.server)
@@ -576,6 +575,7 @@ def _newcomer_round(config: RunConfig, state: State) -> tuple[State, RoundOutcom
     variances = config.net.variances
     result, outcome = accept(result, alg, state.server, variances=variances)
     server_changes = alg.assign_new_client(state.server, result.up, result.cohort)
+    check_server_changes(alg, state.server, server_changes)
     changes = {f"server.{name}": new for name, new in server_changes.items()}
     changes |= client_changes(result)
     return commit(state, changes), outcome

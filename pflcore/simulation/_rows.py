@@ -25,7 +25,6 @@ class CohortRows(NamedTuple):
     Attributes:
         client_states: The clients' own state.
         buffers: The clients' running statistics of batch norm.
-        optimizers: The optimizer states that the clients keep; {} where they keep none.
         up: The uploads.
         loss: The mean of each client's losses over its minibatches; None where it is
             not known, as before the training.
@@ -33,8 +32,7 @@ class CohortRows(NamedTuple):
 
     client_states: Tensors  # [S, ...]
     buffers: Tensor  # [S, b]
-    optimizers: Tensors = {}  # noqa: RUF012 (nothing changes it)
-    up: Tensors = {}  # noqa: RUF012
+    up: Tensors = {}  # noqa: RUF012 (nothing changes it)
     loss: Tensor | None = None  # [S]
 
     def map(self, function: Callable[[Tensor], Any]) -> CohortRows:

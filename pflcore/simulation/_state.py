@@ -29,14 +29,13 @@ from pflcore.algorithms._protocol import (
     apply,
     lazy_zeros,
 )
-from pflcore.check import PositiveInt, checked, require, summarize_kind
+from pflcore.check import PositiveInt, checked, require, summarize, summarize_kind
 from pflcore.robust import mean_in
 from pflcore.simulation._ranks import ONE_RANK, Ranks
 from pflcore.simulation._rows import CohortRows
 from pflcore.simulation._settings import Robustness
-from pflcore.train import Net, Training
+from pflcore.train import Net
 from pflcore.train._context import TrainContext
-from pflcore.train._optimizers import first_state
 
 # Weights of all clients that are handled together. One thread passes through fewer in
 # a few milliseconds; on a busy machine, waking other threads takes longer.
@@ -58,8 +57,6 @@ class State:
         participated: The mask of the clients that took part in a round so far.
         round: The number of rounds that were played.
         void_rounds: The number of void rounds in a row, up to the last one.
-        optimizers: The rows of the optimizer states that the clients keep, by name; {}
-            where every round begins with new ones.
     """
 
     server: Tensors
@@ -68,7 +65,6 @@ class State:
     participated: Tensor  # bool [N]
     round: int = 0
     void_rounds: int = 0
-    optimizers: Tensors = field(default_factory=dict)  # [N, ...]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -173,7 +169,6 @@ def initial_state(
     n: PositiveInt,
     clients: bool = True,
     trainable_clients: Tensor | None = None,
-    training: Training | None = None,
 ) -> State:
     """The state before the first round.
 
@@ -187,7 +182,6 @@ def initial_state(
         clients: False leaves client state out, as for a server on a machine of its own.
         trainable_clients: The ids [T] of the clients with training samples; None for
             all.
-        training: The options of training, where the clients may keep optimizer states.
     """
     for client in alg.traits.required_clients:
         name = "target" if mean_in(alg) is None else "trusted_client"
@@ -203,19 +197,9 @@ def initial_state(
     if clients:
         for name, row in new_client_state(alg, net, server, n).items():
             client_states[name] = lazy_zeros(n, row[0])
-    optimizers = {}
-    for name, row in kept_optimizer_state(net, training).items():
-        optimizers[name] = lazy_zeros(n, row[0])
     participated = torch.zeros(n, dtype=torch.bool)
     buffers = net.b0.repeat(n, 1)
-    return State(server, client_states, buffers, participated, optimizers=optimizers)
-
-
-def kept_optimizer_state(net: Net, training: Training | None) -> Tensors:
-    """The optimizer state [1, ...] that a client keeps; {} where it keeps none."""
-    if training is None or not training.keep_optimizer:
-        return {}
-    return first_state(training, net.w0[None])
+    return State(server, client_states, buffers, participated)
 
 
 def insert_clients(
@@ -253,13 +237,8 @@ def kept_rows(
 
     The arguments are those of `client_rows`.
     """
-    # The rows of clients that never took part are zeros, as a new optimizer's are.
-    optimizers = {
-        name: rows[to_device(ids, rows.device)]
-        for name, rows in state.optimizers.items()
-    }
     buffers = state.buffers[to_device(ids, state.buffers.device)]
-    return CohortRows(client_rows(config, state, ids, down), buffers, optimizers)
+    return CohortRows(client_rows(config, state, ids, down), buffers)
 
 
 def client_rows(config: RunConfig, state: State, ids: Tensor, down: Payload) -> Tensors:
@@ -292,8 +271,6 @@ def flatten_state(state: State) -> Tensors:
     server = {f"server.{name}": tensor for name, tensor in state.server.items()}
     clients = {f"clients.{name}": tensor for name, tensor in state.clients.items()}
     tensors = {"batch_norm": state.buffers, "seen": state.participated}
-    for name, tensor in state.optimizers.items():
-        tensors[f"optimizer.{name}"] = tensor
     return server | clients | tensors
 
 
@@ -302,13 +279,7 @@ def unflatten_state(tensors: Tensors, round: int, void_rounds: int = 0) -> State
     server = _without_prefix(tensors, "server.")
     clients = _without_prefix(tensors, "clients.")
     return State(
-        server,
-        clients,
-        tensors["batch_norm"],
-        tensors["seen"],
-        round,
-        void_rounds,
-        _without_prefix(tensors, "optimizer."),
+        server, clients, tensors["batch_norm"], tensors["seen"], round, void_rounds
     )
 
 
@@ -325,9 +296,7 @@ def copy_state(config: RunConfig, state: State) -> State:
     """A copy that shares no memory with `state`."""
     alg = config.algorithm
     n = len(state.participated)
-    new = initial_state(
-        alg, config.net, n, bool(state.clients), training=config.training
-    )
+    new = initial_state(alg, config.net, n, bool(state.clients))
     tensors = state_dict(alg, state)
     return load_state_dict(alg, new, tensors, state.round, state.void_rounds)
 
@@ -335,8 +304,7 @@ def copy_state(config: RunConfig, state: State) -> State:
 def client_row_names(alg: Algorithm, state: State) -> set[str]:
     """The names of tensors [N, ...] that are read only for participants."""
     server = {f"server.{name}" for name in alg.traits.per_client_state}
-    optimizers = {f"optimizer.{name}" for name in state.optimizers}
-    return server | optimizers | {f"clients.{name}" for name in state.clients}
+    return server | {f"clients.{name}" for name in state.clients}
 
 
 def state_dict(alg: Algorithm, state: State) -> Tensors:
@@ -377,48 +345,91 @@ def load_state_dict(
         if name in sparse_names:
             changes[name] = RowUpdate(ids, tensor)
         else:
-            # A tensor that the server added during the run has no device before it.
-            device = old.get(name, state.buffers).device
-            changes[name] = tensor.to(device)
+            changes[name] = tensor.to(old[name].device)
     return unflatten_state(apply(old, changes), round, void_rounds)
 
 
-def check_state(
-    state: State, alg: Algorithm, net: Net, n: int, training: Training | None = None
-) -> None:
-    """Raises ValueError for a state of another algorithm, federation or model.
-
-    Without `training`, no client may keep an optimizer state.
-    """
-    has_clients = bool(state.clients)
-    initial = initial_state(alg, net, n, clients=has_clients, training=training)
+def check_state(state: State, alg: Algorithm, net: Net, n: int) -> None:
+    """Raises ValueError for a state of another algorithm, federation or model."""
+    initial = initial_state(alg, net, n, clients=bool(state.clients))
     expected = flatten_state(initial)
     tensors = flatten_state(state)
     needs = f"a state of {type(alg).__name__} with"
-    extra = [
-        name
-        for name in tensors
-        if name.startswith(("clients.", "optimizer.")) and name not in expected
-    ]
+    extra = [name for name in tensors if name not in expected]
     require(not extra, "state", f"{needs} no {' and '.join(extra)}", list(tensors))
     for name, like in expected.items():
-        rows = like.shape[:1]
-        # The server's lists of models or groups may have grown during the run. A list
-        # as long as the federation or the model cannot.
-        is_list = name.startswith("server") and bool(rows)
-        may_grow = is_list and rows[0] not in (n, net.size)
-        ignored_axes = 1 if may_grow else 0
-        fits = _has_form_of(tensors.get(name), like, ignored_axes)
+        tensor = tensors.get(name)
+        may_grow = name.removeprefix("server.") in alg.traits.growing_state
+        fits = tensor is not None and _form_fault(tensor, like, may_grow) is None
         kind = summarize_kind(like)
         wanted = f"the {name} like {kind}, for {n} clients and this model"
-        require(fits, "state", f"{needs} {wanted}", tensors.get(name))
+        require(fits, "state", f"{needs} {wanted}", tensor)
 
 
-def _has_form_of(tensor: Tensor | None, like: Tensor, ignored_axes: int) -> bool:
-    """True for a tensor with the dtype and the shape of `like`.
+def check_server_changes(alg: Algorithm, server: Tensors, changes: Changes) -> None:
+    """Raises ValueError where a hook of the server changes the form of its state.
 
-    The lengths of the first `ignored_axes` axes may differ.
+    A tensor keeps its shape, dtype and device, so that a checkpoint of any round can be
+    taken up. A tensor of `traits.growing_state` may have another number of rows.
+
+    Args:
+        alg: The algorithm.
+        server: The server's state before the round.
+        changes: The changes of it, which the hook returned.
     """
-    if tensor is None or tensor.dtype != like.dtype or tensor.dim() != like.dim():
-        return False
-    return tensor.shape[ignored_axes:] == like.shape[ignored_axes:]
+    for name, change in changes.items():
+        place = f"update: state[{name!r}]"
+        if name not in server:
+            raise ValueError(f"{place} is new; let init make it.")
+        like = server[name]
+        if isinstance(change, RowUpdate):
+            # Rows are moved to the dtype and the device of their tensor.
+            rows = change.rows.to(like)
+            like = like.new_empty(1).expand(len(change.ids), *like.shape[1:])
+            fault = _form_fault(rows, like, may_grow=False)
+        else:
+            fault = _form_fault(change, like, name in alg.traits.growing_state)
+        if fault is not None:
+            raise ValueError(
+                f"{place} {fault}; keep its form, or name a list whose number of rows "
+                "changes in traits.growing_state."
+            )
+
+
+def check_client_states(before: Tensors, after: Tensors) -> None:
+    """Raises ValueError where a training changes the form of clients' states.
+
+    Args:
+        before: The states [s, ...] before the training, by name.
+        after: The states that `train` returned.
+    """
+    for name, like in before.items():
+        place = f"train: client_state[{name!r}]"
+        if name not in after:
+            raise ValueError(f"{place} is gone; return all that init_client gave.")
+        fault = _form_fault(after[name], like, may_grow=False)
+        if fault is not None:
+            raise ValueError(f"{place} {fault}; keep its form.")
+    for name in after.keys() - before.keys():
+        raise ValueError(
+            f"train: client_state[{name!r}] is new; let init_client make it."
+        )
+
+
+def _form_fault(tensor: Any, like: Tensor, may_grow: bool) -> str | None:
+    """The words for a tensor whose form is not that of `like`; None for the same form.
+
+    With `may_grow` the number of rows may be another.
+    """
+    if not isinstance(tensor, Tensor):
+        return f"is {summarize(tensor)}, init gave a tensor"
+    axes = 1 if may_grow else 0
+    has_axes = tensor.dim() == like.dim() and tensor.shape[axes:] == like.shape[axes:]
+    fault = None
+    if not has_axes:
+        fault = f"has shape {list(tensor.shape)}, init gave {list(like.shape)}"
+    elif tensor.dtype != like.dtype:
+        fault = f"has dtype {tensor.dtype}, init gave {like.dtype}"
+    elif tensor.device != like.device:
+        fault = f"is on {tensor.device}, init gave it on {like.device}"
+    return fault

@@ -155,8 +155,7 @@ def accept(
         bytes_up=payload_bytes(result.up) + buffer_bytes,
     )
     rows = result.rows
-    kept = [*rows.client_states.values(), *rows.optimizers.values(), rows.buffers]
-    tensors = [*rows.up.values(), *kept]
+    tensors = [*rows.up.values(), *rows.client_states.values(), rows.buffers]
     finite = finite_rows(tensors, len(ids))
     outcome.dropped = ids[~finite].tolist()
     outcome.drop_reasons = dict.fromkeys(outcome.dropped, NON_FINITE_REASON)

@@ -28,6 +28,7 @@ from pflcore.simulation._describe import (
     difference_in_digits,
     explain_other_run,
 )
+from pflcore.simulation._functions import warn_of_names
 from pflcore.simulation._state import (
     RunConfig,
     State,
@@ -37,7 +38,7 @@ from pflcore.simulation._state import (
 )
 
 __all__ = ["Checkpoint", "load"]
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 FILE_NAME = "checkpoint.safetensors"
 
 
@@ -168,7 +169,8 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         raise ValueError(
             f"checkpoint: {folder} holds one that is damaged (it was altered, cut off "
-            "or exchanged); take a copy of it from before, or begin the run anew."
+            "or exchanged); take a copy of it from before, or begin the run anew in "
+            "another folder."
         ) from None
     version = facts["format"]
     if version != FORMAT_VERSION:
@@ -250,9 +252,27 @@ def restore_run(
     net.b0 = tensors.pop("net.b0").to(device)
     config = replace(config, net=net)
     alg = config.algorithm
-    initial = initial_state(alg, net, config.data.n, training=config.training)
+    initial = initial_state(alg, net, config.data.n)
     state = load_state_dict(alg, initial, tensors, facts["round"], facts["void"])
     return config, state, records
+
+
+def comparable_header(there: Record, here: Record) -> Record:
+    """The header of a checkpoint, for the comparison with that of a run.
+
+    Code has another digest in each version of Python, so between two versions the
+    functions of this run stand in it. Warns where functions are compared by name alone.
+    """
+    functions = here.get("functions", {})
+    warn_of_names("checkpoint", functions)
+    versions = [run.get("functions", {}).get("python") for run in (there, here)]
+    if None in versions or versions[0] == versions[1]:
+        return there
+    warn_caller(
+        f"checkpoint: it was made with Python {versions[0]}, so that functions and "
+        "classes were compared by name alone."
+    )
+    return {**there, "functions": functions}
 
 
 def check_run(
@@ -263,7 +283,7 @@ def check_run(
     The run may have another number of rounds, see `explain_other_run`. Warns where the
     checkpoint was made with something else than this run.
     """
-    there = facts.get("header", {})
+    there = comparable_header(facts.get("header", {}), header)
     difference = explain_other_run(there, header, config, facts.get("round", 0))
     if difference is not None:
         raise ValueError(

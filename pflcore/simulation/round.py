@@ -43,6 +43,8 @@ from pflcore.simulation._signals import defer_signals
 from pflcore.simulation._state import (
     RunConfig,
     State,
+    check_client_states,
+    check_server_changes,
     flatten_state,
     initial_state,
     kept_rows,
@@ -59,7 +61,6 @@ from pflcore.simulation._uploads import (
 from pflcore.train import Clients
 from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
-from pflcore.train._optimizers import KeptOptimizers
 from pflcore.train._schedule import assign_blocks
 from pflcore.train._workers import single_threaded
 
@@ -101,6 +102,7 @@ def _step_without_clients(
     changes = config.algorithm.update_without_clients(state.server, cohort)
     if not changes:
         return replace(state, round=cohort.round), outcome
+    check_server_changes(config.algorithm, state.server, changes)
     named: Changes = {f"server.{name}": new for name, new in changes.items()}
     return commit(state, named), outcome
 
@@ -154,11 +156,9 @@ def train_clients(
     clients: Clients,  # s of them
 ) -> CohortRows:
     """The rows that the clients keep and upload, after their training."""
-    optimizers = KeptOptimizers(before.optimizers) if before.optimizers else None
-    clients = replace(clients, optimizers=optimizers)
     client_states, up, fit = alg.train(down, before.client_states, clients)
-    left = {} if optimizers is None else optimizers.left()
-    return CohortRows(client_states, fit.buffers, left, up, fit.loss)
+    check_client_states(before.client_states, client_states)
+    return CohortRows(client_states, fit.buffers, up, fit.loss)
 
 
 def block_work(
@@ -233,6 +233,7 @@ def serve(
         on_refused(bad)
         result = drop_clients(result, outcome, alg.traits, bad)
         return serve(alg, state, result, outcome, averages, on_refused)
+    check_server_changes(alg, state.server, server_changes)
     outcome.non_finite_state = non_finite_names(
         _new_tensors(state.server, server_changes)
     )
@@ -279,8 +280,6 @@ def client_changes(result: CohortResult) -> Changes:
         f"clients.{name}": RowUpdate(ids, new)
         for name, new in rows.client_states.items()
     }
-    for name, new in rows.optimizers.items():
-        changes[f"optimizer.{name}"] = RowUpdate(ids, new)
     changes["batch_norm"] = RowUpdate(ids, rows.buffers)
     changes["seen"] = RowUpdate(ids, torch.ones_like(ids, dtype=torch.bool))
     return changes

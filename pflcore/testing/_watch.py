@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from pflcore.algorithms._protocol import Algorithm, Cohort, SharedRows, Tensors
+from pflcore.algorithms._protocol import Algorithm, Cohort, SharedRows
 from pflcore.check import summarize
+from pflcore.simulation._state import check_client_states, check_server_changes
 from pflcore.testing._faults import (
     Fault,
     copies_of,
@@ -69,8 +70,10 @@ def _watched_hook(cls: type[Algorithm], name: str) -> Callable[..., Any]:
             client_state, upload, *_ = returned
             _require_rows(name, client_state, count)
             _require_rows(name, upload, count)
-            _require_same_layout(args[1], client_state)
+            _require_form(check_client_states, args[1], client_state)
             self._uploads.append(copies_of(upload))
+        elif name == "update":
+            _require_form(check_server_changes, self, args[0], returned[0])
         elif name in BY_CLIENT:
             _require_rows(name, returned, count)
         return returned
@@ -90,6 +93,14 @@ def _clients_of(args: Sequence[Any]) -> tuple[int, str]:
     return 0, ""
 
 
+def _require_form(check: Callable[..., None], *states: Any) -> None:
+    """Raises Fault where a check of the states' form raises ValueError."""
+    try:
+        check(*states)
+    except ValueError as error:
+        raise Fault(str(error)) from None
+
+
 def _require_rows(name: str, payload: Mapping[str, Any], count: int) -> None:
     """Raises Fault unless a payload has a row for each client.
 
@@ -101,19 +112,4 @@ def _require_rows(name: str, payload: Mapping[str, Any], count: int) -> None:
             raise Fault(
                 f"{name}: expected a tensor with one row for each of the {count} "
                 f"clients as {key!r}, got {summarize(rows)}."
-            )
-
-
-def _require_same_layout(before: Tensors, after: Tensors) -> None:
-    """Raises Fault where a client's state has other tensors than `init_client` made.
-
-    Keys, shapes and dtypes must stay the same.
-    """
-    for key, new in after.items():
-        old = before.get(key)
-        if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
-            raise Fault(
-                f"train: the clients' state {key!r} was {summarize(old)} and became "
-                f"{summarize(new)}; init_client gives a state, which keeps its shape "
-                "and dtype."
             )

@@ -52,7 +52,7 @@ from pflcore.train._evaluate import (
     predict_row,
 )
 from pflcore.train._net import Net
-from pflcore.train._optimizers import KeptOptimizers, train_chunk
+from pflcore.train._optimizers import train_chunk
 from pflcore.train._random import client_seeds
 from pflcore.train._schedule import (
     assign_blocks,
@@ -136,8 +136,6 @@ class Clients:
         block_numbers: The number of each client's block, [S], where these clients are a
             part of a cohort and the blocks are those of the whole cohort. None means
             that they are all of it.
-        optimizers: The optimizer states that the clients keep from round to round;
-            None where every training begins with new ones.
     """
 
     context: TrainContext
@@ -145,7 +143,6 @@ class Clients:
     round: int
     buffers: Tensor
     block_numbers: Tensor | None = None
-    optimizers: KeptOptimizers | None = None
 
     def take(self, mask: Tensor) -> Clients:
         """The clients where `mask`, bool [S], is true."""
@@ -156,7 +153,6 @@ class Clients:
             ids=self.ids[host_mask],
             buffers=buffers,
             block_numbers=self._block_numbers[host_mask],
-            optimizers=None,
         )
 
     def after(self, fit: Fit) -> Clients:
@@ -258,15 +254,10 @@ class Clients:
         rows = {"w": w}
         if mean_grad:
             rows["grad"] = w.new_zeros(()).expand_as(w)
-        kept = self.optimizers if stream == "fit" else None
-        if kept is not None:
-            rows |= kept.rows_for(w)
         step_size = self.lr if lr is None else lr
         work = partial(train_chunk, self.context.training, step_size)
         plan = BatchPlan(epochs, steps, 1, stream, together=steps is None)
         fit = self._train(rows, work, objective, plan, objective.terms(w))
-        if kept is not None:
-            kept.keep(fit.rows)
         if mean_grad:
             fit.grad.div_(fit.steps.clamp(min=1)[:, None].to(w.dtype))
         return fit

@@ -22,62 +22,6 @@ from pflcore.train._chain import Chain
 from pflcore.train._engines import Chunk, Tensors, slice_terms
 from pflcore.train._training import DEFAULT_BETAS, DEFAULT_EPS, Training
 
-# Begins the names of an optimizer's state among the rows of a training.
-OPTIMIZER_PREFIX = "optimizer "
-
-
-def first_state(training: Training, w: Tensor) -> Tensors:
-    """The state of an optimizer before its first step, for rows `w` [s, Q].
-
-    It is "velocity" [s, Q] for SGD with momentum, and for AdamW "mean" and "square"
-    [s, Q], and "steps" [s, 1] int64, the number of steps that were taken.
-    """
-    if training.local_optimizer == "sgd":
-        return {"velocity": torch.zeros_like(w)} if training.momentum else {}
-    steps = w.new_zeros(len(w), 1, dtype=torch.int64)
-    return {"mean": torch.zeros_like(w), "square": torch.zeros_like(w), "steps": steps}
-
-
-class KeptOptimizers:
-    """The optimizer states that the clients of a cohort keep from round to round.
-
-    The first training whose stream is "fit" takes them up and leaves new ones.
-
-    Attributes:
-        before: The state of each client before the round, [S, ...] by name.
-        after: The state after the training; None before it.
-    """
-
-    def __init__(self, before: Tensors) -> None:
-        self.before = before
-        self.after: Tensors | None = None
-
-    def rows_for(self, w: Tensor) -> Tensors:
-        """The states as rows of a training of `w` [S, Q], by their names there.
-
-        Raises ValueError where the algorithm trains a second time, or other rows.
-        """
-        kept = next(row for row in self.before.values() if row.shape[1] > 1)
-        if self.after is not None or kept.shape != w.shape:
-            raise ValueError(
-                "keep_optimizer: this algorithm trains more than one model of a client "
-                "in a round, so that no state is that of one model; leave it out."
-            )
-        return {OPTIMIZER_PREFIX + name: row for name, row in self.before.items()}
-
-    def keep(self, rows: Tensors) -> None:
-        """Keeps the states that a training left among its rows."""
-        self.after = {name: rows.pop(OPTIMIZER_PREFIX + name) for name in self.before}
-
-    def left(self) -> Tensors:
-        """The states after the round. Raises ValueError where nothing trained them."""
-        if self.after is None:
-            raise ValueError(
-                "keep_optimizer: this algorithm takes steps of its own, and has no "
-                "optimizer state to keep; leave it out."
-            )
-        return self.after
-
 
 def train_chunk(
     training: Training, lr: float, chunk: Chunk, rows: Tensors, terms: Tensors
@@ -94,17 +38,11 @@ def train_chunk(
     """
     w = rows["w"]
     grad_sums = rows.get("grad")
-    state = {
-        name.removeprefix(OPTIMIZER_PREFIX): row
-        for name, row in rows.items()
-        if name.startswith(OPTIMIZER_PREFIX)
-    }
     chain = chunk.engine.chain
     uses_sgd = training.local_optimizer == "sgd"
     _check_terms(training, lr, w, terms)
-    # The kernels that take all steps read the samples from the pool, as they are there,
-    # and begin with a state of zeros: they cannot take up a kept one.
-    takes_pool = not chunk.transforms and not state
+    # The kernels that take all steps read the samples from the pool, as they are there.
+    takes_pool = not chunk.transforms
     if takes_pool and chain is not None and has_kernels(w.device):
         losses = train_by_kernels(chunk, chain, w, terms, training, lr, grad_sums)
         chunk.losses += losses
@@ -116,7 +54,7 @@ def train_chunk(
     if chunk.leaves and is_plain and grad_sums is None:
         _take_plain_steps(chunk, lr)
         return
-    _take_steps(training, lr, chunk, w, grad_sums, terms, state)
+    _take_steps(training, lr, chunk, w, grad_sums, terms)
 
 
 def _check_terms(training: Training, lr: float, w: Tensor, terms: Tensors) -> None:
@@ -166,20 +104,13 @@ def _take_steps(
     w: Tensor,  # [s, Q], changed
     grad_sums: Tensor | None,  # [s, Q], changed
     terms: Tensors,
-    state: Tensors,  # [s, ...], changed; empty for a new one
 ) -> None:
     """Takes all steps of the run's optimizer, with all of its options."""
-    max_steps = int(chunk.batches.taken.max())
-    counts = range(max_steps + 1)
-    if "steps" in state:  # a look at a GPU, which a new state does not need
-        taken = state["steps"]
-        counts = range(int(taken.min()), int(taken.max()) + max_steps + 1)
-    state = state or first_state(training, w)
     optimizer: SGD | AdamW
     if training.local_optimizer == "sgd":
-        optimizer = SGD(w, lr, training, state)
+        optimizer = SGD(w, lr, training)
     else:
-        optimizer = AdamW(w, lr, training, state, counts)
+        optimizer = AdamW(w, lr, training, int(chunk.batches.taken.max()))
     row = torch.empty_like(w[0]) if chunk.leaves else None
     for step in chunk.batches.steps:
         clients = step.clients
@@ -256,17 +187,14 @@ class SGD:
         w: The clients' rows [s, Q], which the steps move.
         lr: The step size.
         training: The options of training.
-        state: The state of `first_state`, which the steps change.
     """
 
-    def __init__(
-        self, w: Tensor, lr: float, training: Training, state: Tensors
-    ) -> None:
+    def __init__(self, w: Tensor, lr: float, training: Training) -> None:
         self.w = w
         self.lr = lr
         self.momentum = training.momentum
         self.weight_decay = training.weight_decay
-        self.velocity = state.get("velocity")
+        self.velocity = torch.zeros_like(w) if training.momentum else None
 
     def step(self, clients: slice, grads: Tensor, terms: dict[str, Any]) -> None:
         """Moves the rows of `clients` by their gradients [s, Q]."""
@@ -291,31 +219,23 @@ class AdamW:
         w: The clients' rows [s, Q], which the steps move.
         lr: The step size.
         training: The options of training.
-        state: The state of `first_state`, which the steps change.
-        counts: The numbers of steps that a client may have taken, before its first step
-            here and after the last.
+        max_steps: The largest number of steps that a client takes.
     """
 
     def __init__(
-        self,
-        w: Tensor,
-        lr: float,
-        training: Training,
-        state: Tensors,
-        counts: range,
+        self, w: Tensor, lr: float, training: Training, max_steps: int
     ) -> None:
         self.w = w
         self.lr = lr
         self.decay = training.weight_decay
         self.betas = training.betas or DEFAULT_BETAS
         self.eps = training.eps or DEFAULT_EPS
-        self.mean = state["mean"]
-        self.square = state["square"]
+        self.mean = torch.zeros_like(w)
+        self.square = torch.zeros_like(w)
         # The number of steps that each client has taken, [s, 1].
-        self.steps = state["steps"]
-        self.first = counts.start
+        self.steps = w.new_zeros(len(w), 1, dtype=torch.int64)
         self.bias_corrections = [
-            _bias_corrections(beta, counts, w) for beta in self.betas
+            _bias_corrections(beta, max_steps, w) for beta in self.betas
         ]
 
     def step(self, clients: slice, grads: Tensor, terms: Tensors) -> None:
@@ -330,23 +250,22 @@ class AdamW:
         steps += 1  # `steps` is a view of `self.steps`
         mean_beta, square_beta = self.betas
         mean_table, square_table = self.bias_corrections
-        row = steps - self.first
         mean.lerp_(direction, 1 - mean_beta)
         square.mul_(square_beta)
         square.addcmul_(direction, direction, value=1 - square_beta)
-        root = square.sqrt().div_(square_table[row].sqrt()).add_(self.eps)
-        update = mean / root.mul_(mean_table[row])
+        root = square.sqrt().div_(square_table[steps].sqrt()).add_(self.eps)
+        update = mean / root.mul_(mean_table[steps])
         update = update.add_(w, alpha=self.decay).mul_(self.lr)
         if "mask" in terms:
             update = update * terms["mask"]
         w.sub_(update)
 
 
-def _bias_corrections(beta: float, counts: range, w: Tensor) -> Tensor:
-    """The numbers `1 - beta**k` for the counts k of steps.
+def _bias_corrections(beta: float, max_steps: int, w: Tensor) -> Tensor:
+    """The numbers `1 - beta**k` for the counts k of steps, from 0 to `max_steps`.
 
     Python computes the powers one by one: torch's powers of several numbers have other
     last digits than those of one number.
     """
-    powers = [1 - beta**k for k in counts]
+    powers = [1 - beta**k for k in range(max_steps + 1)]
     return to_device(torch.tensor(powers, dtype=torch.float64), w.device).to(w)

@@ -186,7 +186,7 @@ class Training:
         batch_size: Samples of a minibatch.
         epochs: Local epochs of a round.
         momentum: Momentum of SGD, from 0 to below 1. Its buffer starts at zero in every
-            round, see `keep_optimizer`. With AdamW, a momentum above 0 is an error.
+            round. With AdamW, a momentum above 0 is an error.
         weight_decay: Number >= 0. SGD adds weight_decay * w to the gradient. The decay
             of AdamW is decoupled from the gradient.
         drop_last: Leave out the last minibatch where it is smaller than the others.
@@ -199,8 +199,7 @@ class Training:
             of torch, such as `lambda optimizer: CosineAnnealingLR(optimizer,
             T_max=20)`. The scheduler takes one step a round.
         local_optimizer: Optimizer of each client. The moments of AdamW start at zero in
-            every round, see `keep_optimizer`. Its formula is that of
-            `torch.optim.AdamW`.
+            every round. Its formula is that of `torch.optim.AdamW`.
         clip_grad: Largest Euclidean norm of a minibatch's gradient; a longer gradient
             is shortened to it. None: gradients of any length.
         betas: Decay rates of AdamW's means of the gradient and of its square, two
@@ -212,11 +211,6 @@ class Training:
             fewer steps (stragglers). The function must draw by the generator alone,
             which depends on the seed, the round and the client. A hook that trains for
             epochs of its own, such as `finetune_epochs`, takes those.
-        keep_optimizer: Keep each client's optimizer state (the buffer of momentum, the
-            moments and steps of AdamW) from one of its rounds to the next, with its
-            other state; False: it starts anew in every round. It is that of the
-            training whose stream is "fit", which every method has once in a round
-            (Ditto's of the personal model); other trainings start anew.
         precision: "bf16" computes the forward passes and losses of local steps under
             `torch.autocast` with bfloat16. Weights, gradients and the optimizer's state
             stay in float32, and so does evaluation. None: the model's own dtype.
@@ -243,7 +237,6 @@ class Training:
     betas: Betas | None = None
     eps: PositiveFloat | None = None
     steps: Steps | None = None
-    keep_optimizer: bool = False
     precision: Precision = None
     augment: Augment | None = None
 
@@ -265,11 +258,6 @@ class Training:
                     f"{name}: SGD has none, got {value}; leave it out, or take "
                     "local_optimizer='adamw'."
                 )
-        if self.keep_optimizer and self.local_optimizer == "sgd" and not self.momentum:
-            raise ValueError(
-                "keep_optimizer: SGD without momentum has no state to keep; give "
-                "momentum, take local_optimizer='adamw', or leave it out."
-            )
         if isinstance(self.steps, str):
             steps = import_object(self.steps, "steps")
             fits = not isinstance(steps, str) and _are_steps(steps)
@@ -312,14 +300,6 @@ class Training:
     def gradient_decay(self) -> float:
         """The weight decay that is added to gradients: SGD's, not AdamW's."""
         return self.weight_decay if self.local_optimizer == "sgd" else 0.0
-
-    def same_lr(self, rounds: tuple[int, int], played: int) -> bool:
-        """True where runs of these two lengths have equal step sizes so far.
-
-        These are the step sizes of the rounds 1 to `played`.
-        """
-        rates = [self.step_sizes(count) for count in rounds]
-        return rates[0][:played] == rates[1][:played]
 
     def step_sizes(self, rounds: int) -> tuple[float, ...]:
         """The step sizes of the rounds 1 to `rounds`.

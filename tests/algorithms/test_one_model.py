@@ -30,7 +30,6 @@ from pflcore import (
     Federation,
     Net,
     Robustness,
-    Simulation,
     Training,
     step,
 )
@@ -221,15 +220,6 @@ def test_scaffolds_option_two_divides_by_the_steps_with_momentum():
     state, _ = after(ALGORITHMS["scaffold"](option="II"), s)
 
     near(state.clients["c"], t([[1.0], [-2.0], [4.0]]))
-
-
-@pytest.mark.parametrize("algorithm", ["fednova", "scaffold"])
-def test_a_kept_momentum_is_refused_where_steps_are_divided_by(algorithm):
-    options = {"option": "II"} if algorithm == "scaffold" else {}
-    alg = ALGORITHMS[algorithm](**options)
-    training = Training(momentum=0.5, keep_optimizer=True)
-    with pytest.raises(ValueError, match=r"^keep_optimizer: .*; leave it at False\.$"):
-        Simulation(alg, tiny_model(), tiny().data, training)
 
 
 def test_fednova_counts_a_step_where_an_upload_has_none():

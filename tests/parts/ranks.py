@@ -111,7 +111,6 @@ def tensors_of(state):
     """All tensors of a state by name."""
     tensors = {f"server.{name}": tensor for name, tensor in state.server.items()}
     tensors |= {f"clients.{name}": tensor for name, tensor in state.clients.items()}
-    tensors |= {f"kept {name}": tensor for name, tensor in state.optimizers.items()}
     return tensors | {"buffers": state.buffers, "participated": state.participated}
 
 

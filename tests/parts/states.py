@@ -17,5 +17,4 @@ def same(a, b, only=slice(None)):
 
 def tensors(state, only):
     of_clients = {f"own {k}": v[only] for k, v in state.clients.items()}
-    of_clients |= {f"kept {k}": v[only] for k, v in state.optimizers.items()}
     return {**state.server, **of_clients, "b": state.buffers}

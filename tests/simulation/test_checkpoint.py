@@ -165,11 +165,43 @@ def test_a_run_cannot_become_shorter_than_it_is(tmp_path):
     words = "rounds is 4 there and 3 here, and 4 are played; give what"
     refused(lambda: loaded(tmp_path, rounds=3), words)
     every = {"evaluation": Evaluation(every=2)}
-    make(rounds=3, **every).run(checkpoint=tmp_path)
-    more = loaded(tmp_path, rounds=6, **every).run()
+    make(rounds=3, **every).run(checkpoint=tmp_path / "other")
+    more = loaded(tmp_path / "other", rounds=6, **every).run()
     # Round 3 was the last one, and keeps its evaluation.
     assert [r["round"] for r in more.evaluations] == [2, 3, 4, 6]
     assert more.header["rounds"] == 6 and more.complete
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"seed": 5}, "holds that of another run: seed is 0 there and 5 here;"),
+        ({"rounds": 6}, "holds round 4 of this run, which would begin with round 1;"),
+        ({"rounds": 3}, "holds that of another run: rounds is 4 there and 3 here"),
+        ({}, "holds round 4 of this run, which would begin with round 1; give resume"),
+    ],
+)
+def test_a_run_overwrites_no_checkpoint_of_value(options, words, tmp_path):
+    make(rounds=4).run(checkpoint=tmp_path)
+    before = (tmp_path / checkpoint.FILE_NAME).read_bytes()
+
+    refused(lambda: make(**{"rounds": 4, **options}).run(checkpoint=tmp_path), words)
+
+    assert (tmp_path / checkpoint.FILE_NAME).read_bytes() == before
+
+
+def test_a_run_goes_on_into_its_own_checkpoint(tmp_path):
+    def stop(round, record):
+        if round == 2:
+            raise Stop("enough")
+
+    run = make(rounds=4)
+    every = Checkpoint(tmp_path, every=1)
+    with pytest.warns(RuntimeWarning, match="enough"):
+        run.run(stop, checkpoint=every)
+    history = run.run(checkpoint=every)
+
+    assert load(tmp_path)[1]["round"] == history.rounds[-1]["round"] == 4
 
 
 def test_every_dtype_and_shape_comes_back(tmp_path):

@@ -81,7 +81,7 @@ QUICK_CASES = [
         "model": "plain",
         "engine": "loop",
         "sampling": "parts.ranks:draw_five",
-        "training": {"local_optimizer": "adamw", "keep_optimizer": True},
+        "training": {"local_optimizer": "adamw"},
     },
     {
         "algorithm": "ditto",

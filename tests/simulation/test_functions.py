@@ -1,0 +1,383 @@
+"""Digests of functions tell runs of other functions apart, also by their values."""
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from entry_points import sentence
+from small import images, tiny_model
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+
+from pflcore import Evaluation, FedAvg, Hardware, Net, Simulation, Training
+from pflcore.data._protocols import cross_silo
+from pflcore.interop import Client
+from pflcore.simulation._functions import function_digest
+from pflcore.tuning import tune
+
+DATA = images((12, 12, 20, 7))
+FACTOR = 2.0
+
+
+def times(factor):
+    def augment(batch, generator):
+        return batch * factor
+
+    return augment
+
+
+def doubled(batch, generator):
+    return batch * FACTOR
+
+
+def helped(batch, generator):
+    return doubled(batch, generator)
+
+
+def with_global(function, value):
+    """A copy of `function` that reads another FACTOR."""
+    names = {**globals(), "FACTOR": value}
+    names["doubled"] = type(function)(doubled.__code__, names)
+    return type(function)(function.__code__, names)
+
+
+class Times:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, batch, generator):
+        return batch * self.factor
+
+    def augment(self, batch, generator):
+        return batch * self.factor
+
+
+@dataclass
+class TimesOption:
+    factor: float
+
+    def __call__(self, batch, generator):
+        return batch * self.factor
+
+
+def class_of_factor(factor):
+    class Fixed:
+        def __call__(self, batch, generator):
+            return batch * factor
+
+    return Fixed()
+
+
+def with_default(factor):
+    def augment(batch, generator, factor=factor):
+        return batch * factor
+
+    return augment
+
+
+def with_attribute(factor):
+    def augment(batch, generator):
+        return batch * augment.factor
+
+    augment.factor = factor
+    return augment
+
+
+def hooked(factor):
+    layer = nn.ReLU()
+    layer.register_forward_hook(lambda module, x, y: y * factor)
+    return layer
+
+
+# Each makes one function of a number; the name of the function is always the same.
+MAKERS = {
+    "a closure": times,
+    "a list in a closure": lambda k: times([k, 1]),
+    "a tensor in a closure": lambda k: times(torch.tensor([k, 1.0])),
+    "an array in a closure": lambda k: times(torch.tensor([k]).numpy()),
+    "a set in a closure": lambda k: times({str(k), "other"}),
+    "a generator in a closure": lambda k: times(torch.Generator().manual_seed(int(k))),
+    "a function in a closure": lambda k: times((times(k), {"other": times(1)})),
+    "a function in a lambda": lambda k: lambda b, g: (lambda c: c * k)(b),
+    "a default": with_default,
+    "an attribute": with_attribute,
+    "a global": lambda k: with_global(doubled, k),
+    "a global of a global": lambda k: with_global(helped, k),
+    "a partial": lambda k: functools.partial(nn.functional.leaky_relu, None, k),
+    "a partial of a closure": lambda k: functools.partial(times(k)),
+    "a decorator of torch": lambda k: torch.no_grad()(times(k)),
+    "a cached function": lambda k: functools.lru_cache(times(k)),
+    "a callable object": Times,
+    "a callable dataclass": TimesOption,
+    "a class": class_of_factor,
+    "a bound method": lambda k: Times(k).augment,
+    "a built-in method": lambda k: torch.tensor(k).mul,
+    "a layer": nn.LeakyReLU,
+    "a hook of a layer": hooked,
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+def test_a_digest_tells_functions_apart_by_values(maker):
+    first, other = function_digest(maker(1.0)), function_digest(maker(3.0))
+
+    assert first != other
+    assert first == function_digest(maker(1.0))
+    assert first.says_more and not first.by_name
+
+
+def test_a_digest_tells_functions_apart_by_code():
+    functions = [
+        lambda b, g: b + 1,
+        lambda b, g: b + 2,
+        lambda b, g: b - 1,
+        lambda b, g: b.sin(),
+        lambda b, g: b.cos(),
+        lambda b, g: [c + 1 for c in b],
+        lambda b, g: [c + 2 for c in b],
+    ]
+
+    assert len({function_digest(f).text for f in functions}) == len(functions)
+
+
+@pytest.mark.parametrize("value", [nn.functional.relu, torch.relu, "flip", 3, [0.1]])
+def test_a_name_that_tells_all_needs_no_digest(value):
+    assert not function_digest(value).says_more
+
+
+def test_a_function_that_calls_itself_has_a_digest():
+    def odd(n):
+        return n and even(n - 1)
+
+    def even(n):
+        return not n or odd(n - 1)
+
+    assert function_digest(odd) == function_digest(odd)
+    assert function_digest(odd) != function_digest(even)
+
+
+SCRIPT = """
+import torch
+from pflcore.simulation._functions import function_digest
+
+names = {"one", "two", "three", "four"}
+
+class Rule:
+    kinds = frozenset({"a", "b", "c"})
+
+    def __call__(self, batch, generator):
+        return batch if str(batch) in {"x", "y", "z"} else self.kinds & names
+
+print(function_digest(Rule()).text, function_digest(lambda b: Rule()(b, names)).text)
+"""
+
+
+def test_digests_are_those_of_every_process():
+    digests = set()
+    for seed in ("1", "2", "3"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=env, capture_output=True, check=True
+        )
+        digests.add(done.stdout)
+
+    assert len(digests) == 1
+
+
+# runs -------------------------------------------------------------------------
+
+
+def make(algorithm="fedavg", model=None, rounds=4, **options):
+    training = options.pop("training", {})
+    return Simulation(
+        algorithm,
+        model or tiny_model()(),
+        DATA,
+        Training(**{"lr": 0.05, "batch_size": 5, **training}),
+        rounds=rounds,
+        hardware=Hardware(workers=1),
+        **options,
+    )
+
+
+def loss_of(scale):
+    def loss(scores, y):
+        return nn.functional.cross_entropy(scores * scale, y)
+
+    return loss
+
+
+def metric_of(scale):
+    def metric(scores, y):
+        return float(scale)
+
+    return metric
+
+
+def sampling_of(first):
+    def draw(round, generator, sizes):
+        return [first]
+
+    return draw
+
+
+def algorithm_of_scale(scale):
+    @dataclass(frozen=True)
+    class Scaled(FedAvg):
+        def update(self, state, up, cohort):
+            changes, mix = super().update(state, up, cohort)
+            return {
+                **changes,
+                "x": state["x"] + scale * (changes["x"] - state["x"]),
+            }, mix
+
+    return Scaled()
+
+
+class Scaled(nn.Sequential):
+    def __init__(self, scale):
+        super().__init__(*tiny_model()())
+        self.scale = scale
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def steps_of(count):
+    return lambda round, client, generator: count
+
+
+OPTIONS = {
+    "training.augment": lambda k: {"training": {"augment": times(k)}},
+    "training.augment, one of two": lambda k: {
+        "training": {"augment": (times(1.0), Times(k))}
+    },
+    "training.steps": lambda k: {"training": {"steps": steps_of(int(k))}},
+    "learning_rates": lambda k: {"training": {"schedule": lambda r, n: k / r}},
+    "learning_rates, a scheduler": lambda k: {
+        "training": {"schedule": lambda o: StepLR(o, 1, gamma=1 / (1 + k))}
+    },
+    "loss": lambda k: {"loss": loss_of(k)},
+    "loss, a module": lambda k: {"loss": nn.CrossEntropyLoss(label_smoothing=k / 10)},
+    "metrics": lambda k: {"evaluation": Evaluation(metrics=[metric_of(k)])},
+    "sampling": lambda k: {"sampling": sampling_of(int(k))},
+    "algorithm": lambda k: {"algorithm": algorithm_of_scale(k)},
+    "model": lambda k: {"model": Scaled(k)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_resume_refuses_a_run_of_another_function(name, tmp_path):
+    torch.manual_seed(0)
+    make(**OPTIONS[name](1.0), rounds=2).save(tmp_path)
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=rf": {name.split(',')[0]} is ") as e:
+        make(**OPTIONS[name](2.0), rounds=2).restore(tmp_path)
+    assert sentence(e)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_resume_takes_the_same_function_made_anew(name, tmp_path):
+    torch.manual_seed(0)
+    whole = make(**OPTIONS[name](1.0), rounds=2)
+    history = whole.run(lambda r, _: r == 1 and whole.save(tmp_path))
+    torch.manual_seed(0)
+    rest = make(**OPTIONS[name](1.0), rounds=2).restore(tmp_path).run()
+    for got, want in zip(rest.rounds, history.rounds, strict=True):
+        assert {**got, "seconds": 0} == {**want, "seconds": 0}
+
+
+def test_more_rounds_of_a_schedule_compare_the_played_ones(tmp_path):
+    def run(function, rounds):
+        return make(training={"schedule": function}, rounds=rounds)
+
+    run(lambda o: CosineAnnealingLR(o, T_max=9), 2).run(checkpoint=tmp_path)
+
+    run(lambda o: CosineAnnealingLR(o, T_max=9), 4).restore(tmp_path)
+    with pytest.raises(ValueError, match="the schedule's step sizes") as e:
+        run(lambda o: CosineAnnealingLR(o, T_max=8), 4).restore(tmp_path)
+    assert sentence(e)
+
+
+def test_ranks_compare_the_digests_of_functions():
+    first, other = (make(training={"augment": times(k)}).header() for k in (1.0, 2.0))
+
+    assert first["training"] == other["training"]
+    assert first["functions"] != other["functions"]
+
+
+def test_a_value_without_digest_is_told_at_resume(tmp_path):
+    def run():
+        lock = threading.Lock()
+
+        def augment(batch, generator):
+            with lock:
+                return batch
+
+        return make(training={"augment": augment})
+
+    run().save(tmp_path)
+
+    with pytest.warns(UserWarning, match=r"training\.augment.* by name alone\.$"):
+        run().restore(tmp_path)
+
+
+def test_functions_of_another_python_compare_by_name(tmp_path, monkeypatch):
+    run = make(training={"augment": times(1.0)})
+    run.functions = {"training.augment": "code of before", "python": "3.1"}
+    run.save(tmp_path)
+
+    with pytest.warns(UserWarning, match=r"Python 3\.1, so that .* by name alone\.$"):
+        make(training={"augment": times(1.0)}).restore(tmp_path)
+
+
+def test_functions_that_remember_calls_stay_the_same():
+    """Their digest is that of before the first call, in a trial of the engine."""
+    calls = []
+
+    def augment(batch, generator):
+        calls.append(len(calls))
+        return batch
+
+    run = make(training={"augment": augment})
+    calls.clear()
+    want = make(training={"augment": augment}).functions
+    run.run()
+
+    assert run.header()["functions"] == want and calls
+
+
+def test_a_client_refuses_its_state_of_another_function(tmp_path):
+    def client(k):
+        training = Training(augment=times(k))
+        return Client("fedavg", tiny_model(), DATA.client(0), training)
+
+    client(1.0).save(tmp_path)
+
+    client(1.0).restore(tmp_path)
+    with pytest.raises(ValueError, match=r"training\.augment is ") as e:
+        client(2.0).restore(tmp_path)
+    assert sentence(e)
+
+
+def test_a_search_tells_functions_of_a_grid_apart(tmp_path):
+    data = replace(DATA, index={"train": DATA.index["train"]})
+    grid = {"training.augment": [times(1.0), times(-5.0)]}
+    tuned = tune(
+        cross_silo(data),
+        Net(tiny_model()),
+        "fedavg",
+        Training(lr=0.5),
+        grid,
+        2,
+        metric="loss",
+        folder=tmp_path,
+    )
+    first, other = (trial.score for trial in tuned.trials)
+
+    assert first != other
