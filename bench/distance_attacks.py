@@ -58,7 +58,7 @@ class DistanceAdversary(Adversary):
         up = dict(result.up)
         if self.attack == "control":
             up["control"] = up["control"].clone()
-            up["control"][bad] *= self.strength
+            up["control"][bad] *= self.strength or 0.0
             return result.with_rows(up=up)
         victims = self._victim_rows(bad, ids, traits)
         knows = bad if self.attack == "nearby_blind" or bad.all() else ~bad
