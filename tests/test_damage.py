@@ -115,6 +115,36 @@ def test_a_damaged_checkpoint_is_refused_or_is_what_it_was(kept, damage):
         equals(tensors, TENSORS)
 
 
+def test_a_flipped_byte_of_a_tensor_is_refused(kept):
+    """The tensors are the end of the file."""
+    path = kept / checkpoint.FILE_NAME
+    before = path.read_bytes()
+    length = sum(tensor.nbytes for tensor in TENSORS.values())
+    try:
+        for place in range(len(before) - length, len(before)):
+            path.write_bytes(flipped(before, place))
+            with sentence("checkpoint: .* holds one that is damaged"):
+                checkpoint.load(kept)
+    finally:
+        path.write_bytes(before)
+
+
+def test_a_changed_fact_is_refused(kept):
+    path = kept / checkpoint.FILE_NAME
+    before = path.read_bytes()
+    path.write_bytes(before.replace(b"waffle", b"baffle"))
+    try:
+        with sentence("checkpoint: .* holds one that is damaged"):
+            checkpoint.load(kept)
+    finally:
+        path.write_bytes(before)
+
+
+def flipped(data, place):
+    """The bytes with one bit of one byte turned."""
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
 # records --------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):

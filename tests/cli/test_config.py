@@ -88,6 +88,32 @@ def test_flags_override_the_file():
     assert command(f"run local --config a/run.toml {DIGITS}") == 2
 
 
+# A line of the file, flags of which the last one is an option of the first, and its
+# line in the file of the run.
+CHOICES = [
+    ('partition = "pathological"', "--partition dirichlet --alpha 0.4", "alpha = 0.4"),
+    ('model = "linear"', "--model mlp --activation tanh", 'activation = "tanh"'),
+    (
+        'data = "synthetic_linear"',
+        "--data digits --partition dirichlet --alpha 0.4",
+        "alpha = 0.4",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", ["run", "tune"])
+@pytest.mark.parametrize("line, flags, played", CHOICES)
+def test_a_flag_chooses_other_options_than_the_file(line, flags, played, name):
+    """Data, partition and model decide which options there are."""
+    rest = {"data": "digits", "n": 3, "rounds": 1, "partition": "dirichlet"}
+    rest |= {"model": "linear"}
+    del rest[line.split()[0]]
+    config("\n".join([line, *(f"{k} = {v!r}" for k, v in rest.items())]))
+    more = "--grid training.lr=0.1" if name == "tune" else ""
+    assert command(f"{name} fedavg --config c.toml {flags} {more} --out a") == 0
+    assert played in Path("a/run.toml").read_text()
+
+
 def test_a_table_of_an_algorithm_that_does_not_run_is_passed_over(capsys):
     config("[ditto]\nlam = 0.7\ntraining.lr = 3\n")
     assert command(f"compare local --config c.toml {DIGITS} --out a") == 0

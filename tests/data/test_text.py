@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import torch
 from entry_points import (
     leaf,
@@ -67,18 +66,6 @@ def test_an_input_that_is_no_text_is_named(tmp_path):
     write_leaf(tmp_path / "a.json", {"ann": {"x": [[1, 2]], "y": [1]}})
     with sentence(r"x of ann: expected texts, or Sent140's rows, got \[1, 2\]"):
         leaf(tmp_path, text="words")
-
-
-# TFF --------------------------------------------------------------------------
-
-
-def write_hdf5(path, clients):
-    h5py = pytest.importorskip("h5py")
-    path.parent.mkdir(exist_ok=True)
-    with h5py.File(path, "w") as file:
-        for client, fields in clients.items():
-            for name, values in fields.items():
-                file[f"examples/{client}/{name}"] = values
 
 
 # made-up text -----------------------------------------------------------------

@@ -67,6 +67,11 @@ class BadServer(FedAvg):
         return super().update(state, up, cohort)
 
 
+def draw_by_rank(round, generator, sizes):
+    """A rule of sampling that breaks its promise: it differs from rank to rank."""
+    return [RANK]
+
+
 def bad_model(act):
     torch.manual_seed(0)
     simulation = make_simulation(CASE)
@@ -101,6 +106,10 @@ def play(fault):
         simulation = replace(simulation, model=model)
     elif fault == "options" and RANK == 1:
         simulation = replace(simulation, participation=0.5)
+    elif fault == "draws":
+        simulation = replace(simulation, participation=0.2, sampling=draw_by_rank)
+    elif fault == "place" and RANK == 1:
+        return simulation.save("never")
     elif fault == "callback":
         callback = break_callback
     elif fault == "stop":
@@ -157,6 +166,7 @@ def main(folder, faults):
             "seconds": time.monotonic() - start,
             "rounds": None if history is None else len(history.rounds),
             "digest": None if history is None else digest_records(history.rounds),
+            "cohorts": history and [record["cohort"] for record in history.rounds],
             "stopped": None if history is None else history.stopped,
             "interrupted": bool(history and history.interrupted),
         }

@@ -39,7 +39,7 @@ from pflcore import (
     run_each_target,
     step,
 )
-from pflcore.algorithms import ALGORITHMS, Scaffold
+from pflcore.algorithms import ALGORITHMS, Scaffold, VoidRound
 from pflcore.simulation import checkpoint
 from pflcore.simulation.checkpoint import load
 
@@ -104,7 +104,7 @@ def test_two_rounds_and_two_more_are_four(name, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", swept(quick=("fedavg", "scaffold", "ditto")))
+@pytest.mark.parametrize("name", swept(quick=("fedavg", "scaffold", "ditto", "waffle")))
 def test_five_rounds_and_four_more_are_nine(name, tmp_path):
     """A finished run goes on to the records and the state of a longer one.
 
@@ -345,6 +345,29 @@ def test_a_run_leaves_checkpoints_as_it_was_told(tmp_path, monkeypatch):
     make(rounds=9).run(checkpoint=keeper)
     assert saved_rounds[0] == 0 and saved_rounds[-1] == 9
     assert 3 <= len(saved_rounds) <= 6
+
+
+class Voiding(FedAvg):
+    """A method whose server can use nothing in round 2."""
+
+    def update(self, state, up, cohort):
+        if cohort.round == 2:
+            raise VoidRound("Nothing is of use.")
+        return super().update(state, up, cohort)
+
+
+def test_a_void_round_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    """A run that ends there goes on from the last round that was none."""
+    saved_rounds = []
+    save_run = checkpoint.save_run
+
+    def save(folder, header, config, state, records):
+        saved_rounds.append(state.round)
+        save_run(folder, header, config, state, records)
+
+    monkeypatch.setattr(checkpoint, "save_run", save)
+    make(Voiding(), rounds=4).run(checkpoint=Checkpoint(tmp_path, every=1))
+    assert saved_rounds == [0, 1, 3, 4]
 
 
 def noted(round, record):

@@ -180,11 +180,47 @@ TOLD_FAULTS = {
 }
 
 
-def faults_of_ranks(ranks, faults, folder):
-    """The faults as each of `ranks` of three saw them, and the three exit codes."""
-    codes = run_ranks(3, FAULTS, folder, *faults)
+def faults_of_ranks(ranks, faults, folder, count=3):
+    """The faults as some of `count` ranks saw them, and all exit codes."""
+    codes = run_ranks(count, FAULTS, folder, *faults)
     files = [Path(folder, f"faults-{rank}.json") for rank in ranks]
     return [json.loads(file.read_text()) for file in files], codes
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What each of two ranks saw of four faults."""
+    folder = tmp_path_factory.mktemp("faults")
+    faults = ("options", "server", "draws", "place")
+    seen, codes = faults_of_ranks(range(2), faults, folder, count=2)
+    assert codes == [0, 0]
+    return seen
+
+
+def test_ranks_with_other_options_play_no_round(two_ranks):
+    for faults in two_ranks:
+        assert "participation is 1.0 on rank 0 and 0.5 on" in faults["options"]["error"]
+        assert faults["options"]["rounds"] is None
+
+
+def test_no_rank_commits_a_round_in_which_another_failed(two_ranks):
+    for faults in two_ranks:
+        assert faults["server"]["rounds"] == 2
+        assert faults["server"]["error"] == "MemoryError: Tried to allocate 3.00 GiB"
+
+
+def test_the_first_rank_draws_the_cohort_for_all(two_ranks):
+    for faults in two_ranks:
+        assert faults["draws"]["error"] is None
+        assert faults["draws"]["cohorts"] == [[0]] * 4
+    assert two_ranks[0]["draws"]["digest"] == two_ranks[1]["draws"]["digest"]
+
+
+def test_ranks_at_other_places_of_the_program_are_told(two_ranks):
+    for faults in two_ranks:
+        error = faults["place"]["error"]
+        assert error.startswith("RankError: rank ")
+        assert error.endswith("let all ranks run the same program.")
 
 
 @pytest.mark.deep("three processes")

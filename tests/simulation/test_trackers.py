@@ -340,15 +340,20 @@ def test_mlflow_gets_facts_with_odd_names(mlflow):
 
 
 # what goes wrong ----------------------------------------------------------------
-def test_a_round_that_cannot_be_sent_stops_no_run():
+class ServiceError(Exception):
+    """An error of a service's own, as those of W&B and MLflow are."""
+
+
+@pytest.mark.parametrize("kind", [ConnectionError, ServiceError, TypeError])
+def test_a_round_that_cannot_be_sent_stops_no_run(kind):
     class Broken(Kept):
         def log(self, round, numbers):
             if round == 2:
-                raise ConnectionError("no route to host\nand more")
+                raise kind("no route to host\nand more")
             super().log(round, numbers)
 
     tracker = Broken()
-    words = r"Broken: round 2 was not sent \(ConnectionError: no route to host\)"
+    words = rf"Broken: round 2 was not sent \({kind.__name__}: no route to host\)"
     with pytest.warns(RuntimeWarning, match=words):
         history = simulation().run(tracker)
     assert [*tracker.numbers] == [1, 3] and len(history.rounds) == 3

@@ -36,6 +36,25 @@ def run(algorithm, steps, data=DATA, training=TRAINING, **options):
     return made
 
 
+def test_a_rule_draws_by_the_runs_seed():
+    """The record and the training call it, and see one number."""
+    draws = {}
+
+    def steps(round, client, generator):
+        count = drawn(round, client, generator)
+        draws.setdefault((round, client), set()).add(count)
+        return count
+
+    def draws_of(seed):
+        draws.clear()
+        made = run("fedavg", steps, participation=1.0, seed=seed)
+        recorded = [n for record in made.history.rounds for n in record["steps"]]
+        assert [draws[key] for key in sorted(draws)] == [{n} for n in recorded]
+        return recorded
+
+    assert draws_of(1) == draws_of(1) != draws_of(2)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", swept(quick=("scaffold", "ditto")))
 def test_a_constant_function_is_the_constant(name):
