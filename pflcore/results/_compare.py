@@ -15,7 +15,7 @@ from pflcore.results._json import to_json
 
 Facts = Mapping[str, Any]
 # Fields of a round's record that are no results, or are told by the header.
-NOT_RESULTS = ("round", "algorithm", "engine", "seed", "seconds")
+NOT_RESULTS = ("round", "algorithm", "engine", "seed", "seconds", "replayed")
 MISSING = "-"  # in the text, for a field that one description does not have
 
 
