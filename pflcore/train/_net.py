@@ -105,8 +105,10 @@ class Net:
             before it, since the model cannot train on one sample.
         single_score: True where there is one score for each label.
         argument_form: The form in which the loss takes a single score.
+        unused_names: The parameters on which the loss of the first batch does not
+            depend.
 
-    The last three are set before round 1, when the model first meets data.
+    The last four are set before round 1, when the model first meets data.
 
     >>> net = Net(nn.Linear(4, 3))
     >>> net(net.w0, torch.zeros(2, 4)).shape
@@ -137,10 +139,11 @@ class Net:
         self._set_buffers()
         self.head_name = self._find_head(head)
         self._head_given = head is not None
-        # `prepare_net` sets the next three.
+        # `prepare_net` sets the next four.
         self.merge_last_sample = False
         self.single_score = False
         self.argument_form = ArgumentForm()
+        self.unused_names: list[str] = []
         self._threads = threading.local()  # one `BoundModule` for each thread and part
 
     def _set_parameters(self) -> None:
