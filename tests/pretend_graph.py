@@ -7,9 +7,17 @@ temporaries of all graphs are made invalid before a replay.
 
 A capture refuses what a GPU refuses: reading a value on the host, and copying memory of
 the host. Outside a capture, `torch.cuda.set_sync_debug_mode("error")` refuses waits.
+
+Torch counts the living graphs of a pool of memory. It refuses a capture into a pool
+whose graphs are all gone, as it is here: on a GPU a library's workspace keeps the pool
+from being forgotten. A capture makes its stream current before it begins. The stream
+stays current where the capture cannot begin, and where it ends with an error.
 """
 
 import contextlib
+import weakref
+from collections import Counter
+from itertools import count
 from unittest.mock import patch
 
 import torch
@@ -17,8 +25,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-captured = []  # all graphs
-_state = {"graph": None, "debug": "default"}
+captured = weakref.WeakSet()  # the graphs that live
+_state = {"graph": None, "debug": "default", "stream": "default"}
+_pools = Counter()  # number of living graphs, by pool
+_pool_numbers = count()
 
 
 class Graph:
@@ -28,7 +38,7 @@ class Graph:
         self.noted = []
         self.memory = []  # floating-point tensors that its operations allocated
         self.replays = 0
-        captured.append(self)
+        captured.add(self)
 
     def replay(self):
         self.replays += 1
@@ -61,13 +71,27 @@ def tensors(tree):
 
 
 @contextlib.contextmanager
-def capture(graph, **_):
+def capture(graph, pool=None, stream=None, **_):
     assert _state["graph"] is None, "one capture at a time"
+    stream_before = _state["stream"]
+    _state["stream"] = stream
+    take_pool(graph, pool)
     _state["graph"] = graph
     try:
         yield
     finally:
         _state["graph"] = None
+    _state["stream"] = stream_before
+
+
+def take_pool(graph, pool):
+    """Counts a graph of a pool; refuses a pool whose graphs are all gone."""
+    if pool is None:  # the graph has a pool of its own
+        return
+    if pool in _pools and _pools[pool] == 0:
+        raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+    _pools[pool] += 1
+    weakref.finalize(graph, _pools.subtract, [pool])
 
 
 def note(func, args, kwargs, out, from_host):
@@ -99,11 +123,14 @@ def refuse_wait(name):
 def patches():
     """Replaces torch.cuda's graphs by these graphs."""
     captured.clear()
+    _state.update(stream="default")
     fakes = {
         "CUDAGraph": Graph,
         "graph": capture,
-        "graph_pool_handle": lambda: (0, 1),
-        "Stream": lambda *_: None,
+        "graph_pool_handle": lambda: (0, next(_pool_numbers)),
+        "Stream": lambda *_: object(),
+        "current_stream": lambda *_: _state["stream"],
+        "set_stream": lambda stream: _state.update(stream=stream),
         "get_sync_debug_mode": lambda: _state["debug"],
         "set_sync_debug_mode": lambda mode: _state.update(debug=mode),
     }

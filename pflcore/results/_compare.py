@@ -15,7 +15,7 @@ from pflcore.results._json import to_json
 Facts = Mapping[str, Any]
 Values = dict[str, tuple[Any, Any]]  # of the first run and of the second, by name
 # Fields of a round's record that are no results, or are told by the header.
-NOT_RESULTS = ("round", "algorithm", "engine", "seed", "seconds")
+NOT_RESULTS = ("round", "algorithm", "engine", "seed", "seconds", "replayed")
 SHOWN_NUMBERS = 5  # of the first round that differs
 
 

@@ -243,7 +243,7 @@ def _private_parameters(alg: SplitModel, net: Net) -> list[str]:
 def describe_engine(context: TrainContext) -> Record:
     """The engine that trains the model, with the reason for it.
 
-    On a GPU it also says whether local steps are captured as CUDA graphs.
+    On a GPU it also says whether local steps were captured as CUDA graphs so far.
     """
     engine = context.engine
     path = {"engine": engine.name, "form": engine.form, "why": engine.reason}
@@ -258,11 +258,13 @@ def round_record(config: RunConfig, state: State, outcome: RoundOutcome) -> Reco
     if norms is not None:
         norms = [_three_digits(norm) for norm in norms]
     training = config.training
-    steps = {}
+    steps: Record = {}
     if callable(training.steps):
         ids = torch.tensor(outcome.ids, dtype=torch.int64)
         counts = training.steps_of(state.round, ids, config.seed)
         steps = {"steps": [] if counts is None else counts.tolist()}
+    if config.graphs is not None:
+        steps["replayed"] = config.graphs.replays
     return {
         "round": state.round,
         "algorithm": name_of(config.algorithm),

@@ -208,8 +208,9 @@ def merge_records(records: Sequence[Record], groups: Sequence[Sequence[int]]) ->
         own |= dict.fromkeys(clients, record)
     by_client = [own[client] for client in sorted(own)]
     merged = dict(records[0])
-    for key in ("seconds", "bytes_down", "bytes_up"):
-        merged[key] = sum(record[key] for record in records)
+    for key in ("seconds", "bytes_down", "bytes_up", "replayed"):
+        if key in merged:
+            merged[key] = sum(record[key] for record in records)
     for key in ("cohort", "clipped", "dropped"):
         merged[key] = sorted(set().union(*(record[key] for record in records)))
     if "steps" in merged:

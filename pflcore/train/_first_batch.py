@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pflcore.check import warn_caller
 from pflcore.data._federation import Federation
 from pflcore.nn._context import forward_context
 from pflcore.train import _validate as validate
@@ -27,14 +28,17 @@ from pflcore.train._training import Precision, Training, autocast
 from pflcore.train._validate import MismatchError
 
 FIRST_BATCH_SIZE = 8  # samples
+MAX_NAMED_PARAMETERS = 4  # in the text of a warning
 
 
 def prepare_net(net: Net, data: Federation, training: Training) -> None:
     """Runs a batch through the module, and sets facts of `net`.
 
     The facts are: which part is the head, whether there is one score for each label,
-    and whether the module can train on a single sample (`merge_last_sample`). Raises
-    MismatchError where model, data and loss do not fit together.
+    which parameters play no part (`unused_names`), and whether the module can train on
+    a single sample (`merge_last_sample`). Raises MismatchError where model, data and
+    loss do not fit together. Warns of parameters without a part that weight decay
+    shrinks.
     """
     validate.check_torch_modes()
     validate.check_has_training(data)
@@ -50,7 +54,24 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
         precision = training.precision if train else None
         run = partial(first_batch_loss, net, data, x, y, train, precision)
         validate.run_without_global_draws(run)
+    if training.weight_decay:
+        _warn_of_unused_weights(net)
     plan_single_samples(net, data, training)
+
+
+def _warn_of_unused_weights(net: Net) -> None:
+    """Warns of weights that weight decay shrinks, and nothing else moves."""
+    if not net.unused_names:
+        return
+    names = ", ".join(net.unused_names[:MAX_NAMED_PARAMETERS])
+    rest = len(net.unused_names) - MAX_NAMED_PARAMETERS
+    if rest > 0:
+        names += f" and {rest} more"
+    warn_caller(
+        f"weight_decay: it shrinks {names} of the model, which the first batch does "
+        "not use (torch's optimizers leave weights without a gradient alone); set "
+        "requires_grad_(False) on what shall stay as it is."
+    )
 
 
 def plan_single_samples(net: Net, data: Federation, training: Training) -> None:
@@ -106,7 +127,8 @@ def first_batch_loss(
     """Loss of one batch by a copy of the module.
 
     Sets `net.single_score`. In training mode the backward pass runs too, and the head
-    of `net` is located. Raises MismatchError where a pass fails.
+    and the unused parameters of `net` are found. Raises MismatchError where a pass
+    fails.
     """
     module = copy.deepcopy(net.module)
     net.set_mode(module, train)
@@ -164,7 +186,7 @@ def _first_batch_backward(
     loss: Tensor,
     layers: list[str],  # names in the order of the calls
 ) -> None:
-    """Runs the backward pass, and lets the net locate its head.
+    """Runs the backward pass, which shows the net its head and unused parameters.
 
     `Net.locate_head` takes the last of the called layers that has such a parameter.
     """
@@ -181,6 +203,7 @@ def _first_batch_backward(
     validate.check_gradients(grads)
     named_grads = zip(net.names, grads, strict=True)
     used = [name for name, grad in named_grads if grad is not None]
+    net.unused_names = [name for name in net.names if name not in used]
     net.locate_head(used, layers)
 
 

@@ -12,13 +12,17 @@ A replay repeats the recorded kernels at the recorded addresses, without Python.
 recorded function may depend on its inputs and on what its key names, and on nothing
 else. Before each replay the inputs, random seeds among them, are copied into memory at
 fixed addresses (the arena). The graph itself copies its results into the arena.
+
+Torch captures into a pool of memory as long as one graph of that pool lives. So there
+is always one: a graph is dropped only where there are too many.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +38,9 @@ GraphFunction = Callable[[Tensors], Tensors]
 # is too expensive for shapes that come seldom, such as those of the last batch of a
 # cohort that is drawn anew in every round.
 CAPTURE_AFTER_STEPS = 8
-# With more graphs, the one that was not replayed for the longest time is dropped.
+# With more graphs, the one that was not replayed for the longest time is dropped. Its
+# shapes are never captured again: of more shapes than graphs that come in turn, each
+# would be dropped before it comes again.
 MAX_GRAPHS = 32
 MAX_COUNTED_SHAPES = 4096  # shapes whose steps are counted
 
@@ -51,37 +57,27 @@ class _Graph:
 
 
 class _FixedMemory:
-    """The arena: memory at fixed addresses that all graphs share.
+    """The arena: memory at fixed addresses that graphs share.
 
-    There is one piece of memory for each name and dtype.
+    There is one piece of memory for each name and dtype. A larger piece replaces one
+    that is too small. The graphs on the smaller one stay as they are, and keep it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pieces: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def fits(self, tensors: Tensors) -> bool:
-        """True where no piece must grow for tensors of these shapes.
-
-        A piece that grows moves to another address. A new piece moves no other.
-        """
-        for name, t in tensors.items():
-            piece = self._pieces.get((name, t.dtype))
-            if piece is not None and piece.numel() < t.numel():
-                return False
-        return True
-
-    def clear(self) -> None:
-        """Frees all pieces."""
-        self._pieces.clear()
-
     def views(self, tensors: Tensors) -> Tensors:
         """Views of the memory for tensors of these names, shapes and dtypes."""
         views = {}
         for name, t in tensors.items():
             piece = self._pieces.get((name, t.dtype))
-            if piece is None:
-                piece = torch.empty(t.numel(), dtype=t.dtype, device=self.device)
+            if piece is None or piece.numel() < t.numel():
+                # A piece is twice the one before it at least, so that all of them
+                # together take no more than twice the last.
+                outgrown = 0 if piece is None else 2 * piece.numel()
+                numbers = max(t.numel(), outgrown)
+                piece = torch.empty(numbers, dtype=t.dtype, device=self.device)
                 self._pieces[name, t.dtype] = piece
             views[name] = piece[: math.prod(t.shape)].view(t.shape)
         return views
@@ -113,14 +109,18 @@ class GradientGraphs:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._dropped: set[Hashable] = set()
         self._step_counts: Counter[Hashable] = Counter()
 
     @property
     def summary(self) -> str:
-        """Phrase for the record: gradients are captured, or the reason why not."""
-        if self.refusal_reason is None:
-            return "captured"
-        return f"eager: {self.refusal_reason}"
+        """Phrase for the record: steps were replayed, or the reason why not."""
+        if self.refusal_reason is not None:
+            return f"eager: {self.refusal_reason}"
+        if self.replays == 0:
+            count = self._capture_after_steps
+            return f"eager so far: a step is captured after {count} of its shapes"
+        return "captured"
 
     def run(self, key: Hashable, function: GraphFunction, inputs: Tensors) -> Tensors:
         """The results of `function(inputs)`, by a replay where there is a graph.
@@ -152,6 +152,8 @@ class GradientGraphs:
 
         The function is recorded once its key and shapes came often enough.
         """
+        if key in self._dropped:
+            return function(inputs)
         if len(self._step_counts) >= MAX_COUNTED_SHAPES:
             self._step_counts.clear()
         self._step_counts[key] += 1
@@ -175,7 +177,8 @@ class GradientGraphs:
                 RuntimeWarning,
             )
         while len(self._graphs) > MAX_GRAPHS:
-            self._graphs.popitem(last=False)
+            dropped_key, _ = self._graphs.popitem(last=False)
+            self._dropped.add(dropped_key)
         return outputs
 
     def _capture_graph(
@@ -186,15 +189,11 @@ class GradientGraphs:
         `outputs` are results of the function, which show their names and shapes.
         """
         results = {f"result {name}": t for name, t in outputs.items()}
-        if not self._arena.fits({**inputs, **results}):
-            # The graphs use addresses that are about to be freed.
-            self._graphs.clear()
-            self._arena.clear()
         input_views = self._arena.views(inputs)
         result_views = self._arena.views(results)
         for name, view in input_views.items():
             view.copy_(inputs[name])
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), _current_stream_kept():
             if self._pool is None:
                 # In one pool, graphs may use the same memory for their temporaries.
                 self._pool = torch.cuda.graph_pool_handle()
@@ -208,6 +207,20 @@ class GradientGraphs:
                     result_views[f"result {name}"].copy_(t)
         graph_outputs = {name: result_views[f"result {name}"] for name in outputs}
         return _Graph(graph.replay, function, input_views, graph_outputs)
+
+
+@contextmanager
+def _current_stream_kept() -> Iterator[None]:
+    """Context after which the stream before it is current again.
+
+    `torch.cuda.graph` leaves its own stream current where a capture cannot begin, and
+    where it cannot end.
+    """
+    stream = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(stream)
 
 
 def _run_without_waiting(function: GraphFunction, inputs: Tensors) -> Tensors:

@@ -105,8 +105,10 @@ class Net:
         merge_last_sample: True where a last batch of a single sample joins the batch
             before it, since the model cannot train on one sample.
         single_score: True where there is one score for each label.
+        unused_names: The parameters on which the loss of the first batch does not
+            depend.
 
-    The last two, and the name of a head that only data show, are set in a run's own
+    The last three, and the name of a head that only data show, are set in a run's own
     copy of the net, which is `simulation.config.net`.
 
     >>> net = Net(nn.Linear(4, 3))
@@ -139,9 +141,10 @@ class Net:
         self._set_buffers()
         self.head_name = self._find_head(head)
         self._head_given = head is not None
-        # `prepare_net` sets the next two.
+        # `prepare_net` sets the next three.
         self.merge_last_sample = False
         self.single_score = False
+        self.unused_names: list[str] = []
         self._threads = threading.local()  # one `BoundModule` for each thread and part
 
     def _set_parameters(self) -> None:

@@ -188,7 +188,9 @@ class Training:
         momentum: Momentum of SGD, from 0 to below 1. Its buffer starts at zero in every
             round. With AdamW, a momentum above 0 is an error.
         weight_decay: Number >= 0. SGD adds weight_decay * w to the gradient. The decay
-            of AdamW is decoupled from the gradient.
+            of AdamW is decoupled from the gradient. It shrinks all weights that are
+            trained, also those that the forward pass does not use, which torch's
+            optimizers leave alone; `requires_grad_(False)` keeps them as they are.
         drop_last: Leave out the last minibatch where it is smaller than the others.
             Otherwise one of a single sample, on which a model (batch norm) cannot
             train, joins the one before it.

@@ -16,6 +16,7 @@ from parts.user import simulation
 from places import golden
 from small import layers, with_test
 from tolerance import F64
+from ugly import randn
 
 from pflcore import Federation, Net, Training
 
@@ -362,3 +363,54 @@ def test_metrics_of_labels_need_a_loss_that_says_what_one_score_means():
             model=nn.Linear(6, 1), data=data, metrics=names, loss=loss
         ).run()
         assert {"accuracy", "f1", "auc"} <= set(history.rounds[-1]["eval"])
+
+
+class WithSpare(nn.Module):
+    """A model with a layer that its forward pass does not use."""
+
+    def __init__(self, train_spare=True):
+        super().__init__()
+        self.head = nn.Linear(6, 4)
+        self.spare = nn.Linear(6, 4).requires_grad_(train_spare)
+
+    def forward(self, x):
+        return self.head(x)
+
+
+def spare_weights_after(training, engine="loop", **options):
+    """The spare layer's weights after a round, and before."""
+    model = WithSpare(**options)
+    x = randn(0, 16, 6)
+    y = torch.arange(16) % 4
+    data = Federation.from_clients([(x[:9], y[:9]), (x[9:], y[9:])])
+    config = {"training": training, "rounds": 1, "engine": engine}
+    run = simulation("fedavg", data.split(test=0.5), model=model, **config)
+    trained = run.run().model(0).module().spare.weight
+    return trained, model.spare.weight
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_decay_of_unused_weights_is_told(engine, optimizer):
+    training = Training(0.1, 99, weight_decay=0.1, local_optimizer=optimizer)
+    text = r"weight_decay: it shrinks spare\.weight, spare\.bias of the model"
+    with pytest.warns(UserWarning, match=text):
+        got, before = spare_weights_after(training, engine)
+
+    # What the sentence says: the decay alone moves them.
+    torch.testing.assert_close(got, before * (1 - 0.1 * 0.1))
+
+
+def test_frozen_weights_do_not_decay(recwarn):
+    training = Training(0.1, 99, weight_decay=0.1)
+    got, before = spare_weights_after(training, train_spare=False)
+
+    assert torch.equal(got, before)
+    assert not [w for w in recwarn if "weight_decay" in str(w.message)]
+
+
+def test_unused_weights_without_decay_are_no_matter(recwarn):
+    got, before = spare_weights_after(Training(0.1))
+
+    assert torch.equal(got, before)
+    assert not [w for w in recwarn if "weight_decay" in str(w.message)]

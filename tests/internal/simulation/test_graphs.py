@@ -9,6 +9,8 @@ import pretend_graph
 import pytest
 import torch
 from entry_points import held_out
+from hypothesis import given
+from hypothesis import strategies as st
 from parts.user import simulation
 from pretend_gpu import Pretend, pretended_gpu
 from small import images, layers, tiny_model, without_twins
@@ -234,6 +236,26 @@ def test_a_cpu_has_no_graphs():
     assert "graphs" not in path(run)
 
 
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_clients_of_other_sizes_keep_their_graphs(gpu, engine):
+    """The last client's later steps have other shapes, of larger and smaller inputs."""
+    sizes = (9, 7, 8, 23)
+    got = play("fedavg", tiny_model(), gpu, sizes, engine=engine)
+    want = play("fedavg", tiny_model(), gpu, sizes, engine=engine, graphs=False)
+
+    assert path(got)["graphs"] == "captured"
+    assert got.history.rounds[-1]["replayed"] == got.config.graphs.replays > 0
+    assert_same_state(got, want)
+
+
+def test_a_run_without_replays_does_not_say_captured(gpu, monkeypatch):
+    monkeypatch.setattr(_graphs, "CAPTURE_AFTER_STEPS", 99)
+    run = play("fedavg", tiny_model(), gpu)
+
+    assert path(run)["graphs"].startswith("eager so far: ")
+    assert [record["replayed"] for record in run.history.rounds] == [0, 0]
+
+
 # the graphs themselves --------------------------------------------------------
 
 
@@ -250,22 +272,37 @@ def on_gpu(*values):
     return {"x": torch.tensor(values).to("cuda:0")}
 
 
-def test_larger_inputs_move_the_arena(graphs):
-    assert graphs.run("double", double, on_gpu(1.0))["twice"].tolist() == [2.0]
-    assert graphs.run("double", double, on_gpu(1.0, 2.0))["twice"].tolist() == [
-        2.0,
-        4.0,
-    ]
+def test_a_larger_shape_leaves_the_smaller_ones_graph(graphs):
+    small = on_gpu(1.0)
+    large = on_gpu(1.0, 2.0)
+    for inputs in (small, large):
+        graphs.run("double", double, inputs)
 
-    # A graph that was captured before the move is captured again.
-    assert graphs.run("double", double, on_gpu(3.0))["twice"].tolist() == [6.0]
-    assert graphs.replays == 0
-    assert graphs.run("double", double, on_gpu(4.0))["twice"].tolist() == [8.0]
-    assert graphs.run("double", double, on_gpu(5.0, 6.0))["twice"].tolist() == [
-        10.0,
-        12.0,
-    ]
+    assert graphs.run("double", double, small)["twice"].tolist() == [2.0]
+    assert graphs.run("double", double, large)["twice"].tolist() == [2.0, 4.0]
     assert graphs.replays == 2
+    assert graphs.refusal_reason is None
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30))
+def test_shapes_in_any_order_are_captured_once(lengths):
+    """The results are those of the function, and fixed memory stays small."""
+    with pretended_gpu() as device:
+        graphs = _graphs.GradientGraphs(torch.device(device), capture_after_steps=0)
+        for length in lengths:
+            x = torch.arange(float(length)).to(device)
+            got = graphs.run("double", double, {"x": x})["twice"]
+            assert got.tolist() == (2 * torch.arange(float(length))).tolist()
+        pieces = {
+            v.real_.untyped_storage()
+            for g in graphs._graphs.values()
+            for v in g.inputs.values()
+        }
+        numbers = sum({s.data_ptr(): s.nbytes() // 4 for s in pieces}.values())
+
+    assert graphs.refusal_reason is None
+    assert graphs.replays == len(lengths) - len(set(lengths))
+    assert numbers <= 4 * max(lengths)
 
 
 def test_only_the_last_graphs_are_kept(graphs, monkeypatch):
@@ -279,6 +316,38 @@ def test_only_the_last_graphs_are_kept(graphs, monkeypatch):
     assert [key for key, _ in graphs._graphs] == ["b", "d"]
 
 
+def test_a_dropped_shape_is_never_captured_again(graphs, monkeypatch):
+    monkeypatch.setattr(_graphs, "MAX_GRAPHS", 2)
+    shapes = [on_gpu(*range(1, n)) for n in (2, 3, 4)]
+    for _ in range(4):
+        for inputs in shapes:
+            graphs.run("double", double, inputs)
+
+    assert len(pretend_graph.captured) == 2
+    assert graphs.replays == 2 * 3  # the first shape was dropped in the first turn
+
+
+def test_a_failed_capture_leaves_the_stream(graphs):
+    def failing(inputs):
+        if torch.cuda.current_stream() != stream:
+            raise RuntimeError("CUDA error: operation not permitted")
+        return double(inputs)
+
+    stream = torch.cuda.current_stream()
+    with pytest.warns(RuntimeWarning, match="could not be captured"):
+        graphs.run("failing", failing, on_gpu(1.0))
+
+    assert torch.cuda.current_stream() == stream
+
+
+def test_the_record_says_captured_once_a_step_was_replayed(graphs):
+    assert graphs.summary.startswith("eager so far: ")
+    for _ in range(2):
+        graphs.run("double", double, on_gpu(1.0))
+
+    assert graphs.summary == "captured"
+
+
 def test_a_rare_shape_is_not_captured(gpu):
     graphs = _graphs.GradientGraphs(torch.device(gpu), capture_after_steps=2)
     for _ in range(2):
@@ -290,6 +359,20 @@ def test_a_rare_shape_is_not_captured(gpu):
 
 
 # the pretended GPU's graphs ---------------------------------------------------
+
+
+def test_a_pretended_pool_without_graphs_takes_no_capture(gpu):
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        pass
+    del graph
+
+    refused = pytest.raises(RuntimeError, match="use_count > 0 INTERNAL ASSERT")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool, stream=stream):
+        pass
+    assert torch.cuda.current_stream() is stream
 
 
 def test_pretended_graphs_freeze_what_python_decides(gpu):
