@@ -5,6 +5,8 @@ the test clients, which took part in no training. The last number is the percent
 them whose accuracy became worse by fine-tuning.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -47,8 +49,7 @@ print(tuned.table())
 after = tuned.report()["accuracy"]
 # FedAvg in place of FineTune evaluates the same trained model without fine-tuning.
 config, state = tuned.states(tuned.best.candidate, 0)
-context = config.context._replace(data=protocol.data)
-config = config._replace(algorithm=FedAvg(), context=context)
+config = replace(config, algorithm=FedAvg(), data=protocol.data)
 before = evaluate(config, state, "test", protocol.report_clients)["accuracy"]
 print(
     f"10 clients never seen: {before.nanmean():.3f} before fine-tuning, "
