@@ -754,7 +754,7 @@ def _point_of_least_sum(
 
 
 class _PointOfMean:
-    """A mean of S rows: how far it is from each of them, and in which directions.
+    """A mean of S rows, with its distances from them, and their directions.
 
     All vectors are known by their coordinates: row i is `size_i` times a vector of
     length 1, and `cosine` are the inner products of these.
@@ -790,7 +790,7 @@ class _PointOfMean:
         return float(self.directions.sum().clamp(min=0).sqrt())
 
     def excess(self) -> float:
-        """How much of the pull the rows at the point itself cannot hold.
+        """The part of the pull that the rows at the point itself cannot hold.
 
         It is 0 at the geometric median, and the slope of the sum of distances at other
         points.

@@ -17,7 +17,7 @@ Symbols:
 from __future__ import annotations
 
 from dataclasses import field, fields, replace
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class LatestModels(Algorithm):
         }
 
     def compare(self, models: Tensor, others: Tensor) -> Tensor:
-        """What mixing depends on, [M, N] float64, for M models [M, P] and N others."""
+        """Squared distances [M, N] of M models [M, P] to N others, float64."""
         return ops.pairwise_sqdist(models, others)
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
@@ -148,6 +148,19 @@ class LatestModels(Algorithm):
         """
         raise NotImplementedError(f"{type(self).__name__} has no mixing.")
 
+    def scale_advice(
+        self,
+        pairs: Tensor,  # [N, N] of `compare`
+        weights: Tensor,  # [N, N] of `mixing_matrix`
+        has_model: Tensor,  # bool [N]
+    ) -> str | None:
+        """A sentence for a user whose options make weights that mix hardly anything.
+
+        It is None where an option's scale is not the reason, as in rules that know no
+        scale, or whose option is the own weight.
+        """
+        return None
+
 
 def mixing_mask(has_model: Tensor) -> Tensor:
     """Mask [N, N]: True where client i may mix client j's model.
@@ -159,12 +172,17 @@ def mixing_mask(has_model: Tensor) -> Tensor:
     return both_have & ~itself
 
 
+# Own weights of all clients above this mix hardly anything.
+LARGE_OWN_WEIGHT = 0.99
+
+
 @algorithm_options
 class FedAMP(LatestModels):
     """FedAMP (Huang et al. 2021): close models attract each other.
 
-    server: the latest models w [N, P] and weights [N, N] (xi), see `LatestModels` ·
-    client: w [P] · down: u [S, P] (1 model) · up: w [S, P] (1 model).
+    server: the latest models w [N, P], weights [N, N] (xi) and warned [] (whether the
+    run has warned of its weights), see `LatestModels` · client: w [P] · down: u [S, P]
+    (1 model) · up: w [S, P] (1 model).
 
     Client i is drawn to `u_i = sum_j xi_ij w_j`. Another client's model weighs `xi_ij =
     (alpha / sigma) exp(-|w_i - w_j|^2 / sigma)`; the client's own weight xi_ii is the
@@ -178,6 +196,9 @@ class FedAMP(LatestModels):
     1) and models are close. The defaults, alpha = sigma = 1, are the paper's form, not
     a choice that fits N clients: with more than two clients they warn as long as models
     are close, so at least in the first rounds. `alpha = sigma / (N - 1)` never warns.
+
+    Where squared distances are much larger than sigma, each client mixes its own model
+    alone. A run warns of that once: where each own weight is above 0.99.
 
     Deviation: clients may be absent; the paper has every client in every round.
 
@@ -201,6 +222,21 @@ class FedAMP(LatestModels):
     traits = LatestModels.traits._replace(
         batch_norm=("local",), reported_state=("weights", "last")
     )
+
+    def init(self, x0: Tensor, n: int) -> Tensors:
+        return {**super().init(x0, n), "warned": torch.zeros((), dtype=torch.bool)}
+
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
+        changes, mixing = super().update(state, up, cohort)
+        if state["warned"]:
+            return changes, mixing
+        keys = (self.pairs, "weights", "last")
+        pairs, weights, last = (cast(Tensor, changes[key]) for key in keys)
+        advice = self.scale_advice(pairs, weights, last > 0)
+        if advice is not None:
+            warn_caller(advice, RuntimeWarning)
+            changes["warned"] = torch.ones_like(state["warned"])
+        return changes, mixing
 
     def report(
         self, state: Tensors, mix: MixingWeights | None, cohort: Cohort
@@ -243,6 +279,23 @@ class FedAMP(LatestModels):
             xi = xi / total.clamp(min=1)
         return _with_own_weight(xi)
 
+    def scale_advice(
+        self,
+        pairs: Tensor,  # [N, N]
+        weights: Tensor,  # [N, N]
+        has_model: Tensor,  # bool [N]
+    ) -> str | None:
+        own_weights = weights.diagonal()[has_model]
+        if len(own_weights) < 2 or bool((own_weights <= LARGE_OWN_WEIGHT).any()):
+            return None
+        median = float(pairs[mixing_mask(has_model)].median())
+        return (
+            f"FedAMP: each client's own weight is above {LARGE_OWN_WEIGHT}, so the "
+            "models are hardly mixed; their squared distances are "
+            f"{median:.3g} in the median: give sigma near that, got {self.sigma:.3g}, "
+            f"and alpha near sigma / {len(own_weights)}, got {self.alpha:.3g}."
+        )
+
 
 def _with_own_weight(weights: Tensor) -> Tensor:
     """Weights [N, N] whose diagonal makes every row sum to 1."""
@@ -254,8 +307,8 @@ class HeurFedAMP(FedAMP):
     """HeurFedAMP (Huang et al. 2021): FedAMP with cosines instead of distances.
 
     server: the latest models w [N, P], their cosines cosine [N, N], last [N] (the round
-    of each upload, 0: none) and weights [N, N] (xi) · client: w [P] · down: u [S, P] (1
-    model) · up: w [S, P] (1 model).
+    of each upload, 0: none), weights [N, N] (xi) and warned [] (False) · client: w [P]
+    · down: u [S, P] (1 model) · up: w [S, P] (1 model).
 
     The own weight xi_ii is fixed. The others share the rest by a softmax of `sigma
     cos(w_i, w_j)`. The cosine with a model of norm 0 counts as 0. A client without
@@ -287,6 +340,14 @@ class HeurFedAMP(FedAMP):
         if own_weight is None:
             own_weight = 1 / len(has_model)
         return _with_own_weight((1 - own_weight) * share)
+
+    def scale_advice(
+        self,
+        pairs: Tensor,  # [N, N]
+        weights: Tensor,  # [N, N]
+        has_model: Tensor,  # bool [N]
+    ) -> str | None:
+        return None  # the own weight is an option, and cosines have no scale
 
 
 @algorithm_options

@@ -153,6 +153,7 @@ class PersonalStrategy(FilteredFedAvg):
         self._base: ArrayRecord | None = None
         # The layout of the models: that of the model that was sent, or of most uploads.
         self._expected_layout: Any = None
+        self._has_advised = False
 
     def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
         """The result of Flower's `start`, with the same arguments.
@@ -195,6 +196,9 @@ class PersonalStrategy(FilteredFedAvg):
             uploads, self.method, previous=previous, base=self._base, **self.chosen
         )
         self.models.update(mixed)
+        if mixed.advice is not None and not self._has_advised:
+            log(WARNING, mixed.advice)
+            self._has_advised = True
         if self._looks_back:
             self._last.update(uploads)
 

@@ -33,6 +33,7 @@ from pflcore.check import (
     PositiveInt,
     checked,
     require,
+    warn_caller,
 )
 from pflcore.interop._packing import (
     ModelForm,
@@ -43,6 +44,7 @@ from pflcore.interop._packing import (
     unpack,
 )
 from pflcore.ops._directions import cosine_matrix, unit_rows
+from pflcore.ops._sums import scatter_add
 from pflcore.robust import Krum, MultiKrum
 from pflcore.simulation._uploads import finite_rows
 
@@ -84,11 +86,23 @@ class MixedModels(NamedTuple):
         rows: The personalized models [N, P].
         form: The form of the uploads.
         mixing: The weights of the uploads in each model.
+        advice: A sentence for the user, where the models are hardly mixed.
     """
 
     rows: Tensor  # [N, P]
     form: ModelForm
     mixing: MixingWeights
+    advice: str | None
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights [N, N] of all uploads in each model, float64, on the CPU."""
+        weight = self.mixing.weight.double().cpu()
+        index = self.mixing.index
+        if index is None:
+            return weight
+        square = weight.new_zeros(len(weight), len(weight))
+        return scatter_add(square, index.cpu(), weight)
 
 
 @checked
@@ -103,6 +117,7 @@ def personalize(
     exclude: Names = (),
     batch_norm: BatchNormPolicy = "auto",
     directions: bool = False,
+    return_weights: bool = False,
     **options: Any,
 ) -> Any:
     """One personalized model for each client, in the form of `uploads`.
@@ -117,8 +132,9 @@ def personalize(
 
     By name, "fedamp" (alpha = sigma / 2 N) and "heurfedamp" (xi_self = 0.5) leave each
     client at least half of its own model. With the defaults of their classes, models
-    that are close would become their mean. Raises ValueError for arguments that do not
-    fit, and for a model that is not finite.
+    that are close would become their mean. Where models are far from each other for
+    FedAMP's sigma, so that each would stay what it is, a RuntimeWarning says so. Raises
+    ValueError for arguments that do not fit, and for a model that is not finite.
 
     Args:
         uploads: The clients' models, in a form of `pack`.
@@ -137,6 +153,8 @@ def personalize(
             the method's own.
         directions: True compares the directions of the models, as adapters of different
             ranks need it. The models themselves are mixed.
+        return_weights: True returns the models and the weights [N, N] float64 that
+            mixed them: row i are the weights of all uploads in the model of the i-th.
         options: Options of the method that `method` names.
     """
     mixed = mix_models(
@@ -151,8 +169,11 @@ def personalize(
         directions=directions,
         **options,
     )
+    if mixed.advice is not None:
+        warn_caller(mixed.advice, RuntimeWarning)
     mixing = mixed.mixing
-    return unpack(mixed.rows, mixed.form, mixing.weight, mixing.index)
+    models = unpack(mixed.rows, mixed.form, mixing.weight, mixing.index)
+    return (models, mixed.weights) if return_weights else models
 
 
 def mix_models(
@@ -198,8 +219,8 @@ def mix_models(
     if base is None and directions:
         compared = unit_rows(rows)
         guides = [unit_rows(guide) for guide in guides]
-    mixing = _mixing_weights(alg, compared, guides, base is not None)
-    return MixedModels(mixing.aggregate(rows), form, mixing)
+    mixing, advice = _mixing_weights(alg, compared, guides, base is not None)
+    return MixedModels(mixing.aggregate(rows), form, mixing, advice)
 
 
 def method_of(method: Any, options: dict[str, Any]) -> Method:
@@ -320,20 +341,22 @@ def _mixing_weights(
     rows: Tensor,  # [N, P], the rows that are compared
     guides: list[Tensor],  # of [N, P]: FedDWA's guidance, if any
     are_updates: bool,
-) -> MixingWeights:
-    """The weights with which the uploads make each client's model."""
+) -> tuple[MixingWeights, str | None]:
+    """The weights with which the uploads make each client's model.
+
+    The text is the advice for weights that mix hardly anything.
+    """
     if isinstance(alg, FedDWA):
-        return MixingWeights(*alg.mixing_weights(guides[0], rows))
+        return MixingWeights(*alg.mixing_weights(guides[0], rows)), None
     n = len(rows)
-    if isinstance(alg, PFedGraph):
-        return MixingWeights(
-            alg.mixing_matrix(rows, torch.full((n,), 1.0 / n).double())
-        )
     if isinstance(alg, LatestModels):
         pairs = alg.compare(rows, rows).cpu()
         has_model = torch.ones(n, dtype=torch.bool)
-        return MixingWeights(alg.mixing_matrix(pairs, has_model))
-    if isinstance(alg, Clusters):
+        weight = alg.mixing_matrix(pairs, has_model)
+        return MixingWeights(weight), alg.scale_advice(pairs, weight, has_model)
+    if isinstance(alg, PFedGraph):
+        weight = alg.mixing_matrix(rows, torch.full((n,), 1.0 / n).double())
+    elif isinstance(alg, Clusters):
         require(alg.k <= n, "k", f"at most {n} groups, one for each client", alg.k)
         similarity = cosine_matrix(rows) if are_updates else -ops.pairwise_sqdist(rows)
         group = agglomerate(similarity.cpu(), alg.k, alg.linkage)
@@ -343,4 +366,4 @@ def _mixing_weights(
         weight = torch.zeros(n, n, dtype=torch.float64)
         selected = alg.select(ops.pairwise_sqdist(rows))
         weight.index_fill_(1, selected, 1 / len(selected))
-    return MixingWeights(weight)
+    return MixingWeights(weight), None

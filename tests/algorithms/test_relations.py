@@ -8,7 +8,7 @@ from parts.rivals import GOLDEN, close
 from small import after, images, lead, points, some, t, tiny, tiny_model
 
 from pflcore import Simulation
-from pflcore.algorithms import SFL, FedAMP, FedDWAQP, Mocha, Stop
+from pflcore.algorithms import SFL, FedAMP, FedDWAQP, HeurFedAMP, Mocha, Stop
 
 
 def test_golden_fedamp_with_too_large_a_step():
@@ -45,6 +45,38 @@ def test_fedamp_reports_the_rounds_of_its_models_and_who_was_scaled_down():
         FedAMP(alpha=0.1), w[0], 4, [({"w": w[:3]}, some(4, 7, [0, 1, 3]))]
     )
     assert int(FedAMP(alpha=0.1).report(calm, None, some(4))["rescaled"]) == 0
+
+
+def distant_models(scale):
+    gen = torch.Generator().manual_seed(0)
+    return scale * torch.randn(4, 50, generator=gen, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "alg, scale, count",
+    [
+        (FedAMP(), 3.0, 1),
+        (FedAMP(alpha=0.1), 0.01, 0),
+        (HeurFedAMP(xi_self=0.999), 3.0, 0),
+    ],
+)
+def test_a_run_warns_once_of_models_too_far_for_sigma(alg, scale, count):
+    """Each round of the three has other models, and so another distance in words."""
+    rounds = [({"w": distant_models(scale * r)}, some(4, r)) for r in (1, 2, 3)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        states = lead(alg, torch.zeros(50).double(), 4, rounds)
+    texts = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    assert len(texts) == count
+    assert all("in the median: give sigma near that, got 1" in text for text in texts)
+    assert bool(states[-1][0]["warned"]) is (count == 1)
+
+
+def test_a_client_alone_is_not_too_far_from_others():
+    w = distant_models(3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        lead(FedAMP(), w[0], 4, [({"w": w[:1]}, some(4, 1, [2]))])
 
 
 def test_fedamp_evaluates_the_trained_model_also_from_a_mixed_start():

@@ -134,6 +134,74 @@ def test_directions_have_no_least_or_largest_length(scale):
     torch.testing.assert_close(got / scale, want)
 
 
+def test_a_long_model_changes_no_cosine_of_heurfedamp():
+    """The softmax of the others knows no lengths, so their weights stay."""
+    models = rows(4, 1.0)
+    longer = models.clone()
+    longer[3] *= 1e17
+    _, want = personalize(models, "heurfedamp", return_weights=True)
+    _, got = personalize(longer, "heurfedamp", return_weights=True)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name, options, given", tabled(STEPS))
+@pytest.mark.filterwarnings("ignore:FedAMP")
+def test_returned_weights_are_those_of_the_models(name, options, given):
+    options = known(options) | known(given)
+    models, weights = personalize(rows(), name, return_weights=True, **options)
+    near(models, weights @ rows())
+    near(weights.sum(1), torch.ones(N))
+
+
+@pytest.mark.parametrize("name, options", [("krum", {}), ("clusters", {"k": 3})])
+def test_returned_weights_are_of_uploads_in_their_order(name, options):
+    uploads = {f"c{i}": row for i, row in enumerate(rows())}
+    models, weights = personalize(uploads, name, return_weights=True, **options)
+    mixed = weights @ torch.stack([*uploads.values()])
+    near(torch.stack([models[client] for client in uploads]), mixed)
+
+
+def distant_models(scale):
+    base = randn(0, 1, 1218)
+    return base + scale * randn(1, 6, 1218)
+
+
+def warnings_of(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in caught if w.category is RuntimeWarning]
+
+
+def test_models_too_far_for_sigma_are_a_warning():
+    models = distant_models(0.3)
+    upper = pairwise_sqdist(models)[~torch.eye(6, dtype=torch.bool)]
+    (text,) = warnings_of(lambda: personalize(models, "fedamp"))
+    words = f"{float(upper.median()):.3g} in the median: give sigma near that, got 1"
+    assert words in text and text.endswith(".") and "alpha near sigma / 6" in text
+
+
+@pytest.mark.parametrize(
+    "method, options, scale",
+    [
+        ("fedamp", {}, 0.001),
+        ("fedamp", {"sigma": 220.0}, 0.3),
+        ("fedamp", {"sigma": 220.0, "alpha": 220.0 / 6}, 0.3),
+        ("heurfedamp", {}, 0.3),
+        ("heurfedamp", {"xi_self": 0.999}, 0.3),
+        ("clusters", {"k": 6}, 0.3),
+        ("sfl", {"s": 0.0}, 0.3),
+    ],
+)
+def test_weights_by_choice_or_of_near_models_are_no_warning(method, options, scale):
+    models = distant_models(scale)
+    assert warnings_of(lambda: personalize(models, method, **options)) == []
+
+
+def test_one_model_alone_is_no_warning():
+    assert warnings_of(lambda: personalize(distant_models(0.3)[:1], "fedamp")) == []
+
+
 @pytest.mark.parametrize("f", [0, 1, 2])
 def test_krum_is_its_definition(f):
     models = rows(3, 1.0)
