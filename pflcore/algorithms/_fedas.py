@@ -47,7 +47,8 @@ class FedAS(Algorithm):
     3. It trains the aligned body and its own head by the run's loss. This is the new
        w_i, with which it is evaluated.
     4. It computes the trace of w_i's empirical Fisher information: the sum over
-       minibatches of an epoch of the squared length of the loss's gradient.
+       minibatches of an epoch of the squared length of the loss's gradient, in
+       evaluation mode.
 
     The server takes `x <- sum_i t_i body_i / sum_i t_i`, t_i being the traces: a client
     that has trained little counts more or less by how steep its loss still is. Where
@@ -56,7 +57,7 @@ class FedAS(Algorithm):
 
     The rule is that of the authors' code, since the paper was not at hand. There the
     client's loss is the cross entropy. It aligns on minibatches of 16, here on the
-    run's.
+    run's. The default of `align_lr` is that of their code.
 
     Args:
         align_epochs: Epochs of the alignment.
@@ -136,7 +137,7 @@ def alignment_loss(
 def fisher_trace(w: Tensor, clients: Clients) -> Tensor:
     """The traces [S] of the empirical Fisher information of models `w` [S, P].
 
-    They are sums over minibatches, of the squared length of the gradient in training
+    They are sums over minibatches, of the squared length of the gradient in evaluation
     mode.
     """
 
@@ -145,8 +146,26 @@ def fisher_trace(w: Tensor, clients: Clients) -> Tensor:
         return {"trace": rows["trace"] + length2.to(w)[:, None]}
 
     rows = {"w": w, "trace": torch.zeros_like(w[:, :1])}
-    fit = clients.each_batch(rows, add_squared_gradient, epochs=1, stream="fisher")
+    fit = clients.each_batch(
+        rows,
+        add_squared_gradient,
+        Objective(loss=evaluated_loss),
+        epochs=1,
+        stream="fisher",
+    )
     return fit.rows["trace"][:, 0]
+
+
+def evaluated_loss(
+    net: Net,
+    row: Tensor,  # [P]
+    x: Tensor,  # [B, ...]
+    y: Tensor,  # [B]
+    extra: Tensors,
+) -> Tensor:
+    """The run's loss [] on a batch, in evaluation mode."""
+    with net.in_evaluation_mode():
+        return net.loss(row, x, y)
 
 
 def trace_shares(trace: Tensor) -> Tensor:

@@ -54,10 +54,11 @@ class FedCAC(Algorithm):
     models, weighed by `weighting`.
 
     The paper's full text was not at hand: the rule is taken from its abstract and first
-    pages and from PFLlib's code. Decisions here: clients may be absent; then masks are
-    compared within the cohort, and an absent client keeps its M_i and custom_i. The
-    server puts a client's model together and sends one; in PFLlib it sends custom_i and
-    x, and the client does that.
+    pages and from its authors' code in Fling (`fedcac_group.py`, `fedcac_client.py`).
+    PFLlib's code has the same rule, but sends the initial model for custom_i after
+    round 1. Decisions here: clients may be absent; then masks are compared within the
+    cohort, and an absent client keeps its M_i and custom_i. The server puts a client's
+    model together and sends one.
 
     Args:
         tau: Share of the parameters of each tensor that are critical, from 0 to 1. At 0

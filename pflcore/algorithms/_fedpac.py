@@ -65,11 +65,17 @@ class FedPAC(Algorithm):
     head.
 
     The paper's full text was not at hand: the rule is taken from its abstract and first
-    pages and from the authors' code.
+    pages and from the authors' code. Deviations from that code:
 
-    The matrix of that quadratic programme is made of the exact distances of all h, and
-    solved exactly. The authors' code takes its eigenvalues below .01 for 0 where one of
-    them is negative, and weights below .001 for 0, after which they do not sum to 1.
+    - The matrix of the quadratic programme is made of the exact distances of all h, and
+      solved exactly. There eigenvalues below .01 count as 0 where one of them is
+      negative, and so do weights below .001, before the others are divided by their
+      sum.
+    - A sample whose class has no prototype is not pulled. There it is pulled towards
+      the client's own mean feature of the class before its training, except in round 1.
+    - The head takes the run's step size. There it is .1 beside .01 for the body
+      (`head_lr=0.1, lr=0.01`), and both have a momentum of .5 and a weight decay of
+      .0005.
 
     Args:
         lam: Weight of the pull of features towards the prototypes; 0 pulls nothing.

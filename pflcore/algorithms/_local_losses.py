@@ -46,7 +46,9 @@ class MOON(FedAvg):
     features, and any other model trains as it is.
 
     The paper's full text was not at hand: the rule is taken from its abstract and first
-    pages and from the authors' code. PFLlib and FL-bench compute the same rounds.
+    pages and from the authors' code. FL-bench computes the same rounds. So do the
+    authors' code and PFLlib where all clients take part from round 1 on; there the last
+    model of a client that joins later is the initial model instead of x.
 
     The other options are those of `FedAvg`.
 

@@ -73,7 +73,7 @@ class PFedGraph(Algorithm):
     The paper was not at hand. The sign of the clients' term follows from the graph's:
     one objective weighs p_ij by the dissimilarity -cos in both steps, so clients are
     drawn towards their collaborators. The released code adds the term with lam > 0 and
-    so pushes them away; its formula is this one's with a negative `lam`. Further
+    so pushes them away, which no lam >= 0 does here. Further
     deviations from that code: a cosine above 0.9 stays what it is, where the code makes
     it 1; a client is evaluated before its local training alone, where the code takes
     the better one of before and after on validation data.

@@ -90,7 +90,9 @@ class PFedHN(Algorithm):
     Deviations from the authors' code: one client trains in each of its rounds; a cohort
     of one client gives that. Its step is SGD of the fixed size 0.01 with a momentum of
     0.9, with weight decay and a bound of the slope's length. The last layer's weight
-    starts at random. D is 1 + N / 4, and the last hidden layer has no ReLU.
+    starts at random. D is 1 + N / 4, and the last hidden layer has no ReLU. Its
+    `n_hidden` counts the layers after the first one, so that its 3 are
+    `hidden_layers=4`.
 
     Args:
         embedding_size: D, the length of an embedding.

@@ -123,9 +123,13 @@ class FedProto(Algorithm):
     the head gives the scores.
 
     The paper's full text was not at hand: the rule is taken from its abstract and first
-    pages and from the authors' code, in which the pull is on each sample. Deviation
-    from that code: the prototypes are those of the trained model in evaluation mode;
-    there they average the features that the model had before each step of its training.
+    pages and from the authors' code, in which the pull is on each sample. Deviations
+    from that code:
+
+    - The prototypes are those of the trained model in evaluation mode. There they
+      average the features that the model had before each step of its last epoch.
+    - A sample may be given any class that has a prototype, as in PFLlib. There it is
+      one of the classes of the client's own samples.
 
     Args:
         lam: Weight of the pull towards the prototypes.

@@ -397,22 +397,27 @@ class Net:
         return [piece.clone().view(shape) for piece, shape in pieces]
 
     @contextmanager
+    def in_evaluation_mode(self) -> Iterator[None]:
+        """Context in which forward passes are those of evaluation mode.
+
+        They leave batch norm's statistics as they are.
+        """
+        state = forward_state
+        with forward_context(
+            train=False,
+            buffers=state.buffers,
+            seed=state.seed,
+            single_client=state.single_client,
+        ):
+            yield
+
+    @contextmanager
     def as_reference(self) -> Iterator[None]:
         """Context for models that a client compares with, but does not train.
 
-        Forward passes in it are those of evaluation mode. They have no gradient, and
-        leave batch norm's statistics as they are.
+        Forward passes in it are those of evaluation mode, without a gradient.
         """
-        state = forward_state
-        with (
-            torch.no_grad(),
-            forward_context(
-                train=False,
-                buffers=state.buffers,
-                seed=state.seed,
-                single_client=state.single_client,
-            ),
-        ):
+        with torch.no_grad(), self.in_evaluation_mode():
             yield
 
     def features(self, row: Tensor, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from small import (
 )
 from torch import nn
 
-from pflcore import Federation, Net, Simulation, Training
+from pflcore import Federation, Hardware, Net, Simulation, Training
 from pflcore.algorithms import (
     FedAS,
     FedAvg,
@@ -86,6 +86,38 @@ def test_feddbe_without_pull_and_offset_is_fedavg_after_its_first_round():
 
 
 # rules ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_fedass_traces_are_of_evaluation_mode(engine):
+    """The traces of a model with batch norm and dropout, by torch alone."""
+    torch.manual_seed(0)
+    pairs = [(torch.randn(n, 5).double(), torch.arange(n) % 3) for n in (9, 12, 7)]
+    samples = [{"train": pair, "test": pair} for pair in pairs]
+    data = Federation.from_clients(samples, dtype=None)
+    layers = (
+        nn.Linear(5, 4),
+        nn.BatchNorm1d(4),
+        nn.Tanh(),
+        nn.Dropout(),
+        nn.Linear(4, 3),
+    )
+    model = nn.Sequential(*layers).double()
+    training = Training(lr=0.3, batch_size=100)
+    hardware = Hardware(engine=engine)
+    run = Simulation("fedas", model, data, training, rounds=1, hardware=hardware)
+    history = run.run()
+
+    traces = []
+    for client, (x, y) in enumerate(pairs):
+        module = history.model(client).module().eval()
+        module.requires_grad_()
+        loss = nn.functional.cross_entropy(module(x), y)
+        slopes = torch.autograd.grad(loss, [*module.parameters()])
+        traces.append(sum(float(slope.square().sum()) for slope in slopes))
+
+    shares = t(traces) / sum(traces)
+    near(t(history.rounds[0]["report"]["weights"]), shares, 1e-6)
 
 
 def test_fedproto_never_predicts_a_class_without_a_prototype():

@@ -305,7 +305,7 @@ def biased_training(clients, i, x, offset, common, kappa, momentum, moves) -> tu
 
 
 def feddbe(
-    clients, cohorts, start, kappa=1.0, momentum=0.1, offset=True
+    clients, cohorts, start, kappa=50.0, momentum=1.0, offset=True
 ) -> Iterator[dict]:
     """FedDBE (Zhang et al. 2023); round 1 finds the common mean feature."""
     x = clients.w0
