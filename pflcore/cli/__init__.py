@@ -72,7 +72,7 @@ EXTRAS = {
     "test": (
         *("flwr", "pytest", "pytest_cov", "pytest_randomly", "xdist", "cosmic_ray"),
         *("hypothesis", "safetensors", "pytest_benchmark", "ruff", "mypy", "twine"),
-        *("nbclient", "ipykernel"),
+        *("nbclient", "ipykernel", "datasets", "h5py"),
     ),
 }
 

@@ -201,6 +201,35 @@ def test_other_sources_are_one_sentence(dataset, options, words):
         Federation.from_hf(dataset(), **options)
 
 
+def test_validation_rows_are_val_and_test_rows_test():
+    thirds = [slice(0, 4), slice(4, 8), slice(8, 12)]
+    tables = [table(rows) for rows in thirds]
+    splits = dict(zip(("train", "validation", "test"), tables, strict=True))
+
+    data = Federation.from_hf(splits, "writer")
+
+    assert data.names == ("ann", "bob", "cay")
+    for split, rows in zip(("train", "val", "test"), thirds, strict=True):
+        for i, name in enumerate(data.names):
+            own = np.arange(ROWS)[rows][WRITERS[rows] == name]
+            assert_rows(data, i, own, split)
+
+
+def test_clients_that_are_numbers_have_their_own_names():
+    """A column of class labels holds places in a list of names."""
+    rows = table()
+    places = ["zoe", "cay", "ann", "bob"]
+    numbers = [places.index(name) for name in WRITERS]
+    rows.columns_of_rows["writer"] = numbers
+    rows.features["writer"] = SimpleNamespace(names=places)
+
+    data = Federation.from_hf(rows, "writer")
+
+    assert data.names == ("cay", "ann", "bob")
+    for i, name in enumerate(data.names):
+        assert_rows(data, i, np.flatnonzero(name == WRITERS))
+
+
 def test_a_name_needs_the_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with sentence("from_hf: a Dataset by name needs datasets, which is n", ImportError):

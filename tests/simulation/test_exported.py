@@ -305,6 +305,7 @@ def test_a_manifest_has_what_inputs_need(history, tmp_path):
     assert manifest["columns"] == list(FEATURES)
     assert manifest["class_names"] == list(CLASSES)
     assert manifest["classes"] == 3
+    assert manifest["head"] == history.model("north").net.head_name is not None
     assert [entry["name"] for entry in manifest["clients"]] == list(HOSPITALS)
     assert all(len(entry["mean"]) == 3 for entry in manifest["clients"])
     assert "in the order of columns" in manifest["use"]
