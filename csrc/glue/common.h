@@ -68,15 +68,15 @@ Tensor make(const Tensor& like, const Sizes& sizes,
     elements *= shape[i];
   }
   int32_t device = 0, index = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
   const auto type = torch::stable::detail::to<int32_t>(
       torch::stable::detail::from(dtype.value_or(like.scalar_type())));
   return allocated(like, elements, [&] {
     AtenTensorHandle made = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()),
-                                                           shape.data(), strides.data(), type,
-                                                           device, index, &made));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()),
+                                                    shape.data(), strides.data(), type, device,
+                                                    index, &made));
     return Tensor(made);
   });
 }
