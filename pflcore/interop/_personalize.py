@@ -106,7 +106,7 @@ class MixedModels(NamedTuple):
 
 
 @checked
-def personalize(
+def personalize(  # noqa: PLR0913 (each option of the one call)
     uploads: Models,
     method: Method | type[Algorithm] | str = "fedamp",
     *,
