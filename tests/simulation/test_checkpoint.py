@@ -237,12 +237,14 @@ def test_tensors_that_share_memory_come_back(tmp_path):
 
 @dataclass(frozen=True)
 class Spoils(FedAvg):
-    """FedAvg with a huge update, void rounds and a growing state.
+    """FedAvg with a huge update, void rounds and tensors that share memory.
 
     Client 1's update is huge in round 1. In rounds 2, 4, 5 and 6 the server's model is
-    NaN. The keys "late" and "again" exist from the first round on and share the memory
-    of "x".
+    NaN. The tensors "part" and "again" share the memory of "x".
     """
+
+    def init(self, x0, n):
+        return {"x": x0, "part": x0[2:5], "again": x0}
 
     def train(self, down, client_state, clients):
         client_state, up, fit = super().train(down, client_state, clients)
@@ -253,7 +255,7 @@ class Spoils(FedAvg):
         new, mix = super().update(state, up, cohort)
         factor = math.nan if cohort.round in (2, 4, 5, 6) else 1.0
         x = new["x"] * factor
-        return {"x": x, "late": x[2:5], "again": x}, mix
+        return {"x": x, "part": x[2:5], "again": x}, mix
 
 
 BAD = Robustness(adversary=Adversary("noise", [1]))
@@ -569,8 +571,8 @@ def test_an_exchanged_file_is_refused(tmp_path, monkeypatch):
     b = saved(tmp_path / "b", algorithm="waffle", seed=1)
     shutil.copy(b / checkpoint.FILE_NAME, a / checkpoint.FILE_NAME)
     refused(lambda: make("waffle").restore(a), "another run: seed")
-    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 6)
-    refused(lambda: load(b), "expected format 6, got 5")
+    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 7)
+    refused(lambda: load(b), "expected format 7, got 6")
     refused(lambda: load(tmp_path), r"has no checkpoint\.safetensors")
 
 
