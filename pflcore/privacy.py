@@ -1,4 +1,4 @@
-"""How private a run with noise is: the accountant of the sampled Gaussian mechanism.
+"""Privacy of a run with noise: the accountant of the sampled Gaussian mechanism.
 
 A server that clips every update to a length C, adds the updates of the cohort, and adds
 Gaussian noise of standard deviation z C to the sum hides whether any one client is in

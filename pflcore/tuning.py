@@ -82,7 +82,7 @@ class Selection(NamedTuple):
 
     @property
     def facts(self) -> list[Any]:
-        """What a record of the search has of the metric."""
+        """Facts on the metric for the record of the search."""
         facts = [self.name, self.higher_is_better]
         functions = function_digest(self.metrics)
         return [*facts, str(functions)] if functions.says_more else facts

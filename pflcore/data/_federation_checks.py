@@ -1,4 +1,4 @@
-"""What must hold in a federation, and the sentences where it does not.
+"""Checks of a federation, and the sentences of what does not hold.
 
 Symbols: N clients, C classes; client i has n_i samples in a split; n samples in a pool.
 """
