@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pflcore.algorithms import algorithm_of, name_of
 from pflcore.algorithms._protocol import Algorithm, Stop, Tensors, check_training
+from pflcore.algorithms._task import check_head
 from pflcore.check import (
     BatchNormPolicy,
     Fraction,
@@ -170,6 +171,7 @@ class Simulation:
             trainable_clients=self.data.trainable_clients,
             training=self.training,
         )
+        check_head(self.config.algorithm, self.config)
         # True where the caller may hold the state, so that the run needs a copy.
         self._state_shared = False
 

@@ -65,7 +65,8 @@ def make_context(  # noqa: PLR0913 (the options of a run)
 ) -> TrainContext:
     """The context of a run, with the engine that the trial selects.
 
-    Facts of the model that the first batch shows are set in `net`. Raises MismatchError
+    Facts of the model that the first batch shows are set in the context's net, which is
+    `net`, or a copy of it where samples have several fields. Raises MismatchError
     where model, data and loss do not fit together, or where the engine that the user
     named does not match the module.
 
