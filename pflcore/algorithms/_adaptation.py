@@ -51,7 +51,9 @@ from pflcore.train._losses import (
     binary_cross_entropy,
     cross_entropy,
     hinge,
+    loss_name,
 )
+from pflcore.train._net import Target
 
 
 @algorithm_options
@@ -160,9 +162,10 @@ class FineTune(FedProx, FedOpt):
         batch_norm = clients.buffers
         best = x.new_full((len(x), 1), -torch.inf)
         if self.zero:
-            best = fill_missing(validation_score(clients, x))
+            best = fill_missing(validation_score(clients, x, "choose"))
         for fit in self.candidate_fits(x, clients):
-            score = fill_missing(validation_score(clients.after(fit), fit.w))
+            tuned = clients.after(fit)
+            score = fill_missing(validation_score(tuned, fit.w, "choose"))
             is_better = score > best
             best = torch.where(is_better, score, best)
             w = torch.where(is_better, fit.w, w)
@@ -213,7 +216,10 @@ def head_mask(net: Net) -> Tensor:
 
 
 def validation_score(
-    clients: Clients, rows: Tensor | Tensors, predict: Predict = predict_row
+    clients: Clients,
+    rows: Tensor | Tensors,
+    option: str,
+    predict: Predict = predict_row,
 ) -> Tensor:
     """Score of each client's model on the split "val", float64 [S].
 
@@ -222,6 +228,7 @@ def validation_score(
     NaN. Raises ValueError where no client has samples of the split.
 
     Args:
+        option: Name of the option that asks for the score, for the error.
         rows: The models [S, P], or several tensors [S, ...] that `predict` takes.
     """
     model = rows if isinstance(rows, dict) else {"w": rows}
@@ -231,9 +238,8 @@ def validation_score(
     has_val = size > 0
     if not has_val.any():
         raise ValueError(
-            "choose: fine-tuning is tuned on the clients' 'val' split, which these "
-            "clients lack; make one with Federation.split, or choose on validation "
-            "clients with pflcore.tuning."
+            f"{option}: it is decided on the clients' 'val' split, which these clients "
+            "lack; make one with Federation.split(val=0.2), or leave the option out."
         )
     # Each client has a block of its own: a choice must not depend on the others, and
     # last digits may depend on what is computed together.
@@ -267,8 +273,9 @@ def accept_tuned(
     is_large = to_device(clients.num_samples, x.device) >= alg.min_size
     if alg.margin is None:
         return is_large
-    score = validation_score(after, model, predict)
-    return is_large & (score > validation_score(clients, x) + alg.margin)
+    score_of_x = validation_score(clients, x, "margin")
+    score = validation_score(after, model, "margin", predict)
+    return is_large & (score > score_of_x + alg.margin)
 
 
 VoteKernel = Literal["exp", "inverse", "gauss_dim"]
@@ -322,15 +329,14 @@ class KnnPer(FedOpt):
         late = ("k", "lam", "kernel", "min_size", "margin")
         return super().traits._replace(returns="probabilities", evaluation_only=late)
 
+    def server_init_args(self, net: Net) -> Tensors:
+        if net.target is not None:
+            check_votes(net, net.target)
+        return super().server_init_args(net)
+
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         x = down["x"]
         z, y = clients.features(x)  # [S, n, H], [S, n]: short clients are padded
-        if y.dim() > 2 and is_cross_entropy(clients.net):
-            raise ValueError(
-                "data: kNN-Per's neighbours vote with a label a sample, and these "
-                "targets are probabilities, or one for each step; give int64 labels "
-                "[n]."
-            )
         n = to_device(clients.num_samples, y.device)
         model = {"w": x, "z": z.flatten(2), "y": y, "n": n}
         if self.min_size or self.margin is not None:
@@ -374,10 +380,26 @@ class KnnPer(FedOpt):
         return p.logit(eps=1e-12).to(scores)
 
 
-def is_cross_entropy(net: Net) -> bool:
-    """True where the net's loss is cross entropy, pflcore's or torch's."""
-    loss_fn = net.loss_fn
-    return loss_fn is cross_entropy or isinstance(loss_fn, CrossEntropyLoss)
+def check_votes(net: Net, target: Target) -> None:
+    """Raises ValueError where samples have no class for which neighbours can vote.
+
+    Of numbers and of several yes-or-no labels they take a mean.
+    """
+    is_cross_entropy = net.loss_fn is cross_entropy
+    is_cross_entropy |= isinstance(net.loss_fn, CrossEntropyLoss)
+    scores_classes = net.scores_classes and not net.single_score
+    if (is_cross_entropy or scores_classes) and target.shape:
+        raise ValueError(
+            "data: kNN-Per's neighbours vote with a label a sample, and these targets "
+            "are probabilities, or one for each step; give int64 labels [n]."
+        )
+    is_known = net.loss_fn in (hinge, binary_cross_entropy)
+    if net.scores_classes and net.single_score and not is_known:
+        raise ValueError(
+            "loss: kNN-Per mixes probabilities of classes, which "
+            f"{loss_name(net.loss_fn)} does not give for a single score; take "
+            "loss='binary_cross_entropy' or 'hinge'."
+        )
 
 
 def nearest_neighbours(

@@ -27,6 +27,7 @@ from pflcore.algorithms._protocol import (
     normalize_rows,
     squared_norms,
 )
+from pflcore.algorithms._task import check_class_scores, check_sample_labels
 from pflcore.check import NonNegativeFloat, PositiveInt
 from pflcore.train import Clients, Net, Objective
 
@@ -71,6 +72,9 @@ class FedAS(Algorithm):
     traits = Traits(batch_norm=("local",), reported_state=("mix",))
 
     def server_init_args(self, net: Net) -> Tensors:
+        if self.align_lr:
+            check_sample_labels(net, "a mean feature of each class")
+            check_class_scores(net, "FedAS aligns the features of classes")
         return {"x0": net.split(net.w0)[0]}
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:

@@ -23,7 +23,6 @@ from pflcore.algorithms._protocol import (
     algorithm_options,
     warn_unused_momentum,
 )
-from pflcore.algorithms._split import check_head_is_last
 from pflcore.check import Fraction, NonNegativeFloat
 from pflcore.train import Clients, Net, Objective
 from pflcore.train._clients import Update
@@ -72,6 +71,7 @@ class FedDBE(Algorithm):
             "local_optimizer": "takes steps of SGD with the model and an offset",
             "clip_grad": "takes steps along gradients",
         },
+        head_reason="adds an offset to the features",
     )
 
     def server_init_args(self, net: Net) -> Tensors:
@@ -90,7 +90,6 @@ class FedDBE(Algorithm):
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
     ) -> TrainResult:
-        check_head_is_last(clients, "FedDBE adds an offset to the features")
         warn_unused_momentum(self, clients)
         x = down["x"]
         v = client_state["v"]
@@ -128,7 +127,7 @@ class FedDBE(Algorithm):
         h = net.num_features
         w, v, r = row.tensor_split([net.size, net.size + h])
         z = net.features(w, x)
-        batch_mean = z.mean(0)
+        batch_mean = z.flatten(0, -2).mean(0)  # also over the steps of a sequence
         known = extra["known"]
         if self.offset:
             z = z + known * v

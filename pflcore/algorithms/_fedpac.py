@@ -155,9 +155,9 @@ class FedPAC(Algorithm):
         self, net: Net, row: Tensor, x: Tensor, y: Tensor, extra: Tensors
     ) -> Tensor:
         """The run's loss [] on a batch, plus the pull towards the prototypes."""
-        z = net.features(row, x)
+        z, scores = net.features_and_scores(row, x)
         pull = prototype_distance(z, y, extra)
-        return net.batch_loss(net.head(row, z), y) + self.lam * pull
+        return net.batch_loss(scores, y) + self.lam * pull
 
     def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
         prototypes = state["prototypes"]

@@ -20,11 +20,12 @@ from pflcore.algorithms._protocol import (
     Payload,
     Tensors,
     TrainResult,
+    Traits,
     algorithm_options,
 )
+from pflcore.algorithms._task import check_class_scores, check_sample_labels
 from pflcore.check import NonNegativeFloat
 from pflcore.train import Clients, Net, Objective
-from pflcore.train._losses import loss_name
 from pflcore.train._random import generator_of
 
 
@@ -66,12 +67,14 @@ class GPFL(FedAvg):
     lam: NonNegativeFloat = 0.01
     mu: NonNegativeFloat = 0.0
 
+    @property
+    def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
+        return super().traits._replace(head_reason="gives the head features of its own")
+
     def server_init_args(self, net: Net) -> Tensors:
-        if not net.scores_classes or net.classes < 2:
-            raise ValueError(
-                "loss: GPFL embeds classes; expected a loss of several classes' "
-                f"scores, got {loss_name(net.loss_fn)} of {net.classes}."
-            )
+        check_sample_labels(net, "an embedding of each class")
+        check_class_scores(net, "GPFL embeds classes")
         body = net.split(net.w0)[0]
         return {"x0": torch.cat([body, *_initial_parts(net)])}
 

@@ -17,15 +17,10 @@ from pflcore.algorithms._protocol import (
     TrainResult,
     algorithm_options,
 )
+from pflcore.algorithms._task import check_class_scores
 from pflcore.check import NonNegativeFloat, PositiveFloat
 from pflcore.train import Clients, Net, Objective
-from pflcore.train._losses import (
-    REGRESSION_LOSSES,
-    binary_cross_entropy,
-    hinge,
-    loss_name,
-    mean_over_steps,
-)
+from pflcore.train._losses import mean_over_steps
 
 
 @algorithm_options
@@ -122,11 +117,7 @@ class FedNTD(FedAvg):
     temperature: PositiveFloat = 1.0
 
     def server_init_args(self, net: Net) -> Tensors:
-        if net.loss_fn in (*REGRESSION_LOSSES, hinge, binary_cross_entropy):
-            raise ValueError(
-                "loss: FedNTD compares the scores of classes; expected a loss of "
-                f"those, got {loss_name(net.loss_fn)}."
-            )
+        check_class_scores(net, "FedNTD compares the scores of classes")
         return super().server_init_args(net)
 
     def train(

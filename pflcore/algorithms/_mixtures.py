@@ -69,7 +69,8 @@ class APFL(FedAvg):
     (`mix="logits"`) and adds 0.02 alpha to alpha's gradient (`alpha_decay=0.02`).
 
     Batch norm's running statistics are those of the mixed model, which is the one that
-    is used. Momentum and weight decay apply to w and v.
+    is used. With `mix="logits"` they are the same mixture of both models' statistics.
+    Momentum and weight decay apply to w and v.
 
     The other options are those of `FedAvg`.
 
@@ -163,10 +164,23 @@ class APFL(FedAvg):
     def mixture_scores(
         self, net: Net, w: Tensor, v: Tensor, alpha: Tensor, x: Tensor
     ) -> Tensor:
-        """The mixture's scores on `x` [B, ...]."""
+        """The mixture's scores on `x` [B, ...].
+
+        In training, batch norm's statistics make one move: where scores are mixed, both
+        models move those from before, and the results are mixed as the scores are.
+        """
         if self.mix == "weights":
             return net(alpha * v + (1 - alpha) * w, x)
-        return alpha * net(v, x) + (1 - alpha) * net(w, x)
+        before = forward_state.buffers
+        scores_of_v = net(v, x)
+        after_v = forward_state.buffers
+        forward_state.buffers = before
+        scores_of_w = net(w, x)
+        if forward_state.train and net.buffer_names:
+            share = alpha.detach()
+            after_w = forward_state.buffers
+            forward_state.buffers = share * after_v + (1 - share) * after_w
+        return alpha * scores_of_v + (1 - alpha) * scores_of_w
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         alpha = client_state["alpha"]

@@ -281,6 +281,9 @@ class Traits(NamedTuple):
             the reason, as a clause after the algorithm's name: {"local_optimizer":
             "takes steps of SGD along ..."}. A run with another value is refused with
             it.
+        head_reason: Why the scores of the model must be those of its head, as a clause
+            after the algorithm's name: "adds a second head's scores". A run with
+            another model is refused with it; "" says that any model will do.
         rounds_reason: Why the results of a round depend on the number of rounds of the
             run, as a clause after the algorithm's name: "follows a curve ...". Such a
             run cannot go on to more rounds than it was begun with; "" says that no hook
@@ -309,6 +312,7 @@ class Traits(NamedTuple):
     returns: Literal["logits", "probabilities", "values"] = "logits"
     needs_val: bool = False
     fixed_training: Mapping[str, str] = {}
+    head_reason: str = ""
     rounds_reason: str = ""
     model_uploads: Mapping[str, str] = {}
     mean_state: tuple[str, ...] = ()

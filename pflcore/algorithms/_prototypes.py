@@ -27,6 +27,7 @@ from pflcore.algorithms._protocol import (
     Uploads,
     algorithm_options,
 )
+from pflcore.algorithms._task import check_class_scores, check_sample_labels
 from pflcore.check import NonNegativeFloat, Weighting
 from pflcore.train import Clients, Net, Objective
 
@@ -34,13 +35,10 @@ from pflcore.train import Clients, Net, Objective
 def zero_prototypes(net: Net) -> Tensor:
     """Zeros [C, H], in the shape of the prototypes of a model.
 
-    Raises ValueError where the loss has no classes of samples.
+    Raises ValueError where samples have no class.
     """
-    if not net.scores_classes or net.classes < 2:
-        raise ValueError(
-            "loss: prototypes are of classes; expected a loss of the scores of at "
-            f"least two classes, got {net.classes} scores."
-        )
+    check_sample_labels(net, "a mean feature of each class")
+    check_class_scores(net, "prototypes are of classes")
     return net.w0.new_zeros(net.classes, net.num_features)
 
 
@@ -176,9 +174,9 @@ class FedProto(Algorithm):
         self, net: Net, row: Tensor, x: Tensor, y: Tensor, extra: Tensors
     ) -> Tensor:
         """The run's loss [] on a batch, plus the pull towards the prototypes."""
-        z = net.features(row, x)
+        z, scores = net.features_and_scores(row, x)
         pull = prototype_distance(z, y, extra)
-        return net.batch_loss(net.head(row, z), y) + self.lam * pull
+        return net.batch_loss(scores, y) + self.lam * pull
 
     def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
         counts = counts_claim(state, cohort)
@@ -200,11 +198,11 @@ class FedProto(Algorithm):
         """
         if self.predict_by == "head":
             return net(model["w"], x)
-        z = net.features(model["w"], x)
+        z, head_scores = net.features_and_scores(model["w"], x)
         # The other modes subtract large numbers from each other.
         exact = "donot_use_mm_for_euclid_dist"
         scores = -torch.cdist(z, model["prototypes"], compute_mode=exact).square()
         is_known = model["known"] > 0
         lowest = scores.min(1, keepdim=True).values - 100
         scores = torch.where(is_known, scores, lowest)
-        return torch.where(is_known.any(), scores, net.head(model["w"], z))
+        return torch.where(is_known.any(), scores, head_scores)

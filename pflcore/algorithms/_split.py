@@ -27,6 +27,7 @@ from pflcore.algorithms._protocol import (
     Traits,
     algorithm_options,
 )
+from pflcore.algorithms._task import check_class_scores
 from pflcore.check import (
     Expectation,
     NonNegativeFloat,
@@ -36,15 +37,8 @@ from pflcore.check import (
     are_names,
     warn_caller,
 )
-from pflcore.nn._context import forward_context
 from pflcore.train import Clients, Net, Objective
-from pflcore.train._losses import (
-    REGRESSION_LOSSES,
-    binary_cross_entropy,
-    cross_entropy,
-    hinge,
-    loss_name,
-)
+from pflcore.train._losses import cross_entropy
 
 PRIVATE_TEXT = "'head', 'body', 'batch_norm' or patterns of parameter names"
 PrivateColumns = Annotated[
@@ -288,12 +282,13 @@ class FedRoD(FedAvg):
 
     gamma: NonNegativeFloat = 1.0
 
+    @property
+    def traits(self) -> Traits:
+        """The traits of the algorithm, which depend on its options."""
+        return super().traits._replace(head_reason="adds a second head's scores")
+
     def server_init_args(self, net: Net) -> Tensors:
-        if net.loss_fn in (*REGRESSION_LOSSES, hinge, binary_cross_entropy):
-            raise ValueError(
-                "loss: FedRoD balances the scores of classes; expected a loss of "
-                f"those, got {loss_name(net.loss_fn)}."
-            )
+        check_class_scores(net, "FedRoD balances the scores of classes")
         return super().server_init_args(net)
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
@@ -302,7 +297,6 @@ class FedRoD(FedAvg):
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
     ) -> TrainResult:
-        check_head_is_last(clients, "FedRoD adds a second head's scores")
         x = down["x"]
         class_counts = to_device(clients.class_counts, x.device).to(x.dtype)
         rows = torch.cat([x, client_state["h"]], 1)
@@ -350,43 +344,3 @@ class FedRoD(FedAvg):
         """Scores of w [P] plus those of its head with the parameters h [H]."""
         z = net.features(model["w"], x)
         return net.head(model["w"], z) + net.head(model["h"], z)
-
-
-def check_head_is_last(clients: Clients, needs: str) -> None:
-    """Raises ValueError where the model is not its head on its features.
-
-    Two samples are scored by two models: a ReLU behind the head may not show at scores
-    of one sign.
-
-    Args:
-        clients: The clients that train the model.
-        needs: What the algorithm does with the head, as a main clause for the error.
-    """
-    net = clients.net
-    x = clients.context.data.x[:2]
-    head_buffers = [
-        name for name in net.buffer_names if name.startswith(f"{net.head_name}.")
-    ]
-    noise = torch.linspace(-0.1, 0.1, net.size, dtype=net.dtype, device=net.w0.device)
-    point = net.w0 + noise
-    negative_head = point.clone()
-    negative_head[net.head_slice] *= -1
-    try:
-        is_additive = _scores_are_of_head(net, point, x)
-        is_additive &= _scores_are_of_head(net, negative_head, x)
-    except (RuntimeError, TypeError, IndexError, ValueError):
-        # A model of another form may fail in any of these ways.
-        is_additive = False
-    if head_buffers or not is_additive:
-        raise ValueError(
-            f"model: {needs}, so a head must be the last that the model does, with "
-            f"weights of its own and no statistics, and {net.head_name!r} is not so; "
-            "name it with Net(..., head=...)."
-        )
-
-
-def _scores_are_of_head(net: Net, w: Tensor, x: Tensor) -> bool:
-    """True where the scores of a model `w` [P] are those of its head."""
-    with torch.no_grad(), forward_context(train=False, buffers=net.b0):
-        by_head = net.head(w, net.features(w, x))
-        return torch.allclose(by_head, net(w, x), rtol=1e-3, atol=1e-4)

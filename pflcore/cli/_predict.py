@@ -16,7 +16,7 @@ import torch
 from pflcore.check import Words, import_object, reject, require
 from pflcore.cli._options import POSITIONAL, parse
 from pflcore.data._read_errors import explain_read_errors
-from pflcore.data._tables import read_frame, read_rows
+from pflcore.data._tables import read_lines
 from pflcore.results._files import atomic_write
 from pflcore.simulation._exported import (
     MANIFEST_FILE,
@@ -116,13 +116,16 @@ def _client(options: PredictOptions) -> int | str:
 def _prediction_lines(
     model: Personalized, options: PredictOptions
 ) -> Iterator[list[Any]]:
-    """The lines of the CSV: names, then a line for each sample."""
-    samples = read_samples(options.data, model)
+    """The lines of the CSV: names, then a line for each of the file.
+
+    A line of the file without a sample has an empty one.
+    """
+    samples, has_sample = read_samples(options.data, model)
     answers = _columns(np.asarray(model.predict(samples)))
     names = _numbered("prediction", answers.shape[1])
     if not options.scores:
         yield names
-        yield from answers.tolist()
+        yield from _beside_lines(answers.tolist(), has_sample)
         return
     scores = _columns(model.scores(samples).numpy())
     count = scores.shape[1]
@@ -132,29 +135,43 @@ def _prediction_lines(
     else:
         names += _numbered("score", count)
     yield names
-    for answer, numbers in zip(answers.tolist(), scores.tolist(), strict=True):
-        yield answer + numbers
+    pairs = zip(answers.tolist(), scores.tolist(), strict=True)
+    rows = [answer + numbers for answer, numbers in pairs]
+    yield from _beside_lines(rows, has_sample)
 
 
-def read_samples(path: Path, model: Personalized) -> Any:
-    """The samples of a file, as `Personalized.predict` takes them.
+def _beside_lines(rows: list[list[Any]], has_sample: Any) -> Iterator[list[Any]]:
+    """The rows of the samples, and an empty one where a line has no sample."""
+    empty = [None] * len(rows[0])
+    following = iter(rows)
+    for has_row in has_sample:
+        yield next(following) if has_row else empty
 
-    Raises ValueError or OSError where it holds none.
+
+def read_samples(path: Path, model: Personalized) -> tuple[Any, Any]:
+    """The samples [n] of a file, as `Personalized.predict` takes them, and a mask.
+
+    The mask [lines] is True for the lines of the file that have a sample. Raises
+    ValueError or OSError where it holds none.
     """
     require(path.is_file(), "data", "a file that is there", str(path))
     is_known = path.suffix in (".csv", ".npy", ".npz")
     require(is_known, "data", "a file .csv, .npy or .npz", path.name)
-    text = f"{path}: expected numbers in UTF-8, got others"
-    with explain_read_errors(text):
-        if path.suffix == ".npy":
-            return np.load(path, allow_pickle=False)
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                require("x" in file.files, "arrays", "an array x", file.files)
-                return file["x"]
+    if path.suffix == ".csv":
+        samples, has_sample = read_lines(path, named=model.columns is not None)
         if model.columns is None:
-            return torch.from_numpy(read_rows(path))
-        return read_frame(path)
+            samples = torch.from_numpy(samples)
+        return samples, has_sample
+    with explain_read_errors(f"{path}: expected an array of numbers, got others"):
+        samples = np.load(path, allow_pickle=False)
+        if path.suffix == ".npz":
+            with samples as file:
+                require("x" in file.files, "arrays", "an array x", file.files)
+                samples = file["x"]
+    shape = list(samples.shape)
+    require(samples.size, str(path), "samples [B, ...]", Words(f"the shape {shape}"))
+    require(samples.ndim, str(path), "samples [B, ...]", Words("one number"))
+    return samples, np.ones(len(samples), bool)
 
 
 def _columns(values: Any) -> Any:

@@ -9,6 +9,7 @@ Symbols: a table has n rows, one per sample, and D columns of features.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -229,7 +230,12 @@ def read_frame(path: Path, *words: str) -> Any:
     table = _read_file(path)
     if path.suffix != ".csv":
         return table
-    table = _with_header(table)
+    return _frame_of_cells(table, path, words)
+
+
+def _frame_of_cells(cells: Any, path: Path, words: Sequence[str]) -> Any:
+    """The data frame of a CSV file's cells, whose first line has the names."""
+    table = _with_header(cells)
     names = list(table.columns)
     twice = sorted({name for name in names if names.count(name) > 1})
     require(not twice, str(path), "each column once", twice)
@@ -240,38 +246,66 @@ def read_frame(path: Path, *words: str) -> Any:
     return table
 
 
-def read_rows(path: Path) -> Array:
-    """The numbers of a CSV file, float64 [n, D], with or without a line of names."""
-    cells = _read_file(path)
-    if have_header([cells], [path], -1):
-        cells = _with_header(cells)
-    numbers = _number_frame(list(cells.columns), _columns_of(cells), path).to_numpy()
-    return np.asarray(numbers)
+def read_lines(path: Path, *, named: bool) -> tuple[Any, Array]:
+    """The samples of a CSV file, and the mask [lines] of the lines that have one.
+
+    A line of empty cells has none. The line of names is not counted, nor are blank
+    lines before it and at the end. Raises ValueError where no line has a sample.
+
+    Args:
+        path: The file.
+        named: True for a data frame, by the names in the first line; False for numbers,
+            float64 [n, D], with or without a line of names.
+    """
+    cells = _read_file(path, keep_empty=True)
+    has_values = (cells != "").any(axis=1).to_numpy()
+    filled = cells[has_values].reset_index(drop=True)
+    samples: Any
+    if named:
+        samples = _frame_of_cells(filled, path, ())
+    else:
+        rows = _with_header(filled) if have_header([filled], [path], -1) else filled
+        numbers = _number_frame(list(rows.columns), _columns_of(rows), path)
+        samples = np.array(numbers)
+    require(len(samples), str(path), "rows of values below the names", Words("none"))
+    if len(samples) < len(filled):
+        below_names = int(has_values.argmax()) + 1
+        has_values = has_values[below_names:]
+    return samples, has_values
 
 
-def _read_file(path: Path) -> Any:
-    """The cells of a CSV file as texts, without a header; or a parquet file's frame."""
+def _read_file(path: Path, *, keep_empty: bool = False) -> Any:
+    """The cells of a CSV file as texts, without a header; or a parquet file's frame.
+
+    Lines of empty cells are left out, unless `keep_empty` asks for those that stand
+    between the first line and the last that are not blank.
+    """
     pandas = import_optional("pandas", "data: a table")
     text = f"{path}: expected rows of values in UTF-8, all of one length, got others"
     with explain_read_errors(text):
         require(path.is_file(), "file", "a regular one", path.name)
         if path.suffix == ".parquet":
             return pandas.read_parquet(path)
+        source: Any = path
+        if keep_empty:
+            source = io.StringIO(path.read_text(encoding="utf-8-sig").strip("\n"))
         cells = pandas.read_csv(
-            path,
+            source,
             header=None,
             dtype=object,
             keep_default_na=False,
             encoding="utf-8-sig",
             skipinitialspace=True,
+            skip_blank_lines=not keep_empty,
         )
         cells = cells.map(str.strip)
-        cells = cells[(cells != "").any(axis=1)].reset_index(drop=True)
-        first = list(cells.iloc[0])
+        filled = cells[(cells != "").any(axis=1)].reset_index(drop=True)
+        require(len(filled), "file", "lines of values", Words("none"))
+        first = list(filled.iloc[0])
         fits = not any(_has_separator(cell) for cell in first)
         expected = "several values, with ',' between them and a point in decimals"
         require(fits, "line 1", expected, first)
-        return cells
+        return cells if keep_empty else filled
 
 
 def _has_separator(cell: str) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._protocol import Algorithm, Payload, Tensors, check_training
+from pflcore.algorithms._task import check_head
 from pflcore.check import (
     BatchNormPolicy,
     Model,
@@ -130,11 +131,12 @@ class Client:
         classes = self.data.classes
         is_relabeled = self.data.relabel is not None
         is_open = not is_relabeled and self.data.class_names is None
-        if classes is not None and is_open and net.head_name is not None:
+        if classes is not None and is_open and net.has_linear_head:
             # One client may lack samples of some classes that the head scores.
             self.data = replace(self.data, classes=max(classes, net.classes))
         self._fingerprint = fingerprint(self.algorithm, net, self.averages)
         self._download_layout = download_layout(self.algorithm, net)
+        check_head(self.algorithm, self._context)
         self._buffers = net.b0[None]  # [1, b]
         self._client_state: Tensors = {}  # [1, ...]
         # The round, the state and the statistics of the last training, until a download

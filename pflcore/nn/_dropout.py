@@ -211,3 +211,5 @@ def use_own_dropout(module: nn.Module) -> None:
     for layer in module.modules():
         if getattr(layer, "dropout", 1.0) != 0:
             layer.__class__ = OWN_LAYERS.get(type(layer), type(layer))
+        if type(layer) is Dropout:
+            vars(layer).pop("inplace", None)  # an option of torch's class alone

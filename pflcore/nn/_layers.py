@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 import pflcore.nn as pflcore_nn
 
@@ -28,8 +29,8 @@ Description = dict[str, Any]
 def describe_module(module: nn.Module) -> Description | None:
     """The description of a module; None where it cannot be built from one.
 
-    It is None for a class of the user's own, and for a layer whose text or tensors do
-    not come back.
+    It is None for a class of the user's own, and for a layer that would not come back
+    as it is: with a hook, for example.
     """
     description = _describe(module)
     if description is None:
@@ -38,8 +39,58 @@ def describe_module(module: nn.Module) -> Description | None:
         again = build_module(description)
     except (TypeError, ValueError, RuntimeError):
         return None
-    is_same = repr(again) == repr(module) and _shapes(again) == _shapes(module)
-    return description if is_same else None
+    return description if computes_alike(again, module) else None
+
+
+def computes_alike(one: nn.Module, other: nn.Module) -> bool:
+    """True where two modules compute the same once one has the other's `state_dict`.
+
+    All that their layers hold is compared: settings, hooks, a `forward` of their own,
+    and buffers that no `state_dict` has. Parameters are compared by name and shape, and
+    the modes of training and evaluation are not.
+    """
+    if _has_any_global_hook():  # another program need not have it
+        return False
+    layers = dict(one.named_modules(remove_duplicate=False))
+    others = dict(other.named_modules(remove_duplicate=False))
+    if list(layers) != list(others) or _shapes(one) != _shapes(other):
+        return False
+    return all(_are_alike(layers[name], others[name]) for name in layers)
+
+
+def _are_alike(one: nn.Module, other: nn.Module) -> bool:
+    """True where two layers hold the same, but for their parameters and children."""
+    if type(one) is not type(other):
+        return False
+    facts = _layer_facts(one)
+    other_facts = _layer_facts(other)
+    if facts.keys() != other_facts.keys():
+        return False
+    return all(_is_equal(facts[name], other_facts[name]) for name in facts)
+
+
+def _layer_facts(layer: nn.Module) -> dict[str, Any]:
+    """All that a layer holds by itself and that its `state_dict` does not bring."""
+    facts: dict[str, Any] = {}
+    for name, value in vars(layer).items():
+        if name in ("_modules", "_buffers", "_parameters", "training"):
+            continue
+        # The keys of hooks are numbers of their registration.
+        is_hooks = "_hooks" in name and isinstance(value, Mapping)
+        facts[name] = list(value.values()) if is_hooks else value
+    for name in layer._non_persistent_buffers_set:
+        facts[f"buffer {name}"] = layer._buffers[name]
+    return facts
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """True for two equal values, and False where they cannot be compared."""
+    try:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return torch.equal(one.cpu(), other.cpu())
+        return bool(one == other)
+    except (RuntimeError, TypeError, ValueError):
+        return False
 
 
 def build_module(description: Mapping[str, Any]) -> nn.Module:

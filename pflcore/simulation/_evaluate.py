@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from pflcore._device import to_device
-from pflcore.algorithms._protocol import Algorithm, Tensors
+from pflcore.algorithms._protocol import Algorithm, Payload, Tensors
 from pflcore.check import checked, require
 from pflcore.data._federation import Federation
 from pflcore.metrics import Metric, measured_by
-from pflcore.simulation._state import RunConfig, State, client_rows
+from pflcore.simulation._state import (
+    RunConfig,
+    State,
+    client_rows,
+    have_initial_models,
+)
 from pflcore.train import Clients
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
 from pflcore.train._losses import without_masked
@@ -167,8 +172,7 @@ def personalized_models(
     """The models [S, ...] with which the clients `ids` [S] are evaluated.
 
     Returns them with the clients, whose batch-norm statistics are those that go with
-    the models. A client that never took part has the mean of the others' statistics,
-    where they are local.
+    the models; see `evaluation_buffers`.
 
     Args:
         config: The options of the run.
@@ -194,25 +198,37 @@ def _send_and_personalize(
     """The models [S, ...] that the clients make of their downloads."""
     cohort = config.cohort(ids, max(1, state.round), "evaluation")
     down = config.algorithm.send(state.server, cohort)
-    buffers = _evaluation_buffers(config, state, ids)
+    client_states = client_rows(config, state, ids, down)
+    buffers = evaluation_buffers(config, state, ids, down, client_states)
     context = config.without_augmentation()
     clients = Clients(context, ids, cohort.round, buffers, block_numbers)
-    client_states = client_rows(config, state, ids, down)
     models = dict(config.algorithm.model(down, client_states, clients))
     return models, replace(clients, buffers=models.pop("batch_norm", buffers))
 
 
-def _evaluation_buffers(config: RunConfig, state: State, ids: Tensor) -> Tensor:
-    """Batch norm's statistics [S, b] of the clients `ids`.
+def evaluation_buffers(
+    config: RunConfig,
+    state: State,
+    ids: Tensor,  # [S]
+    down: Payload,
+    client_states: Tensors,
+) -> Tensor:  # [S, b]
+    """Batch norm's statistics with which the clients `ids` are evaluated.
 
-    Where they are local, a client that never took part has the mean of the others'.
+    Where they are local, a client that never took part has the mean of those that did.
+    It has the initial ones where nothing of their training is in its model.
     """
     device = state.buffers.device
     buffers = state.buffers[to_device(ids, device)]
-    if buffers.numel() and not config.averages and state.participated.any():
+    is_new = ~state.participated[ids]
+    if config.averages or not buffers.numel() or not is_new.any():
+        return buffers
+    is_initial = have_initial_models(config.net, down, client_states, len(ids))
+    buffers[to_device(is_new & is_initial, device)] = config.net.b0.to(buffers)
+    if state.participated.any():
         participated = to_device(state.participated, device)
-        is_new = to_device(~state.participated[ids], device)
-        buffers[is_new] = state.buffers[participated].mean(0)
+        borrows = to_device(is_new & ~is_initial, device)
+        buffers[borrows] = state.buffers[participated].mean(0)
     return buffers
 
 

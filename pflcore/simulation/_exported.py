@@ -21,6 +21,7 @@ from pflcore.algorithms._protocol import Tensors
 from pflcore.check import Words, checked, client_id, reject, require
 from pflcore.data._federation import Scaling
 from pflcore.data._inputs import Field, Fields
+from pflcore.data._read_errors import one_line
 from pflcore.nn._layers import build_module, describe_module
 from pflcore.results._files import atomic_write
 from pflcore.results.record import to_json
@@ -115,7 +116,7 @@ def _common_facts(model: Personalized) -> dict[str, Any]:
         "head": net.head_name,
         "dtype": str(net.dtype).removeprefix("torch."),
         "state_dict": is_one_model,
-        "layers": describe_module(net.module) if is_whole else None,
+        "layers": describe_module(net.module_without_fields()) if is_whole else None,
     }
 
 
@@ -192,7 +193,8 @@ def load_model(
         if manifest["state_dict"]:
             net.module.load_state_dict(tensors)
             row = net.row(net.module)
-            buffers = _buffer_row(net, net.module.state_dict())
+            # Buffers that no file has are those of the model.
+            buffers = _buffer_row(net, dict(net.module.named_buffers()))
             # FedAvg predicts by one model, as the algorithm of the run does.
             return Personalized(FedAvg(), net, {"w": row}, buffers, **facts)
         alg = _make_algorithm(manifest, algorithm)
@@ -217,7 +219,8 @@ def load_model(
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder of models.
 
-    Raises ValueError where there is none, or one without what `load_model` needs.
+    Raises ValueError where there is none, or one in which something that `load_model`
+    needs is missing or is of another kind.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -226,13 +229,91 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         reject("folder", MANIFEST_TEXT, Words(f"{path} ({e.strerror or e})"))
     except ValueError:
         reject("folder", MANIFEST_TEXT, Words(f"{path}, which is no JSON"))
-    keys = ("method", "clients", "state_dict", "layers", "columns", "class_names")
-    is_dict = isinstance(manifest, dict)
-    missing = [key for key in keys if not is_dict or key not in manifest]
+    keys = manifest if isinstance(manifest, dict) else {}
+    missing = [key for key in MANIFEST_FORMS if key not in keys]
     words = f"{MANIFEST_TEXT} with this version"
     got = Words(f"{path} without {', '.join(missing)}")
     require(not missing, "folder", words, got)
+    damaged = [key for key, fits in MANIFEST_FORMS.items() if not fits(manifest[key])]
+    got = Words(f"{path}, which is damaged at {', '.join(damaged)}")
+    require(not damaged, "folder", words, got, remedy="export the models again")
     return dict(manifest)
+
+
+def _is_text(value: Any) -> bool:
+    """True for a text."""
+    return isinstance(value, str)
+
+
+def _are_names(value: Any) -> bool:
+    """True for a list of texts, or None."""
+    return value is None or (isinstance(value, list) and all(map(_is_text, value)))
+
+
+def _is_count(value: Any) -> bool:
+    """True for a whole number above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_shape(value: Any) -> bool:
+    """True for a list of whole numbers above 0."""
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+def _dtype_of(name: Any) -> torch.dtype | None:
+    """The dtype of a name such as "float32" or "torch.float32"; None for no dtype."""
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _is_float_dtype(value: Any) -> bool:
+    """True for the name of a dtype of floats."""
+    dtype = _dtype_of(value)
+    return dtype is not None and dtype.is_floating_point
+
+
+def _is_field(value: Any) -> bool:
+    """True for the name, the shape and the dtype of a field."""
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    name, shape, dtype = value
+    return _is_text(name) and _is_shape(shape) and _dtype_of(dtype) is not None
+
+
+def _are_entries(value: Any) -> bool:
+    """True for a list of one or more clients' entries."""
+    return isinstance(value, list) and bool(value) and all(map(_is_entry, value))
+
+
+def _is_entry(value: Any) -> bool:
+    """True for a client's entry: its file, and its scaling where it has one."""
+    if not isinstance(value, dict) or not _is_text(value.get("file")):
+        return False
+    scaling = [value[key] for key in ("mean", "deviation") if key in value]
+    try:
+        shapes = [torch.tensor(x, dtype=torch.float64).shape for x in scaling]
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+    return len(shapes) in (0, 2) and len(set(shapes)) < 2
+
+
+# What `load_model` reads of a manifest, with the kind of each value.
+MANIFEST_FORMS: dict[str, Callable[[Any], bool]] = {
+    "method": _is_text,
+    "clients": _are_entries,
+    "options": lambda value: isinstance(value, dict),
+    "columns": _are_names,
+    "classes": lambda value: value is None or _is_count(value),
+    "class_names": _are_names,
+    "fields": lambda value: (
+        value is None or (isinstance(value, list) and all(map(_is_field, value)))
+    ),
+    "loss": lambda value: _is_text(value) and value in LOSSES,
+    "head": lambda value: value is None or _is_text(value),
+    "dtype": _is_float_dtype,
+    "state_dict": lambda value: isinstance(value, bool),
+    "layers": lambda value: value is None or isinstance(value, dict),
+}
 
 
 def client_names(manifest: Mapping[str, Any]) -> list[str] | None:
@@ -276,10 +357,10 @@ def _make_net(manifest: Mapping[str, Any], model: ModelFactory | None) -> Net:
     if model is None and manifest["layers"] is not None:
         try:
             model = build_module(manifest["layers"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as e:
+        except Exception as e:  # damaged layers may fail in any way
             raise ValueError(
                 "model: the manifest's layers cannot be built; give the function that "
-                f"made the model, load_model(..., model=function) ({e})."
+                f"made the model, load_model(..., model=function) ({one_line(e)})."
             ) from None
     if model is None:
         remedy = (
@@ -288,7 +369,7 @@ def _make_net(manifest: Mapping[str, Any], model: ModelFactory | None) -> Net:
         )
         words = "a model, as the manifest cannot rebuild this one"
         reject("model", words, manifest.get("model"), remedy=remedy)
-    module = Net(model).module.to(getattr(torch, manifest["dtype"]))
+    module = Net(model).module.to(_dtype_of(manifest["dtype"]))
     # A model of another architecture is reported where its tensors are loaded.
     has_head = manifest["head"] in dict(module.named_modules())
     head = manifest["head"] if has_head else None
@@ -302,8 +383,7 @@ def _read_fields(entries: Sequence[Any] | None) -> Fields | None:
         return None
     parts = []
     for name, shape, dtype in entries:
-        torch_dtype = getattr(torch, dtype.removeprefix("torch."))
-        parts.append(Field(name, tuple(shape), torch_dtype))
+        parts.append(Field(name, tuple(shape), _dtype_of(dtype) or torch.float32))
     return Fields(parts)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pflcore.algorithms import algorithm_of, name_of
 from pflcore.algorithms._protocol import Algorithm, Stop, Tensors, check_training
+from pflcore.algorithms._task import check_head
 from pflcore.check import (
     BatchNormPolicy,
     Fraction,
@@ -180,6 +181,7 @@ class Simulation:
             data.n,
             trainable_clients=data.trainable_clients,
         )
+        check_head(self.config.algorithm, self.config)
         # True where the caller may hold the state, so that the run needs a copy.
         self._state_shared = False
         # Digests of the data and the model with which the rounds so far were played;

@@ -37,6 +37,7 @@ from pflcore.data._ragged import Ragged
 from pflcore.data._tables import select_columns, text_names
 from pflcore.nn._context import forward_context
 from pflcore.simulation._evaluate import (
+    evaluation_buffers,
     has_custom_predict,
     personalized_models,
     split_by_training,
@@ -45,6 +46,7 @@ from pflcore.simulation._state import (
     RunConfig,
     State,
     check_server_changes,
+    client_rows,
     flatten_state,
     initial_state,
     unflatten_state,
@@ -417,12 +419,17 @@ class Personalized(nn.Module):
     def _named_parts(self, key: str, value: Tensor) -> Tensors:
         """The parameters in a row of a model, or of its head.
 
-        Any other value is returned whole.
+        A row is a vector of the model's dtype that is as long as the model, or as its
+        trainable head. Any other value is returned whole.
         """
         net = self.net
-        head = net.head_slice if net.head_name is not None else slice(0, 0)
-        first_column = {net.size: 0, head.stop - head.start: head.start}
-        start = first_column.get(len(value)) if value.dim() == 1 else None
+        first_column = {}
+        if net.has_trainable_head:
+            head = net.head_slice
+            first_column[head.stop - head.start] = head.start
+        first_column[net.size] = 0
+        is_vector = value.dim() == 1 and value.dtype == net.dtype
+        start = first_column.get(len(value)) if is_vector else None
         if start is None:
             return {key: value}
         parts = {}
@@ -521,6 +528,8 @@ def adapt(
     alg = config.algorithm
     config = _config_with_newcomer(config, state, samples, rounds)
     state, keeps_models = with_new_client(alg, state, config.net, n, others)
+    if not config.averages:
+        state.buffers[n] = _first_statistics(config, state, n)
     if not config.data.size("train")[n]:
         return LazyModels(config, state)[n]  # a newcomer with test samples alone
     for _ in range(rounds):
@@ -562,6 +571,16 @@ def _config_with_newcomer(
         engine=config.engine._replace(chain=None),  # it was verified on other data
         rounds=config.rounds + rounds,
     )
+
+
+def _first_statistics(config: RunConfig, state: State, client: int) -> Tensor:
+    """Batch norm's statistics [b] of a client that never took part."""
+    ids = torch.tensor([client])
+    cohort = config.cohort(ids, max(1, state.round), "evaluation")
+    down = config.algorithm.send(state.server, cohort)
+    client_states = client_rows(config, state, ids, down)
+    statistics: Tensor = evaluation_buffers(config, state, ids, down, client_states)[0]
+    return statistics
 
 
 def _newcomer_round(config: RunConfig, state: State) -> tuple[State, RoundOutcome]:

@@ -127,7 +127,10 @@ def draw_clients(
     sampling: Any,
     participation: float = 1.0,
 ) -> Tensor:
-    """The ids [S] of the clients that are drawn, int64, in a random order.
+    """The ids [S] of the clients that are drawn, int64.
+
+    They are in a random order, but by "poisson", by a function, and where all clients
+    that may take part are drawn.
 
     Args:
         context: The data and the seed of the run.

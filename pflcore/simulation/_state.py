@@ -25,6 +25,7 @@ from pflcore.algorithms._protocol import (
     Cohort,
     Payload,
     RowUpdate,
+    SharedRows,
     Tensors,
     apply,
     lazy_zeros,
@@ -142,7 +143,8 @@ def batch_norm_policy(alg: Algorithm, net: Net, batch_norm: str = "auto") -> str
     - "average" mixes the statistics with the weights that mix the models. Every client
       receives the mix, also one that did not take part.
     - "local" leaves each client its own statistics. A client that never trained is
-      evaluated with the mean of those that did.
+      evaluated with the mean of those that did; where nothing of their training is in
+      its model, with the initial statistics.
     - "rule" means that the algorithm treats the statistics as a part of its models.
 
     "auto" is the policy that the algorithm names first in its traits. Raises ValueError
@@ -264,6 +266,30 @@ def client_rows(config: RunConfig, state: State, ids: Tensor, down: Payload) -> 
         new = to_device(is_new, rows[name].device)
         rows[name][new] = first.expand_as(rows[name])[new]
     return rows
+
+
+def have_initial_models(
+    net: Net, down: Payload, client_states: Tensors, count: int
+) -> Tensor:
+    """Mask [S] on the CPU: True for clients that have the run's initial model.
+
+    Then nothing of others' training is in it. The model is looked for where
+    `Algorithm.model` looks by default: it is the client's own "w", else the download
+    "x". Clients that receive nothing have no other model.
+
+    Args:
+        net: The model of the run, whose `w0` [P] is the initial one.
+        down: The clients' downloads.
+        client_states: The clients' own state [S, ...].
+        count: S, the number of clients.
+    """
+    received = [v.rows if isinstance(v, SharedRows) else v for v in down.values()]
+    if not any(tensor.numel() for tensor in received):
+        return torch.ones(count, dtype=torch.bool)
+    models = client_states.get("w", down.get("x"))
+    if not isinstance(models, Tensor) or models.shape != (count, net.size):
+        return torch.zeros(count, dtype=torch.bool)
+    return (models == net.w0.to(models)).all(1).cpu()
 
 
 def flatten_state(state: State) -> Tensors:

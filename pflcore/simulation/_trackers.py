@@ -33,7 +33,8 @@ class Tracker:
     "train/loss", "traffic/bytes_up", and so on. A round that cannot be sent is a
     warning, and the run goes on.
 
-    The tracker is a context manager, whose end closes it:
+    The tracker is a context manager, whose end closes it. An error of `close` is a
+    warning there:
 
         with Wandb("my project") as tracker:
             simulation.run(tracker)
@@ -69,12 +70,15 @@ class Tracker:
         try:
             self.log(round, scalars(record, self.clients, self.names))
         except Exception as e:
-            reason = next(iter(str(e).strip().splitlines()), "")
-            warn_caller(
-                f"{type(self).__name__}: round {round} was not sent "
-                f"({type(e).__name__}: {reason}). The run goes on.",
-                RuntimeWarning,
-            )
+            self._warn(f"round {round} was not sent", e, "The run goes on.")
+
+    def _warn(self, text: str, e: Exception, end: str) -> None:
+        """Warns of an error of the service."""
+        reason = next(iter(str(e).strip().splitlines()), "")
+        name = type(self).__name__
+        warn_caller(
+            f"{name}: {text} ({type(e).__name__}: {reason}). {end}", RuntimeWarning
+        )
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
         """Sends the numbers of one round, by name."""
@@ -91,7 +95,10 @@ class Tracker:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self.close(failed=error is not None or self.has_failed)
+        try:
+            self.close(failed=error is not None or self.has_failed)
+        except Exception as e:
+            self._warn("the end was not sent", e, "The run itself has its results.")
 
 
 @checked

@@ -344,8 +344,9 @@ def sample_cohort(
         round: The round, from 1.
         participation: The fraction of clients that take part.
         clients: The ids of the clients that may take part, ascending; None for all.
-        sampling: The rule by which they are drawn, as `Simulation` has it: "uniform",
-            "poisson", "size", weights [N] or a function.
+        sampling: The rule by which they are drawn, as a `Simulation` holds it once it
+            is made: "uniform", "poisson", "size", a tensor of weights [N], or a
+            function.
     """
     n = config.data.n if clients is None else len(clients)
     count = max(1, int(participation * n + 0.5))

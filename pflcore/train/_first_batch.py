@@ -23,7 +23,7 @@ from pflcore.data._federation import Federation
 from pflcore.nn._context import forward_context
 from pflcore.train import _validate as validate
 from pflcore.train._augment import check_augment
-from pflcore.train._net import Net, scores_of
+from pflcore.train._net import Net, Target, scores_of
 from pflcore.train._training import Precision, Training, autocast
 from pflcore.train._validate import MismatchError
 
@@ -34,11 +34,11 @@ MAX_NAMED_PARAMETERS = 4  # in the text of a warning
 def prepare_net(net: Net, data: Federation, training: Training) -> None:
     """Runs a batch through the module, and sets facts of `net`.
 
-    The facts are: which part is the head, whether there is one score for each label,
-    which parameters play no part (`unused_names`), and whether the module can train on
-    a single sample (`merge_last_sample`). Raises MismatchError where model, data and
-    loss do not fit together. Warns of parameters without a part that weight decay
-    shrinks.
+    The facts are: which part is the head, the kind of a target, whether there is one
+    score for each label, which parameters play no part (`unused_names`), and whether
+    the module can train on a single sample (`merge_last_sample`). Raises MismatchError
+    where model, data and loss do not fit together. Warns of parameters without a part
+    that weight decay shrinks.
     """
     validate.check_torch_modes()
     validate.check_has_training(data)
@@ -48,6 +48,7 @@ def prepare_net(net: Net, data: Federation, training: Training) -> None:
     count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
     x, y = spread_samples(data, count)
     check_augment(training.transforms, data, x)
+    net.target = Target(y.dtype, tuple(y.shape[1:]))
     # Other data may have shown another fact before.
     net.merge_last_sample = False
     for train in (False, True):

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -57,6 +57,18 @@ from pflcore.train._module_checks import (
     check_weights,
 )
 from pflcore.train._random import IsolatedDraws
+
+
+class Target(NamedTuple):
+    """The kind of one sample's target.
+
+    Attributes:
+        dtype: Its dtype: int64 for labels.
+        shape: Its shape; () for a single label or number.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 @checked
@@ -107,8 +119,9 @@ class Net:
         single_score: True where there is one score for each label.
         unused_names: The parameters on which the loss of the first batch does not
             depend.
+        target: The dtype and the shape of one sample's target, or None.
 
-    The last three, and the name of a head that only data show, are set in a run's own
+    The last four, and the name of a head that only data show, are set in a run's own
     copy of the net, which is `simulation.config.net`.
 
     >>> net = Net(nn.Linear(4, 3))
@@ -141,10 +154,11 @@ class Net:
         self._set_buffers()
         self.head_name = self._find_head(head)
         self._head_given = head is not None
-        # `prepare_net` sets the next three.
+        # `prepare_net` sets the next four.
         self.merge_last_sample = False
         self.single_score = False
         self.unused_names: list[str] = []
+        self.target: Target | None = None
         self._threads = threading.local()  # one `BoundModule` for each thread and part
 
     def _set_parameters(self) -> None:
@@ -343,6 +357,15 @@ class Net:
         other.module.register_forward_pre_hook(fields, with_kwargs=True)
         return other
 
+    def module_without_fields(self) -> nn.Module:
+        """A copy of the module without the hook of `with_fields`."""
+        module = copy.deepcopy(self.module)
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, Fields):
+                del module._forward_pre_hooks[key]
+                del module._forward_pre_hooks_with_kwargs[key]
+        return module
+
     def set_mode(self, module: nn.Module, train: bool) -> None:
         """Puts a copy of the net's module into training or evaluation mode.
 
@@ -453,14 +476,19 @@ class Net:
     @property
     def head_slice(self) -> slice:
         """The columns of the head's parameters in a row."""
-        slices = [self.slices[name] for name in self.names if self._in_head(name)]
-        if not slices:
+        if not self.has_trainable_head:
             raise ValueError(
                 "model: found no trainable head: no attribute `head`, and no nn.Linear "
                 "that is known to give the scores before the model has met data; name "
                 "it with Net(..., head='name')."
             )
+        slices = [self.slices[name] for name in self.names if self._in_head(name)]
         return slice(slices[0].start, slices[-1].stop)
+
+    @property
+    def has_trainable_head(self) -> bool:
+        """True where the head is known, and has parameters in a row."""
+        return any(map(self._in_head, self.names))
 
     def _require_head(self) -> None:
         """Raises ValueError where the model has no head."""
@@ -468,15 +496,23 @@ class Net:
 
     @property
     def classes(self) -> int:
-        """Number of scores that the head gives."""
-        return int(self.module.get_submodule(self.head_name or "").out_features)  # type: ignore
+        """Number of scores that the head, a linear layer, gives."""
+        return self._linear_head().out_features
 
     @property
     def num_features(self) -> int:
-        """Number H of features that the head, a linear layer, sees of a sample.
+        """Number H of features that the head, a linear layer, sees of a sample."""
+        return self._linear_head().in_features
 
-        Raises ValueError where the head is another layer.
-        """
+    @property
+    def has_linear_head(self) -> bool:
+        """True where the head is known, and is a linear layer."""
+        if self.head_name is None:
+            return False
+        return isinstance(self.module.get_submodule(self.head_name), nn.Linear)
+
+    def _linear_head(self) -> nn.Linear:
+        """The head; raises ValueError where it is no linear layer."""
         self._require_head()
         head = self.module.get_submodule(self.head_name or "")
         if not isinstance(head, nn.Linear):
@@ -484,7 +520,7 @@ class Net:
                 f"model: expected an nn.Linear as its head, got {type(head).__name__} "
                 f"({self.head_name!r}); name another with Net(..., head=...)."
             )
-        return head.in_features
+        return head
 
     def loss(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Loss [] of the model `row` [P] on a batch [B, ...]."""

@@ -354,6 +354,13 @@ def test_knnper_is_accepted_where_it_beats_the_shared_model(margin):
         assert torch.equal(got, torch.where(taken, new, old))
 
 
+@pytest.mark.parametrize("alg", [KnnPer(margin=0.0), FineTune(margin=0.0)])
+def test_a_margin_without_validation_samples_names_itself(alg):
+    run = Simulation(alg, tiny_model(), images(), rounds=1)
+    with pytest.raises(ValueError, match=r"^margin: .*'val' split, which these"):
+        run.run()
+
+
 def test_knnper_takes_few_samples_and_no_probabilities():
     def ran(y, **options):
         clients = [dict.fromkeys(("train", "test"), (torch.randn(len(y), 6), y))]

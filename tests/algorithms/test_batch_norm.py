@@ -25,6 +25,7 @@ from pflcore.algorithms import (
     Waffle,
     WeightErosion,
 )
+from pflcore.simulation import load_model
 from pflcore.simulation.round import RunConfig, initial_state
 
 
@@ -153,6 +154,40 @@ def test_a_runs_models_have_the_statistics_that_it_was_evaluated_with(name, poli
         x, y = s.data.client(i, "test")
         loss = float(nn.functional.cross_entropy(history.model(i)(x), y))
         assert loss == pytest.approx(history.rounds[-1]["eval"]["loss"][i], rel=1e-5)
+
+
+ALONE = ("local", "fedproto", "fedamp", "feddwa", "fedfomo", "l2c", "pfedgraph")
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_initial_models_keep_the_initial_statistics(name, tmp_path):
+    """Nothing of others' training is in the model of a client that never took part.
+
+    So it is evaluated and exported with the statistics that it starts with.
+    """
+    s = normal((8,) * 6, lr=0.2, batch_size=4)
+    options = {"rounds": 2, "participation": 0.34, "batch_norm": "local"}
+    run = Simulation(name, s.net, s.data, s.training, **options)
+    history = run.run()
+    history.export(tmp_path)
+
+    client = int((~run.state.participated).nonzero()[0])
+
+    for model in (history.model(client), load_model(tmp_path, client, s.net.module)):
+        assert torch.equal(model.buffer_row, s.net.b0)
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_newcomer_of_local_knows_no_others(rounds):
+    s = normal((8,) * 4, lr=0.2, batch_size=4)
+    newcomer = s.data.client(0)
+
+    statistics = []
+    for others in ([1, 2], [2, 3]):
+        run = Simulation("local", s.net, s.data.subset(others), s.training, rounds=2)
+        statistics.append(run.run().adapt(newcomer, rounds=rounds).buffer_row)
+
+    assert torch.equal(*statistics)
 
 
 @pytest.mark.skipif(not pflcore.backend().kernels, reason="the kernels are not loaded")

@@ -67,6 +67,22 @@ def test_the_statistics_of_batch_norm_are_the_mixtures(engine):
     near(fit.buffers, mixed.buffers)
 
 
+@ENGINES
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
+def test_mixed_scores_move_the_statistics_once(engine, alpha):
+    """They are the mixture of those after a pass of v and after a pass of w."""
+    s = normal((8, 8, 8), engine)  # one batch each
+    w = s.net.w0.expand(3, -1)
+    v = w + torch.randn(3, s.net.size)
+    own = {"v": v, "alpha": torch.full((3, 1), alpha, dtype=F64)}
+
+    got = APFL(mix="logits").train({"x": w}, own, at_work(s))[2].buffers
+
+    after_v = at_work(s).fit(v).buffers
+    after_w = at_work(s).fit(w).buffers
+    near(got, alpha * after_v + (1 - alpha) * after_w)
+
+
 # FedALA -----------------------------------------------------------------------
 
 

@@ -75,6 +75,63 @@ def test_a_number_is_a_name_where_names_are_numbers(history, capsys):
     assert "client: expected the name of a client ('1', '2', '7'), got '0'" in error
 
 
+GAPS = {
+    "empty cells": "1,2,3\n,,\n4,5,6\n",
+    "empty texts": '1,2,3\n"","",""\n4,5,6\n',
+    "blank line": "1,2,3\n\n4,5,6\n\n\n",
+    "spaces": "1,2,3\n  \n4,5,6\n",
+    "carriage returns": "1,2,3\r\n,,\r\n4,5,6\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("text", GAPS.values(), ids=GAPS)
+@pytest.mark.parametrize("words", ["", "--scores"])
+def test_a_line_of_gaps_has_an_empty_prediction(history, capsys, text, words):
+    for file, rows in (("gaps.csv", text), ("whole.csv", "1,2,3\n4,5,6\n")):
+        with open(file, "w", newline="") as out:
+            out.write(f"{','.join(FEATURES)}\n{rows}")
+    assert command(f"predict models whole.csv --client H03 {words}") == 0
+    header, first, last = lines(capsys.readouterr().out)
+
+    assert command(f"predict models gaps.csv --client H03 {words}") == 0
+
+    got = lines(capsys.readouterr().out)
+    assert got == [header, first, [""] * len(header), last]
+
+
+def test_a_last_line_of_gaps_counts(history, capsys):
+    with open("gaps.csv", "w") as out:
+        out.write(f"{','.join(FEATURES)}\n,,\n1,2,3\n,,\n\n")
+    assert command("predict models gaps.csv --client H03") == 0
+    _, *rows = lines(capsys.readouterr().out)
+    assert [row == [""] for row in rows] == [True, False, True]
+
+
+@pytest.mark.parametrize("rows", ["", "\n", "\n\n,,\n"])
+def test_names_alone_are_no_samples(history, capsys, rows):
+    with open("names.csv", "w") as out:
+        out.write(",".join(FEATURES) + rows)
+    assert command("predict models names.csv --client H03") == 2
+    text = capsys.readouterr().err
+    assert "names.csv: expected rows of values below the names, got none" in text
+
+
+@pytest.mark.parametrize("text", ["1.0,2,3\n,,\n4,5,6\n", "0,1,2\n1,2,3\n\n4,5,6\n"])
+def test_gaps_of_numbers_without_names_count(tmp_path, monkeypatch, capsys, text):
+    monkeypatch.chdir(tmp_path)
+    data = images(shape=(3,))
+    run = simulation("fedavg", data, model=tiny_model(3, 4)).run()
+    run.export("plain")
+    with open("gaps.csv", "w") as out:
+        out.write(text)
+
+    assert command("predict plain gaps.csv --client 0") == 0
+
+    _, *rows = lines(capsys.readouterr().out)
+    first, last = run.predict(0, [[1.0, 2, 3], [4, 5, 6]]).tolist()
+    assert rows == [[str(first)], [""], [str(last)]]
+
+
 @pytest.mark.parametrize(
     "words, error",
     [

@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import dataclass, replace
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from parts.user import TRAINING, simulation
 from small import SIX, equals, images, layers, normed_model, swept, tiny_model
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from pflcore import (
     Adversary,
@@ -426,3 +428,171 @@ def test_a_folder_without_models_is_one_sentence(tmp_path, history):
     (tmp_path / "manifest.json").write_text(text)
     with sentence("model: the manifest's layers cannot be built"):
         load_model(tmp_path, "H11")
+
+
+READ_KEYS = (
+    "method",
+    "options",
+    "clients",
+    "columns",
+    "classes",
+    "class_names",
+    "fields",
+    "loss",
+    "head",
+    "dtype",
+    "state_dict",
+    "layers",
+)
+ENTRY_KEYS = ("file", "mean", "deviation")
+
+
+def damage(values, key):
+    """Copies of a dict of JSON whose value of a key is missing, or of another kind."""
+    yield {name: value for name, value in values.items() if name != key}
+    for other in (2.5, [1]):
+        yield {**values, key: other}
+
+
+@pytest.mark.parametrize("key", READ_KEYS)
+def test_a_damaged_manifest_is_one_sentence(tmp_path, history, key):
+    history.export(tmp_path)
+    path = tmp_path / "manifest.json"
+    whole = json.loads(path.read_text())
+    for manifest in damage(whole, key):
+        path.write_text(json.dumps(manifest))
+        with sentence(f"folder: expected .* (without|damaged at) {key}"):
+            load_model(tmp_path, 0)
+
+
+@pytest.mark.parametrize("key", ENTRY_KEYS)
+def test_a_damaged_entry_of_a_client_is_one_sentence(tmp_path, history, key):
+    history.export(tmp_path)
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for entry in damage(manifest["clients"][0], key):
+        others = manifest["clients"][1:]
+        path.write_text(json.dumps({**manifest, "clients": [entry, *others]}))
+        with sentence("folder: expected .* damaged at clients"):
+            load_model(tmp_path, 1)
+
+
+# models that a manifest cannot tell --------------------------------------------
+
+
+def three_layers():
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def with_forward_hook():
+    model = three_layers()
+    model[1].register_forward_hook(lambda layer, inputs, output: 2 * output)
+    return model
+
+
+def with_pre_hook():
+    model = three_layers()
+    model[2].register_forward_pre_hook(lambda layer, inputs: (2 * inputs[0],))
+    return model
+
+
+def with_keyword_hook():
+    model = three_layers()
+    model.register_forward_pre_hook(
+        lambda layer, inputs, options: ((2 * inputs[0],), options), with_kwargs=True
+    )
+    return model
+
+
+def with_patched_forward():
+    model = three_layers()
+    model[1].forward = MethodType(lambda layer, x: 2 * x.relu(), model[1])
+    return model
+
+
+def with_own_buffer():
+    model = three_layers()
+    model[0].register_buffer("factor", torch.tensor(2.0), persistent=False)
+    return model
+
+
+def with_weight_norm():
+    model = three_layers()
+    nn.utils.parametrizations.weight_norm(model[0])
+    return model
+
+
+def with_other_padding():
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 1, 3, padding=1), nn.Flatten()
+    )
+    model[1].padding_mode = "circular"
+    model[1]._reversed_padding_repeated_twice = [1, 1]
+    return model.append(nn.Linear(3, 3))
+
+
+UNTOLD = (
+    with_forward_hook,
+    with_pre_hook,
+    with_keyword_hook,
+    with_patched_forward,
+    with_own_buffer,
+    with_weight_norm,
+    with_other_padding,
+)
+
+
+@pytest.mark.parametrize("make", UNTOLD)
+@pytest.mark.parametrize("algorithm", ["finetune", "apfl"])
+def test_a_model_that_a_manifest_cannot_tell_needs_its_code(tmp_path, make, algorithm):
+    data = hospitals().standardize()
+    history = simulation(algorithm, data, model=make(), rounds=1).run()
+    history.export(tmp_path)
+    with sentence("model: expected a model, as the manifest cannot rebuild this one"):
+        load_model(tmp_path, 0)
+    x = torch.randn(5, 3)
+    equals(load_model(tmp_path, 0, make).scores(x), history.model(0).scores(x))
+
+
+def test_a_hook_of_all_modules_needs_its_code(tmp_path):
+    data = hospitals().standardize()
+    history = simulation("finetune", data, model=three_layers(), rounds=1).run()
+    hook = register_module_forward_hook(lambda layer, inputs, output: 2 * output)
+    try:
+        history.export(tmp_path)
+    finally:
+        hook.remove()
+    with sentence("model: expected a model, as the manifest cannot rebuild this one"):
+        load_model(tmp_path, 0)
+
+
+def test_settings_that_were_changed_later_come_back(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.LeakyReLU(0.1), nn.Linear(4, 3))
+    model[1].negative_slope = 0.7
+    history = simulation("apfl", hospitals(), model=model, rounds=1).run()
+    history.export(tmp_path)
+    x = torch.randn(5, 3)
+    equals(load_model(tmp_path, 0).scores(x), history.model(0).scores(x))
+
+
+@pytest.mark.parametrize("algorithm", ["finetune", "apfl"])
+def test_a_layer_of_several_fields_comes_back(tmp_path, algorithm):
+    x = {"input1": torch.randn(12, 3), "input2": torch.randn(12, 2)}
+    data = Federation.from_clients([(x, torch.arange(12) % 2)] * 2)
+    evaluation = Evaluation(split="train")
+    model = nn.Bilinear(3, 2, 2)
+    run = simulation(algorithm, data, model=model, rounds=1, evaluation=evaluation)
+    history = run.run()
+    history.export(tmp_path)
+    equals(load_model(tmp_path, 0).scores(x), history.model(0).scores(x))
+
+
+def test_a_frozen_head_that_was_named_is_exported(tmp_path):
+    model = three_layers()
+    model[2].requires_grad_(False)
+    data = hospitals().standardize()
+    net = Net(model, head="2")
+    history = Simulation("apfl", net, data, TRAINING, rounds=1).run()
+    history.export(tmp_path)
+    x = torch.randn(5, 3)
+    equals(load_model(tmp_path, 0, model).scores(x), history.model(0).scores(x))

@@ -359,6 +359,31 @@ def test_a_round_that_cannot_be_sent_stops_no_run(kind):
     assert [*tracker.numbers] == [1, 3] and len(history.rounds) == 3
 
 
+class BrokenEnd(Kept):
+    """A tracker whose service is gone when the run ends."""
+
+    def close(self, failed=False):
+        raise ConnectionError("gone\nfor good")
+
+
+def test_an_end_that_cannot_be_sent_stops_no_run():
+    with (
+        pytest.warns(RuntimeWarning, match=r"^BrokenEnd: the end was not sent \(Conn"),
+        BrokenEnd() as tracker,
+    ):
+        history = simulation().run(tracker)
+    assert len(history.rounds) == 3
+
+
+def test_an_end_that_cannot_be_sent_hides_no_error():
+    with (
+        pytest.warns(RuntimeWarning, match="the end was not sent"),
+        pytest.raises(KeyError, match="of the run"),
+        BrokenEnd(),
+    ):
+        raise KeyError("of the run")
+
+
 @pytest.mark.parametrize("make, package", [(Wandb, "wandb"), (MLflow, "mlflow")])
 def test_a_package_that_is_missing_is_named(make, package, monkeypatch):
     block(monkeypatch, package)
