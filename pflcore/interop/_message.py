@@ -36,7 +36,7 @@ from pflcore.algorithms._protocol import (
     Tensors,
     lazy_zeros,
 )
-from pflcore.check import Model, Words, reject, require
+from pflcore.check import Model, Words, is_dense, reject, require
 from pflcore.simulation._state import initial_state
 from pflcore.train import Net
 from pflcore.train._losses import Loss
@@ -217,8 +217,7 @@ def _read_tensors(message: Any, name: str) -> Tensors:
 
 def is_complete_tensor(value: Tensor) -> bool:
     """True for a dense tensor with all the numbers of its shape."""
-    is_dense = value.layout is torch.strided and not value.is_nested
-    if not is_dense or value.is_meta or value.is_quantized:
+    if not is_dense(value) or value.is_meta or value.is_quantized:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
