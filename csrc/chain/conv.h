@@ -147,12 +147,22 @@ PFL_INLINE void conv_row(const Conv& q, const ConvSpace<T>& s, const T* w, const
     constexpr int R = R_;
     const T *base = s.in + q.phases * yq * q.line, *wt = w + o0 * q.taps;
     T* to = y + (o0 * q.hq + yq) * q.lanes;
+    // Whether the factors of a sum are finite: of row r, its vector j, with x at its first tap.
+    const auto finite = [&](int r, int j, const T* x) {
+      for (int64_t k = 0; k < q.taps; k++)
+        if (!are_finite(wt + k * R + r, 1, x + (j & 1 ? q.at[k].b : q.at[k].a), 1, 1)) return false;
+      return std::isfinite(bias[o0 + r]);
+    };
     if (q.pool) {
       for (int64_t v = 0; v < q.vectors; v++) {
         constexpr int N = 4;
         V acc[R][N];
         PFL_TILE(acc[r][j] = bias[o0 + r] - V{});
         outer_at<R, N>(acc, wt, R, q.at.data(), q.taps, base + v * lanes, q.line);
+        mark_overflows<T>(acc, [&](int r, int i) {
+          const int j = i / lanes;
+          return finite(r, j, base + v * lanes + (j >> 1) * q.line + i % lanes);
+        });
         PFL_EACH(r, R, const int64_t at = ((o0 + r) * q.hq + yq) * q.vectors + v; V top{};
                  window<T, bytes>(q, acc[r], top, s.mask + at * lanes, s.kept + at * 4 * lanes);
                  store_first(to + r * q.hq * q.lanes + v * lanes, top, q.lanes - v * lanes));
@@ -163,6 +173,10 @@ PFL_INLINE void conv_row(const Conv& q, const ConvSpace<T>& s, const T* w, const
         V acc[R][N];
         PFL_TILE(acc[r][j] = bias[o0 + r] - V{});
         outer_at<R, N>(acc, wt, R, q.at.data(), q.taps, base + v0 * lanes, 2 * lanes);
+        mark_overflows<T>(acc, [&](int r, int i) {
+          const int j = i / lanes;
+          return finite(r, j, base + v0 * lanes + (j >> 1) * 2 * lanes + i % lanes);
+        });
         PFL_TILE(if (q.act == kRelu) acc[r][j] = acc[r][j] < 0 ? V{} : acc[r][j];
                  store_first(to + r * q.hq * q.lanes + (v0 + j) * lanes, acc[r][j],
                              q.lanes - (v0 + j) * lanes));
@@ -370,6 +384,30 @@ PFL_INLINE void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, bool
   }
 }
 
+// Windows leave out the last one of an odd number of rows or columns. Its slopes are 0, and 0 times
+// a number that is not finite is NaN, as it is where the slopes of all outputs are stored.
+template <class T, int bytes>
+PFL_TARGET void conv_left_out(const Conv& q, const ConvSpace<T>& s, T* dw) {
+  using V = Vec<T, bytes>;
+  const int64_t rows = q.h + 2 * q.ph - q.kh + 1, columns = q.w + 2 * q.pw - q.kw + 1;
+  if (!q.pool || (rows == 2 * q.hq && columns == 2 * q.wq)) return;
+  V odd{}, v;
+  for (int64_t i = 0; i < q.c * q.plane; i += bytes / sizeof(T)) {
+    load(v, s.in + i);
+    odd += v * T(0);  // 0 or NaN
+  }
+  if (!any(odd != odd)) [[likely]]
+    return;
+  for (int64_t k = 0; k < q.taps; k++) {
+    const int64_t ch = k / (q.kh * q.kw), i = k / q.kw % q.kh, j = k % q.kw;
+    T sum = 0;
+    for (int64_t y = 0; y < rows; y++)
+      for (int64_t x = y < 2 * q.hq ? 2 * q.wq : 0; x < columns; x++)
+        for (int64_t b = 0; b < q.batch; b++) sum += s.in[q.in(ch, y + i, x + j) + b] * T(0);
+    for (int64_t o = 0; o < q.o; o++) dw[q.w_at[o] + k * q.w_step[o]] += sum;
+  }
+}
+
 // dx may be nullptr; into: what happens to the gradients, whose places are dw and db (db may be
 // nullptr). `add`: whether those of the input are added to dx.
 template <class T, int bytes>
@@ -387,6 +425,7 @@ PFL_TARGET void conv_backward(const Conv& q, const ConvSpace<T>& s, const T* y, 
     if (q.back) conv_back<T, bytes>(q, s, w, add, dx);
     conv_update<T, bytes>(q, s, y0, y0 + some, into, dw);
   }
+  conv_left_out<T, bytes>(q, s, dw);
   for (int64_t o = 0; db && o < q.o; o++) {
     V sum;
     load(sum, s.sums + o * lanes);

@@ -35,9 +35,11 @@ PFL_TARGET void act_backward(int64_t act, const T* x, const T* y, const T* dy, T
       slope<T>(act, g, v);
     } else {
       load(v, x + i);
-      V e = v * T(0.70710678118654752440), bell = v * v * T(-.5);
+      const V square = v * v;
+      V e = v * T(0.70710678118654752440), bell = square * T(-.5);
       error_function<T, bytes>(e);
       exponential<T, bytes>(bell);
+      bell = square > std::numeric_limits<T>::max() ? V{} : bell;  // it falls faster than v grows
       g *= T(.5) * (T(1) + e) + v * bell * T(0.39894228040143267794);
     }
     store(dx + i, g);
@@ -505,11 +507,13 @@ PFL_TARGET void batch_norm_forward(const BatchNorm& q, bool train, const T* x, c
   }
 }
 
-// The slopes dx of a channel from those behind the maxima: factor * (slope - shift - hat * pull).
-// Only a window's winner has a slope; rows and columns that no window has are not left out.
+// The slopes dx of a channel from those behind the maxima: factor * (slope - shift - hat * pull), or
+// without `train` factor * slope. Only a window's winner has a slope; rows and columns that no
+// window has are not left out.
 template <class T, int bytes>
-PFL_INLINE void batch_norm_unpool(const BatchNorm& q, const T* x, const T* y, const T* dy,
-                                  const uint8_t* winner, T mean, T factor, T shift, T pull, T* dx) {
+PFL_INLINE void batch_norm_unpool(const BatchNorm& q, bool train, const T* x, const T* y,
+                                  const T* dy, const uint8_t* winner, T mean, T factor, T shift,
+                                  T pull, T* dx) {
   using V = Vec<T, bytes>;
   using I = decltype(V{} < V{});
   constexpr int64_t lanes = bytes / sizeof(T);
@@ -520,9 +524,11 @@ PFL_INLINE void batch_norm_unpool(const BatchNorm& q, const T* x, const T* y, co
       const I element = I{} + static_cast<int>(i % 2 * 2 + j % 2);
       const int64_t to = (i * q.w + j) * q.batch, at = (i / 2 * wq + j / 2) * q.batch;
       for (int64_t b = 0; b < q.batch; b += lanes) {
-        V v, g{}, value;
-        load(v, x + to + b);
-        v = (v - mean) * pull + shift;
+        V v{}, g{}, value;
+        if (train) {
+          load(v, x + to + b);
+          v = (v - mean) * pull + shift;
+        }
         if (covered) {
           load(g, dy + at + b);
           load(value, y + at + b);
@@ -568,18 +574,31 @@ PFL_TARGET void batch_norm_backward(const BatchNorm& q, bool train, const T* x, 
         sums);
     if (dx) {
       const T factor = q.affine ? scale * weight[c] : scale;
-      const T shift = train ? sums[0] / static_cast<T>(n) : T(0),
-              pull = train ? sums[1] / static_cast<T>(n) : T(0);
+      const T shift = sums[0] / static_cast<T>(n), pull = sums[1] / static_cast<T>(n);
       T* const to = dx + c * n;
       if (q.pooled)
-        batch_norm_unpool<T, bytes>(q, x + c * n, y + c * m, dy + c * m, s.winner + c * m, mean,
-                                    factor, shift, pull * scale, to);
+        batch_norm_unpool<T, bytes>(q, train, x + c * n, y + c * m, dy + c * m, s.winner + c * m,
+                                    mean, factor, shift, pull * scale, to);
       for (int64_t i = 0; !q.pooled && i < n; i += lanes) {
         V g, hat;
         look(i, g, hat);
-        g = (g - shift - hat * pull) * factor;
+        if (train) g = g - shift - hat * pull;
+        g *= factor;
         store(to + i, g);
       }
+    }
+    if (q.affine && q.pooled && !train) {
+      // A slope of 0 times what is not finite is NaN, also where no maximum came from. (In training
+      // it is in the channel's mean.)
+      T nothing[1];
+      channel_sums<1, T, bytes>(
+          n,
+          [&](int64_t i, V(&part)[1]) PFL_LAMBDA {
+            load(part[0], x + c * n + i);
+            part[0] *= T(0);
+          },
+          nothing);
+      sums[1] += nothing[0];
     }
     if (q.affine) into(dweight[c], sums[1]), into(dbias[c], sums[0]);
   }

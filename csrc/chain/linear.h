@@ -34,6 +34,10 @@ PFL_TARGET void linear_forward(const Linear& q, const T* x, const T* w, const T*
         sum_outer<R, N>(acc, q.in, x + b0, 1, q.batch, [&](int64_t i, int j) PFL_LAMBDA {
           return w + i * q.high + (v0 + j) * lanes;
         });
+        mark_overflows<T>(acc, [&](int r, int i) {
+          const int64_t o = v0 * lanes + i;
+          return std::isfinite(bias[o]) && are_finite(x + b0 + r, q.batch, w + o, q.high, q.in);
+        });
         PFL_TILE(if (q.act == kRelu) acc[r][j] = acc[r][j] < 0 ? V{} : acc[r][j];
                  store(z + (b0 + r) * q.high + (v0 + j) * lanes, acc[r][j]));
       });
@@ -105,7 +109,8 @@ PFL_TARGET void linear_backward(const Linear& q, const T* x, const T* z, const T
 template <class T, int bytes>
 PFL_TARGET void narrow_forward(const Linear& q, const T* const* x, const T* w, const T* bias,
                                T* y) {
-  constexpr int64_t few = 16;
+  using V = Vec<T, bytes>;
+  constexpr int64_t few = 16, lanes = bytes / sizeof(T);
   const T* rows[few];
   for (int64_t o0 = 0; o0 < q.out; o0 += few) {
     const int64_t some = std::min(few, q.out - o0);
@@ -114,6 +119,15 @@ PFL_TARGET void narrow_forward(const Linear& q, const T* const* x, const T* w, c
   }
   for (int64_t o = 0; o < q.out; o++)
     for (int64_t b = 0; b < q.batch; b++) y[o * q.batch + b] += bias[o];
+  V sums[1][1];
+  for (int64_t i = 0; i < q.out * q.batch; i += lanes) {
+    load(sums[0][0], y + i);
+    mark_overflows<T>(sums, [&](int, int lane) {
+      const int64_t o = (i + lane) / q.batch, b = (i + lane) % q.batch;
+      return o < q.out && std::isfinite(bias[o]) && are_finite(x[b], 1, w + o * q.high, 1, q.in);
+    });
+    store(y + i, sums[0][0]);
+  }
 }
 
 template <class T, int bytes>

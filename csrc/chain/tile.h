@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "../cpu/small_gemm.h"
 
@@ -53,6 +54,36 @@ PFL_INLINE T sum_of(const V& v) {
   store(lane, v);
   for (T x : lane) sum += x;
   return sum;
+}
+
+// ---- overflows: a sum of finite products that leaves the range of T is NaN. A fused product has no
+// range of its own, so that the first infinity would hide all later ones of the other sign: the sum
+// would have a sign that means nothing, and a rectifier might take it for a 0 ----
+
+// Are the factors of n products finite? Steps lead from one to the next.
+template <class T>
+bool are_finite(const T* a, int64_t a_step, const T* b, int64_t b_step, int64_t n) {
+  for (int64_t i = 0; i < n; i++)
+    if (!std::isfinite(a[i * a_step]) || !std::isfinite(b[i * b_step])) return false;
+  return true;
+}
+// `finite(r, i)`: whether the factors of the sum in row r and place i, counted over its N vectors,
+// are finite.
+template <class T, int R, int N, class V, class Finite>
+PFL_INLINE void mark_overflows(V (&acc)[R][N], const Finite& finite) {
+  constexpr int lanes = sizeof(V) / sizeof(T);
+  V odd[N] = {};
+  PFL_TILE(odd[j] += acc[r][j] * T(0));  // 0, or NaN where a sum is not finite
+  V all = odd[0];
+  PFL_EACH(j, N - 1, all += odd[j + 1]);
+  if (!any(all != all)) [[likely]]
+    return;
+  T sums[R][N * lanes];
+  PFL_TILE(store(sums[r] + j * lanes, acc[r][j]));
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < N * lanes; i++)
+      if (std::isinf(sums[r][i]) && finite(r, i)) sums[r][i] = std::numeric_limits<T>::quiet_NaN();
+  PFL_TILE(load(acc[r][j], sums[r] + j * lanes));
 }
 
 // ---- functions: polynomials for float32, the library's for float64 ----

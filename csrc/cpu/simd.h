@@ -81,6 +81,15 @@ PFL_INLINE void store(T* p, const V& v) {
   __builtin_memcpy(p, &v, sizeof(V));
 }
 
+// Whether any bit of a comparison's result is set.
+template <class V>
+PFL_INLINE bool any(const V& mask) {
+  uint64_t parts[sizeof(V) / sizeof(uint64_t)], all = 0;
+  __builtin_memcpy(parts, &mask, sizeof parts);
+  for (uint64_t part : parts) all |= part;
+  return all != 0;
+}
+
 // A store that goes past the caches; p is aligned to the vector's size. fence() after the last one
 // of a thread.
 template <class V, class T>

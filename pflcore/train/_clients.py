@@ -504,13 +504,33 @@ class Clients:
             return self._evaluate_some(has_samples, model, split, predict)
         by_chain = self.context.engine.chain is not None and predict is predict_row
         if by_chain and has_kernels(model["w"].device):
-            lists = self.sample_lists(split)
-            values = evaluate_by_kernels(
-                self.context, model["w"], lists, self._relabel, self.buffers
-            )
-            return values if self._has_accuracy else (values[0], None)
+            return self._evaluate_by_kernels(model, split)
         pairs = self.scores(model, split, predict)
         return self.loss_and_accuracy(pairs, split, self._evaluation_groups(model))
+
+    def _evaluate_by_kernels(
+        self, model: Tensors, split: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """The result of `evaluate`, by the chain's kernels.
+
+        Where a client's loss is not finite, the module itself has the last word: which
+        sums leave the range of floats, and what they are then, depends on the order in
+        which their terms are added.
+        """
+        lists = self.sample_lists(split)
+        losses, accuracy = evaluate_by_kernels(
+            self.context, model["w"], lists, self._relabel, self.buffers
+        )
+        is_lost = ~losses.isfinite()
+        if is_lost.any():
+            lost = self.take(is_lost)
+            lost_model = {name: v[is_lost] for name, v in model.items()}
+            pairs = lost.scores(lost_model, split)
+            new_losses, new_accuracy = lost.loss_and_accuracy(pairs, split)
+            losses[is_lost] = new_losses.double()
+            if new_accuracy is not None:
+                accuracy[is_lost] = new_accuracy
+        return losses, accuracy if self._has_accuracy else None
 
     def _evaluate_some(
         self, mask: Tensor, model: Tensors, split: str, predict: Predict

@@ -8,12 +8,17 @@ import torch.nn.functional as F
 from parts.path import BODIES, body
 from parts.user import simulation
 from small import ENGINES, make_setting, near
+from ugly import randn
 
 from pflcore import Clients, Federation, Net, Training, evaluate, metrics
 from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import RunConfig, initial_state
 
 SIZES = [1, 300, 7, 125, 126]
+DEEP_MLPS = {
+    "rectified": ("Linear 6 5, ReLU, Linear 5 3, ReLU, Linear 3 K", (6,)),
+    "squashed": ("Linear 6 5, ReLU, Linear 5 3, Tanh, Linear 3 K", (6,)),
+}
 MODELS = {**BODIES, "scores per place": ("Conv1d 2 K 1", (2, 3))}
 
 
@@ -45,7 +50,7 @@ def at_work(
     train, test = (rows.split(SIZES) for rows in torch.arange(n).view(2, -1))
     test = [rows[: 0 if k == empty else None] for k, rows in enumerate(test)]
     split = {"train": list(train), "test": test}
-    words, shape = MODELS[model]
+    words, shape = {**MODELS, **DEEP_MLPS}[model]
     data = Federation(
         torch.randn(n, *shape), y if labels else torch.rand(n), split, *known
     )
@@ -85,6 +90,21 @@ def test_side_by_side_is_one_by_one(engine, loss, relabel):
     for ids in (range(5), [3, 1]):
         clients = at_work(engine, "mlp", loss, relabel, ids)
         check(clients, clients.net.w0 + torch.randn(len(ids), clients.net.size))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("model", [*DEEP_MLPS, "conv"])
+@pytest.mark.parametrize("scale", [1e10, 1e15, 1e25, 1e38])
+def test_diverged_models_are_evaluated_by_the_module(model, scale):
+    """Their scores are infinite or NaN, as the order of a sum's terms has it."""
+    clients = at_work("chain", model)
+    rows = randn(1, 5, clients.net.size, dtype=torch.float32, scale=scale)
+    rows[1] = clients.net.w0  # one that did not diverge
+    got_loss, got_accuracy = clients.evaluate({"w": rows}, "test")
+    loss, accuracy = at_work("loop", model).evaluate({"w": rows}, "test")
+
+    torch.testing.assert_close(got_loss, loss, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert torch.equal(got_accuracy, accuracy)
 
 
 @ENGINES

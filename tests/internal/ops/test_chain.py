@@ -273,6 +273,106 @@ def test_nan_stays_with_its_client(model, loss_name, o):
     assert later.isfinite().all() and torch.equal(later[[0, 2, 3]], w[[0, 2, 3]])
 
 
+def assert_same_kinds(got, want, dtype):
+    """Asserts that NaN and infinities are at the same places, and others are close."""
+    bound = {F64: 1e-7, F32: 5e-2}[dtype]
+    got = got.double()
+    want = want.double()
+    torch.testing.assert_close(got, want, rtol=bound, atol=bound, equal_nan=True)
+
+
+def with_bad_samples(model, bad, seed, dtype):
+    """A problem with one to three numbers among its samples that are not finite."""
+    loss_name = "squared" if model == "mlp, one output" else "cross_entropy"
+    p = Problem(model, [20, 24], dtype, seed=seed, loss_name=loss_name)
+    numbers = p.x.view(-1)
+    numbers[integers(seed, 0, len(numbers), 1 + seed % 3)] = bad
+    return p
+
+
+bad_samples = given(
+    st.sampled_from([*MODELS]),
+    st.sampled_from([torch.nan, torch.inf, -torch.inf]),
+    st.integers(0, 99),
+    st.sampled_from([F32, F64]),
+)
+
+
+@pytest.mark.usefixtures("kernels")
+@bad_samples
+def test_bad_samples_have_the_gradients_of_the_reference(model, bad, seed, dtype):
+    p = with_bad_samples(model, bad, seed, dtype)
+    seeds = None if p.seeds is None else p.seeds[:, 0]
+    for train in {False, p.statistics is not None}:
+        got = p.grad(seeds=seeds, train=train)
+        want = p.grad(grad_reference, seeds=seeds, train=train)
+        for g, w in zip(got, want, strict=True):
+            assert_same_kinds(g, w, dtype)
+
+
+@pytest.mark.usefixtures("kernels")
+@bad_samples
+def test_bad_samples_have_the_scores_of_the_module(model, bad, seed, dtype):
+    p = with_bad_samples(model, bad, seed, dtype)
+    _, right, scores = p.evaluate(p.w)
+    module = p.net.module.eval()
+    for i, places in enumerate(p.places.split(p.sizes.tolist())):
+        p.net.load(module, p.w[i], buffers(p, i).to(dtype))
+        some = slice(p.begin[i], p.begin[i + 1])
+        assert_same_kinds(scores[some], module(p.x[places]).detach(), dtype)
+        assert not right[some][scores[some].isnan().any(1)].any()
+
+
+OVERFLOWS = {  # by name: the shape of a sample, and the layers
+    "few outputs": ((2,), [nn.Linear(2, 3)]),
+    "linear": ((2,), [nn.Linear(2, 40)]),
+    "hidden, ReLU": ((2,), [nn.Linear(2, 40), nn.ReLU(), nn.Linear(40, 3)]),
+    "hidden, tanh": ((2,), [nn.Linear(2, 9), nn.Tanh(), nn.Linear(9, 3)]),
+    "conv": ((2, 2, 2), [nn.Conv2d(2, 9, 2), nn.ReLU(), nn.Flatten(), nn.Linear(9, 3)]),
+    "pooled": (
+        (2, 4, 4),
+        [
+            nn.Conv2d(2, 9, 2, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(36, 3),
+        ],
+    ),
+    "mean of tanh": (
+        (2, 3, 3),
+        [nn.Conv2d(2, 9, 2), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(9, 3)],
+    ),
+}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", OVERFLOWS)
+@pytest.mark.parametrize("signs", [(-1, 1), (1, -1), (-1, -1)])
+def test_a_sum_that_overflows_is_nan(name, signs):
+    """Not an infinity of the first term's sign, which ReLU would take for a 0."""
+    shape, made = OVERFLOWS[name]
+    net = Net(nn.Sequential(*made))
+    with torch.no_grad():
+        first = net.module[0].weight
+        first[:, 0] = 1e30 * signs[0]
+        first[:, 1] = 1e30 * signs[1]
+    row = torch.cat([p.detach().flatten() for p in net.module.parameters()])
+    samples = torch.full((7, *shape), 1e30)
+    samples[3] = 0.0  # its sums are finite
+    y = torch.zeros(7, dtype=torch.int64)
+    found = compile_chain(net, shape)
+    order = torch.arange(7)
+    ends = (order, torch.tensor([0, 7]), found.classes)
+    _, right, scores = chain.chain_eval(
+        row[None], *found.fixed_args, samples, y, None, *ends
+    )
+
+    is_bad = order != 3
+    assert scores[is_bad].isnan().any(1).all() and scores[3].isfinite().all()
+    assert not right[is_bad].any()
+
+
 @isa
 @pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.MaxPool2d(2, 1)])
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.Tanh()])
