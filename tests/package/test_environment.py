@@ -21,7 +21,7 @@ FILES = [
     *sorted((ROOT / "pflcore").rglob("*.py")),
     *sorted((ROOT / "csrc").rglob("*.[ch]*")),
 ]
-OF_THE_SYSTEM = {"PATH"}
+OF_THE_SYSTEM = {"PATH", "PYTHONPATH"}
 
 
 def names_read():

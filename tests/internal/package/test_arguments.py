@@ -188,7 +188,7 @@ def test_what_an_annotation_does_not_allow_is_refused(f, given):
 
 
 # These are made by pflcore, and not by its users.
-GIVEN = """Backend Basis Clients ClientGroups Cohort Comparison Fit ModelForm History Layout MixingWeights Nearest Objective
+GIVEN = """Backend Basis Claim Clients ClientGroups Cohort Comparison Fit ModelForm History Layout MixingWeights Nearest Objective
 RoundOutcome PackedModels Partition Personalized SharedRows RowUpdate Run RunConfig RunEnd Source
 State TopK Traits
 apply"""  # noqa: E501
