@@ -108,8 +108,6 @@ def describe_run(simulation: Simulation) -> Record:
     }
     if config.training.schedule is not None:
         record["learning_rates"] = config.step_sizes
-    if simulation.functions:
-        record["functions"] = simulation.functions
     if not _is_uniform(simulation.sampling):
         record["sampling"] = describe_sampling(simulation.sampling)
     if data.names is not None:
@@ -122,6 +120,8 @@ def describe_run(simulation: Simulation) -> Record:
         record["private"] = _private_parameters(alg, net)
     if adversary is not None:
         record["adversary"] = asdict(adversary)
+    if simulation.functions:
+        record["functions"] = simulation.functions
     digests = {
         "digest of the samples": describe_data(data)["digest of the samples"],
         "digest of the model": content_digest(describe_net(net)),

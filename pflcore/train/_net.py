@@ -530,9 +530,11 @@ class Net:
         """The loss [] of a batch's scores and targets [B, ...].
 
         A loss of the user's own gets one score for each target in the shape of the
-        targets, and both as floats. Labels reach it with the label that it leaves out.
+        targets, and both as floats, unless it is known to take labels: those reach it
+        with the label that it leaves out.
         """
-        if self.has_own_loss and has_one_score_each(scores, y):
+        takes_numbers = self.has_own_loss and self.ignored_label is None
+        if takes_numbers and has_one_score_each(scores, y):
             scores = scores.reshape(y.shape)
             y = y if y.is_floating_point() else y.to(scores.dtype)
         # Autocast computes losses in float32. Under vmap it does not reach all of the

@@ -239,9 +239,11 @@ def test_a_simulation_holds_validation_data_out_by_itself(alg):
     run = Simulation(alg, tiny_model(), data, Training(lr=0.1, batch_size=8), rounds=2)
     assert run.header()["facts"] == {"held out for validation": 0.2}
     assert "val" not in data.index
-    assert Simulation(alg, tiny_model(), run.data, run.training).data is run.data
-    again = Simulation(alg, tiny_model(), data).data.index["val"]
-    assert all(map(torch.equal, again, run.data.index["val"]))
+    held_out = run.config.data
+    again = Simulation(alg, tiny_model(), held_out, run.training)
+    assert again.config.data is held_out
+    again = Simulation(alg, tiny_model(), data).config.data.index["val"]
+    assert all(map(torch.equal, again, held_out.index["val"]))
 
 
 @pytest.mark.parametrize("alg", [FedFomo(m=2), L2C()])

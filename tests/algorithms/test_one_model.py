@@ -17,7 +17,6 @@ from small import (
     near,
     normed_model,
     quadratics,
-    some,
     t,
     tiny,
     tiny_model,
@@ -220,12 +219,3 @@ def test_scaffolds_option_two_divides_by_the_steps_with_momentum():
     state, _ = after(ALGORITHMS["scaffold"](option="II"), s)
 
     near(state.clients["c"], t([[1.0], [-2.0], [4.0]]))
-
-
-def test_fednova_counts_a_step_where_an_upload_has_none():
-    up = {"delta": torch.ones(2, 3), "steps": t([3.0, 0.0])}
-    state = FedNova().init(torch.zeros(3), 2)
-
-    changes, _ = FedNova().update(state, up, some(2))
-
-    near(changes["x"], torch.full((3,), 2 * (1 / 3 + 1) / 2))

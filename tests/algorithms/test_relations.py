@@ -134,7 +134,7 @@ def test_a_run_goes_on_without_the_client_whose_step_size_is_not_the_others():
             )
 
     with pytest.warns(
-        RuntimeWarning, match="client number 2: its step size is 1000, the others'"
+        RuntimeWarning, match="client number 2: its 'lr' holds 1000, expected a number"
     ):
         history = Simulation(Odd(), tiny_model(), images((12,) * 4), rounds=4).run()
     assert [r["dropped"] for r in history.rounds] == [[], [2], [], [2]]

@@ -626,7 +626,6 @@ run fedavg DIGITS --attack nose --attack-clients 1 | attack: got 'nose', did you
 run fedavg DIGITS --local-optimizer sdg | local_optimizer: got 'sdg', did you mean 'sgd'?
 run fedavg DIGITS --mean kurm:2 | mean: got 'kurm', did you mean 'krum'?
 run fedavg DIGITS --attack noise --attack-clients 99 | adversary: expected ids of clients
-run fedavg DIGITS --attack control --attack-clients 1 | adversary: expected an attack on what FedAvg uploads
 """  # noqa: E501
 
 

@@ -158,7 +158,7 @@ def test_an_ignored_last_class_loses_its_name():
     loss = nn.CrossEntropyLoss(ignore_index=1)
     evaluation = Evaluation(split="train")
     run = Simulation("fedavg", nn.Linear(2, 1), data, loss=loss, evaluation=evaluation)
-    assert run.data.class_names == ("no",)
+    assert run.config.data.class_names == ("no",)
 
 
 # clients ----------------------------------------------------------------------

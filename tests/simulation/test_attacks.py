@@ -34,7 +34,7 @@ def test_flipped_labels_are_the_bad_ones_alone():
     ):
         poisoned = run(
             data=fed, model=model, adversary=Adversary("label_flip", bad)
-        ).data
+        ).config.data
         for i in range(fed.n):
             want = 3 - fed.labels(i) if i in bad else fed.labels(i)
             equals(poisoned.labels(i), want)

@@ -21,8 +21,6 @@ from pflcore import (
     Net,
     Robustness,
     Training,
-    cross_silo,
-    tune,
 )
 
 
@@ -176,13 +174,6 @@ def test_functions_of_training_need_no_hash(engine):
     training = replace(TRAINING, schedule=Falling(), augment=Shifted())
     run = simulation(training=training, hardware=Hardware(engine=engine))
     assert not run.run().stopped
-
-
-def test_a_search_refuses_functions_that_count_as_one():
-    protocol = cross_silo(images((30, 30, 30)), 0.2, 0.2)
-    grid = {"training.schedule": [lambda r, n: 0.0, lambda r, n: 1.0]}
-    with sentence("grid: expected different values for 'training.schedule', got two"):
-        tune(protocol, Net(tiny_model()), "fedavg", TRAINING, grid, 1)
 
 
 # data that change in place -----------------------------------------------------------

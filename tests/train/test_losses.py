@@ -370,9 +370,9 @@ def test_labels_that_the_loss_leaves_out_count_in_nothing(loss, length, number):
         want = by_hand(run.history.model(i), *data.client(i, "test"), number)
         got = evaluation["accuracy"][i], evaluation["balanced_accuracy"][i]
         assert got == pytest.approx(want, abs=1e-6) and got[0] > 0.8
-    assert run.data.classes == 2
+    assert run.config.data.classes == 2
     counted = sum(int((y != number).sum()) for _, y in map(data.client, range(3)))
-    assert int(run.data.counts().sum()) == counted
+    assert int(run.config.data.counts().sum()) == counted
 
 
 @pytest.mark.parametrize("length", [5, 0])

@@ -26,7 +26,6 @@ QUESTIONS = {
     "labels": {"i": 1},
     "client": {"i": 1},
     "__repr__": {},
-    "_repr_html_": {},
 }
 
 
