@@ -419,8 +419,11 @@ def later(simulation: Simulation, states: Sequence[Kept], on_round: OnRound) -> 
     def evaluate() -> Mapping[str, Tensor]:
         return simulation.evaluate(simulation.evaluation.split)
 
+    own_names = simulation.state.server
     for round, down, up, state in states:
-        simulation.state = state
+        # The other method's server may keep more, such as a momentum.
+        server = {name: state.server[name] for name in own_names}
+        simulation.state = replace(state, server=server)
         seconds, values = clock(evaluate)
         line = {
             "round": round,

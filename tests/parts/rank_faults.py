@@ -23,6 +23,13 @@ from pflcore.algorithms import FedAvg, Stop
 # torchrun ends the ranks that are left when one has ended; they write their file first.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 RANK = int(os.environ["RANK"])
+
+
+def own_rank():
+    """The number of this rank; a constant in a rule would make it another rule."""
+    return int(os.environ["RANK"])
+
+
 CASE = {"algorithm": "fedavg", "rounds": 4, "participation": 1.0, "rank_timeout": 0.15}
 warnings.simplefilter("ignore")
 
@@ -36,7 +43,7 @@ class Bad(nn.Module):
         self.act = act
 
     def forward(self, x):
-        if os.environ.get("BAD_ROUND") == "3" and RANK == 1:
+        if os.environ.get("BAD_ROUND") == "3" and own_rank() == 1:
             self.act()
         return self.layer(x)
 
@@ -62,14 +69,14 @@ class BadServer(FedAvg):
     """A method whose server lacks memory in the third round on one rank."""
 
     def update(self, state, up, cohort):
-        if cohort.round == 3 and RANK == 1:
+        if cohort.round == 3 and own_rank() == 1:
             raise MemoryError("Tried to allocate 3.00 GiB")
         return super().update(state, up, cohort)
 
 
 def draw_by_rank(round, generator, sizes):
     """A rule of sampling that breaks its promise: it differs from rank to rank."""
-    return [RANK]
+    return [own_rank()]
 
 
 def bad_model(act):

@@ -197,8 +197,7 @@ def test_a_run_goes_on_into_its_own_checkpoint(tmp_path):
 
     run = make(rounds=4)
     every = Checkpoint(tmp_path, every=1)
-    with pytest.warns(RuntimeWarning, match="enough"):
-        run.run(stop, checkpoint=every)
+    run.run(stop, checkpoint=every)
     history = run.run(checkpoint=every)
 
     assert load(tmp_path)[1]["round"] == history.rounds[-1]["round"] == 4
