@@ -64,7 +64,6 @@ constexpr int kManyWarps = 16, kFewWarps = 28;      // of a multiprocessor: its 
 constexpr int kTileThreads = 512, kTileWarps = 32;  // at most, of a block and of a multiprocessor
 constexpr int kDirectThreads = 256;
 constexpr int64_t kDirectBlocks = 16 * 1024;
-constexpr int64_t kAlwaysShared = 48 * 1024;  // bytes that every card gives without asking
 constexpr int64_t kStreamShared = 74 * 1024;  // bytes: three such blocks fit the 228 KiB of sm_90
 constexpr int64_t kBlockShared = 1024;        // bytes that a card keeps of each block
 constexpr int64_t kEnoughWarps = 16;          // of a multiprocessor, to hide memory's latency
@@ -738,7 +737,7 @@ using AggregateKernel = void (*)(Aggregate, AggregatePlan);
 
 inline void aggregate_launch(AggregateKernel kernel, const Aggregate& q, const AggregatePlan& plan,
                              cudaStream_t stream) {
-  shared_for(reinterpret_cast<const void*>(kernel), plan.shared);
+  allow_shared(reinterpret_cast<const void*>(kernel), plan.shared);
   PFLCORE_LAUNCH(kernel, static_cast<unsigned>(plan.grid), plan.threads, plan.shared, stream, q,
                  plan);
 }

@@ -6,9 +6,12 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "../inputs.h"
 
@@ -46,28 +49,29 @@ inline bool aligned16(const void* base, int64_t row, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 && (row * bytes) % 16 == 0;
 }
 
-// The bytes of dynamic shared memory that a kernel may ask for in a launch, at most `wanted`: 48
-// KiB everywhere, more where the card has more and the kernel says so. It makes no work for the
-// device, so it may be called while a graph is captured.
-inline int64_t shared_for(const void* kernel, int64_t wanted) {
-#ifdef PFLCORE_CUDA_ON_CPU
-  (void)kernel;
-  return cuda_on_cpu::allow_shared(wanted);
-#else
+constexpr int64_t kAlwaysShared = 48 * 1024;  // bytes that every card gives without asking
+
+// Lets a kernel be launched with `wanted` bytes of dynamic shared memory. More than every card
+// gives must be asked for, and what a kernel may have is a fact of the device that all host threads
+// share: where one thread asks for less, a launch of another one fails. So the most that the card
+// has is asked for, once. It makes no work for the device, so it may be called while a graph is
+// captured.
+inline void allow_shared(const void* kernel, int64_t wanted) {
   int device = 0, most = 0;
-  constexpr int64_t always = 48 * 1024;
-  if (wanted <= always || cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
-          cudaSuccess ||
-      most <= always)
-    return always;
-  const int64_t bytes = wanted < most ? wanted : most;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(bytes)) == cudaSuccess)
-    return bytes;
-  cudaGetLastError();  // it is no error of the launch
-  return always;
-#endif
+  if (wanted <= kAlwaysShared || cudaGetDevice(&device) != cudaSuccess) return;
+  static std::mutex mutex;
+  static std::set<std::pair<const void*, int>> allowed;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (allowed.count({kernel, device})) return;
+  cudaFuncAttributes code{};
+  if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
+          cudaSuccess &&
+      cudaFuncGetAttributes(&code, kernel) == cudaSuccess &&
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           most - static_cast<int>(code.sharedSizeBytes)) == cudaSuccess)
+    allowed.insert({kernel, device});
+  else
+    cudaGetLastError();  // the launch says what is wrong
 }
 
 // The number of the card's processors, each of which runs several blocks.

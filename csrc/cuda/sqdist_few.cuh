@@ -136,7 +136,7 @@ PFLCORE_PLAIN_KERNEL void __launch_bounds__(kSqdistThreads, 2)
 inline void sqdist_few_launch(const Sqdist& q, const SqdistPlan& plan, const SqdistRoom& room,
                               cudaStream_t stream) {
   auto* const kernel = &sqdist_few;
-  shared_for(reinterpret_cast<const void*>(kernel), kFewShared);
+  allow_shared(reinterpret_cast<const void*>(kernel), kFewShared);
   PFLCORE_LAUNCH(kernel, static_cast<unsigned>(plan.first.count), kSqdistThreads, kFewShared,
                  stream, static_cast<const float*>(q.a), q.a_row, plan, room.flags, room.partial);
 }

@@ -453,7 +453,7 @@ inline void sqdist_gram_launch(const Sqdist& q, const SqdistPlan& plan, const Sq
     const auto launch = [&](auto groups) {
       auto* const kernel = &gram_triangle<groups()>;
       const int64_t bytes = kGramStages * plan.m * kGramPitch * int64_t{sizeof(float)};
-      shared_for(reinterpret_cast<const void*>(kernel), bytes);
+      allow_shared(reinterpret_cast<const void*>(kernel), bytes);
       PFLCORE_LAUNCH(kernel, splits, kGramThreads, bytes, stream, a, q.a_row, plan, room.flags,
                      room.partial);
     };
@@ -478,7 +478,7 @@ inline void sqdist_gram_launch(const Sqdist& q, const SqdistPlan& plan, const Sq
                     static_cast<unsigned>(ceil_div(plan.m, plan.window_a)), splits);
     const int64_t bytes = kGramStages * (int64_t{plan.window_a} + plan.window_b + 1) * kGramPitch *
                           int64_t{sizeof(float)};
-    shared_for(reinterpret_cast<const void*>(kernel), bytes);
+    allow_shared(reinterpret_cast<const void*>(kernel), bytes);
     PFLCORE_LAUNCH(kernel, grid, kGramThreads, bytes, stream, a, q.a_row, b, b_row, room.centre,
                    plan, room.flags, room.partial);
   }

@@ -18,11 +18,13 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../cpu/simd.h"
@@ -33,9 +35,10 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define PFLCORE_LAUNCH(kernel, grid, block, shared, stream, ...)           \
-  (cuda_on_cpu::device().launched.insert(reinterpret_cast<void*>(kernel)), \
-   cuda_on_cpu::launch(grid, block, shared, stream, [&] { kernel(__VA_ARGS__); }))
+#define PFLCORE_LAUNCH(kernel, grid, block, shared, stream, ...)                     \
+  (cuda_on_cpu::device().launched.insert(reinterpret_cast<void*>(kernel)),           \
+   cuda_on_cpu::launch(reinterpret_cast<void*>(kernel), grid, block, shared, stream, \
+                       [&] { kernel(__VA_ARGS__); }))
 #define PFLCORE_DYNAMIC_SHARED(name) unsigned char* const name = cuda_on_cpu::dynamic_shared()
 
 struct dim3 {
@@ -67,9 +70,10 @@ struct Fiber {
 
 struct Device {
   static constexpr size_t stack_bytes = 128 * 1024, guard = 256;
-  // Bytes of shared memory that the next launch may have, and the most that this GPU gives a kernel
-  // on request.
-  int64_t shared_limit = 48 * 1024, shared_most = 99 * 1024;
+  // The most bytes of shared memory that this GPU gives a kernel on request, and those that kernels
+  // on it may have; 48 KiB without a request.
+  int64_t shared_most = 99 * 1024;
+  std::map<std::pair<int, const void*>, int64_t> shared_limits;
   bool copies = true;  // true: copies to shared memory run beside the arithmetic
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<int> order;
@@ -275,12 +279,14 @@ inline void run_block(size_t shared_bytes) {
     if (shared[shared_bytes + i] != 0xa5) fail("written past the end of shared memory");
 }
 
-// The permission holds for the next launch. On a GPU, the kernel keeps it.
-inline int64_t allow_shared(int64_t wanted) {
-  return device().shared_limit = std::min(wanted, device().shared_most);
+// A GPU with another amount of shared memory is another device.
+inline int device_number() { return static_cast<int>(device().shared_most / 1024); }
+
+inline int64_t& shared_limit(const void* kernel) {
+  return device().shared_limits.insert({{device_number(), kernel}, 48 * 1024}).first->second;
 }
 
-inline void launch(dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t,
+inline void launch(const void* kernel, dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t,
                    std::function<void()> body) {
   Device& d = device();
   d.threads = static_cast<int>(block.x * block.y * block.z);
@@ -289,9 +295,8 @@ inline void launch(dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t,
   if (grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.x > 0x7fffffffu || grid.y > 65535 ||
       grid.z > 65535)
     throw std::runtime_error("launch: bad grid");
-  if (shared_bytes < 0 || shared_bytes > d.shared_limit)
+  if (shared_bytes < 0 || shared_bytes > shared_limit(kernel))
     throw std::runtime_error("launch: " + std::to_string(shared_bytes) + " bytes of shared memory");
-  d.shared_limit = 48 * 1024;
   d.grid = grid, d.block = block, d.body = std::move(body);
   d.shared.resize(static_cast<size_t>(shared_bytes) + Device::guard + 16);
   d.slots.assign(static_cast<size_t>((d.threads + 31) / 32) * 64, 0);
@@ -454,3 +459,34 @@ inline __nv_bfloat16 __float2bfloat16_rn(float v) {
   return cuda_on_cpu::converted<__nv_bfloat16>(v);
 }
 inline __half __float2half_rn(float v) { return cuda_on_cpu::converted<__half>(v); }
+
+// ---- the host's functions ----
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+struct cudaFuncAttributes {
+  size_t sharedSizeBytes;
+};
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = cuda_on_cpu::device_number();
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = static_cast<int>(cuda_on_cpu::device().shared_most);
+  return cudaSuccess;
+}
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* code, const void*) {
+  code->sharedSizeBytes = 0;
+  return cudaSuccess;
+}
+// A host thread may ask for less between another one's request and its launch, which then fails.
+// So asking for less is an error at once.
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int bytes) {
+  if (bytes > cuda_on_cpu::device().shared_most) return cudaErrorInvalidValue;
+  int64_t& limit = cuda_on_cpu::shared_limit(kernel);
+  if (bytes < limit) throw std::runtime_error("a kernel's limit of shared memory was lowered");
+  limit = bytes;
+  return cudaSuccess;
+}

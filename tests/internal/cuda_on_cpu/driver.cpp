@@ -278,4 +278,20 @@ int broken(int64_t which, double* out) {
   });
 }
 
+// A kernel that takes 96 KiB of shared memory, after requests of so many KiB, until a 0.
+int launch_large(const int64_t* limits) {
+  return guarded([&] {
+    auto* const kernel = +[](int) {
+      PFLCORE_DYNAMIC_SHARED(shared);
+      shared[0] = 1;
+    };
+    const void* const address = reinterpret_cast<const void*>(kernel);
+    cuda_on_cpu::shared_limit(address) = 48 * 1024;
+    for (; *limits; ++limits)
+      cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(*limits * 1024));
+    PFLCORE_LAUNCH(kernel, 1, 1, 96 * 1024, nullptr, 0);
+  });
+}
+
 }  // extern "C"

@@ -187,6 +187,28 @@ def test_harness_refuses_faulty_kernel(fault, sentence):
         call("broken", fault, guarded(out))
 
 
+@pytest.mark.parametrize(
+    "limits, sentence",
+    [
+        ((), "bytes of shared memory"),
+        ((64,), "bytes of shared memory"),
+        ((99, 64), "was lowered"),
+    ],
+)
+def test_harness_refuses_a_launch_without_its_memory(limits, sentence):
+    """Of a kernel that takes 96 KiB, after requests of so many KiB."""
+    with pytest.raises(RuntimeError, match=sentence):
+        call("launch_large", [*limits, 0])
+
+
+def test_a_smaller_call_leaves_shared_memory():
+    """The launch of another host thread may still count on it."""
+    card(90)
+    for m in (104, 81):  # of one kernel, and both above what every card gives
+        rows = normal(m, 40)
+        assert_close(kernels.pairwise_sqdist(rows), laws.exact(rows), "sqdist", F32)
+
+
 def test_harness_lets_right_stores_and_copies_pass():
     call("broken", 15, torch.zeros(64, dtype=F64))
 
