@@ -250,6 +250,12 @@ def trimmed_mean(rows, removed):
     return mean.masked_fill(rows.isnan().any(0), torch.nan).to(rows.dtype)
 
 
+def wider_scales(dtype):
+    """The scales of `scales`, and one below the least normal number."""
+    denormal = {F32: 1e-42, F64: 4e-320, F16: 1e-6}.get(dtype, 1e-39)
+    return st.one_of(scales(dtype), st.just(denormal))
+
+
 def with_specials(draw, rows):
     """A copy of the rows, some of whose numbers may be special ones."""
     rows = rows.clone(memory_format=torch.contiguous_format)
@@ -269,7 +275,7 @@ def robust(on, dtype, draw):
     """
     n = draw(of(1, 2, 3, 7, 8, 9, 16, 20, 21, 33, 50, 113, 140))
     p = draw(of(*(size for size in on.sizes if size * n < 20_000)))
-    rows = with_specials(draw, matrix(draw, n, p, dtype, draw(scales(dtype))))
+    rows = with_specials(draw, matrix(draw, n, p, dtype, draw(wider_scales(dtype))))
     removed = draw(st.integers(0, (n - 1) // 2))
     placed = on.put(rows, draw)
     want = trimmed_mean(rows, removed)
@@ -288,17 +294,21 @@ def mean_around_median(rows, kept):
 
     The numbers of a column are chosen in the order of their distance from the median,
     and summed from the least on: those of each 16 places first. Sums are float32 unless
-    the rows are float64.
+    the rows are float64. The distance is what a number is below the lower one of the
+    two in the middle, or above the higher one: less than the distance from the median
+    by the same for all numbers, and without its rounding.
     """
     wide = rows if rows.dtype is F64 else rows.float()
     ordered = wide.sort(0).values
     low, high = ordered[(len(rows) - 1) // 2], ordered[len(rows) // 2]
-    median = low if len(rows) % 2 else low * 0.5 + high * 0.5
+    median = low * 0.5 + high * 0.5
+    low, high = (torch.where(median.isinf(), median, t) for t in (low, high))
+    distance = torch.where(ordered <= low, low - ordered, ordered - high)
     # An infinite median has the distance 0 from its equals.
-    distance = torch.where(ordered == median, 0.0, (ordered - median).abs())
+    distance = torch.where(ordered == median, 0.0, distance)
     # Where distances are equal, as rounded ones are, a number that is not above the
     # median comes first, and of two on one side the one that is nearer in the column.
-    below = (ordered <= median).sum(0)
+    below = (ordered <= low).sum(0)
     at = torch.arange(len(rows))[:, None]
     nearer = torch.where(at < below, below - 1 - at, at)
     best = distance.gather(0, nearer).sort(dim=0, stable=True).indices[:kept]
@@ -318,7 +328,7 @@ def around_median(on, dtype, draw):
     """
     n = draw(of(1, 2, 3, 7, 8, 9, 16, 20, 21, 33, 50, 113, 140))
     p = draw(of(*(size for size in on.sizes if size * n < 20_000)))
-    rows = with_specials(draw, matrix(draw, n, p, dtype, draw(scales(dtype))))
+    rows = with_specials(draw, matrix(draw, n, p, dtype, draw(wider_scales(dtype))))
     kept = draw(st.integers(1, n))
     placed = on.put(rows, draw)
     want = mean_around_median(rows, kept)

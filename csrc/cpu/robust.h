@@ -244,10 +244,12 @@ PFL_INLINE void take_means(const Panel<A>& panel, int64_t first, int64_t last, A
 
 // mean[0 .. columns) = the means of the `kept` numbers of the sorted tile nearest to the median.
 //
-// They are the rows from some row s on, s = 0 .. n - kept: s moves up by one if the number that it
-// gains is not above the median, or is nearer to it than the one that it loses. As the numbers are
-// sorted, the rows at which it moves are the first ones. So row r is in the mean unless s moves at
-// r, or does not move at r - kept.
+// With `low` and `high` the two numbers in the middle, which are one where n is odd, they are the
+// rows from some row s on, s = 0 .. n - kept: s moves up by one if the number that it gains is not
+// above `low`, or is less above `high` than the one that it loses is below `low`. The median itself
+// would be rounded, and numbers equally far from it would not be so from what is left. As the
+// numbers are sorted, the rows at which s moves are the first ones. So row r is in the mean unless
+// s moves at r, or does not move at r - kept.
 template <int bytes, class A>
 PFL_INLINE void take_nearest(const Panel<A>& panel, int64_t n, int64_t kept, A* mean) {
   constexpr int64_t lanes = bytes / sizeof(A);
@@ -255,19 +257,22 @@ PFL_INLINE void take_nearest(const Panel<A>& panel, int64_t n, int64_t kept, A* 
   const V count = V{} + static_cast<A>(kept);
   for (int64_t column = 0; column < panel.columns; column += lanes) {
     const A* const first = panel.tile + column;
-    V total{}, sum{}, median, other, nan;
-    load(median, first + n / 2 * panel.columns);
-    load(other, first + (n - 1) / 2 * panel.columns);
+    V total{}, sum{}, low, high, nan;
+    load(low, first + (n - 1) / 2 * panel.columns);
+    load(high, first + n / 2 * panel.columns);
     // The halves, because a sum of large numbers would be infinite.
-    if (n % 2 == 0) median = median * A(.5) + other * A(.5);
+    const V median = low * A(.5) + high * A(.5);
+    const V gap = median - median;  // NaN where the median is no finite number and stands for both
+    low = gap == gap ? low : median;
+    high = gap == gap ? high : median;
     // v = `moved` where s moves up by one
     const auto if_moves = [&](int64_t s, V& v, const V& moved) PFL_LAMBDA {
       V lost, gained, above = v;
       load(lost, first + s * panel.columns);
       load(gained, first + (s + kept) * panel.columns);
-      replace_where_less<A, bytes>(above, moved, gained - median, median - lost);
+      replace_where_less<A, bytes>(above, moved, gained - high, low - lost);
       v = moved;
-      replace_where_less<A, bytes>(v, above, median, gained);
+      replace_where_less<A, bytes>(v, above, low, gained);
     };
     for (int64_t r = 0; r < n; r++) {
       V v, taken{};
@@ -282,7 +287,7 @@ PFL_INLINE void take_nearest(const Panel<A>& panel, int64_t n, int64_t kept, A* 
     }
     load(nan, panel.nan + column);
     total = (total + sum) / count;
-    total = median == median ? total : median;
+    total = low == low ? total : low;
     total = nan == nan ? total : nan;
     store(mean + column, total);
   }

@@ -10,7 +10,6 @@
 namespace pflcore::cuda {
 
 constexpr int kRobustThreads = 128;
-constexpr int64_t kRobustShared = 48 * 1024;  // bytes, which every card has
 constexpr int kSumChunk = 16;  // numbers that are summed before they are added to the total
 
 struct RobustPlan {
@@ -23,7 +22,7 @@ template <class Problem>
 RobustPlan robust_plan(const Problem& q) {
   const int64_t column = q.n * (q.dtype == Dtype::f64 ? 8 : 4);
   for (int threads = kRobustThreads; threads >= 32; threads /= 2)
-    if (column * threads <= kRobustShared)
+    if (column * threads <= kAlwaysShared)
       return {threads, column * threads, grid_for(ceil_div(q.p, threads))};
   return {kRobustThreads, 0, grid_for(ceil_div(q.p, kRobustThreads), 2 * multiprocessors())};
 }
@@ -67,13 +66,14 @@ __device__ __forceinline__ A mean_of_sorted(const TrimmedMean& q, const A* v, in
 template <class A>
 __device__ __forceinline__ A mean_of_sorted(const MeanAroundMedian& q, const A* v, int64_t step) {
   const int n = static_cast<int>(q.n), kept = static_cast<int>(q.kept);
-  A median = v[n / 2 * step];
-  if (n % 2 == 0) median = median * A(.5) + v[(n / 2 - 1) * step] * A(.5);
+  A low = v[(n - 1) / 2 * step], high = v[n / 2 * step];
+  const A median = low * A(.5) + high * A(.5);
   if (median != median) return median;
+  if (median - median != 0) low = high = median;  // an infinite one
   int first = 0;
   for (; first + kept < n; ++first) {
     const A lost = v[first * step], gained = v[(first + kept) * step];
-    if (!(gained <= median || median - lost > gained - median)) break;
+    if (!(gained <= low || low - lost > gained - high)) break;
   }
   A total = 0, sum = 0;
   for (int i = first; i < first + kept; ++i) {

@@ -68,11 +68,13 @@ def mean_around_median(
     """The mean of the `kept` numbers of each column that are nearest to its median.
 
     It is the mean around the median of Xie et al. 2018. The median of an even number of
-    numbers is the mean of the two in the middle. Of two equally near numbers the
-    smaller one is taken.
+    numbers is the mean of the two in the middle; it is not rounded. Of two equally near
+    numbers the smaller one is taken.
 
     - A column with a NaN, or with -inf and inf in the middle, gives NaN. Infinities are
       numbers like others.
+    - From an infinite median all other numbers are equally far. Of these, the ones next
+      to it in order are taken.
     - Sums are float64 for float64 rows and float32 otherwise. They begin with the least
       number, and every 16 places of the sorted column their sum is added to the total.
     - The gradient goes to the rows whose numbers were averaged, which may be any of
@@ -189,13 +191,19 @@ def trimmed_mean_reference(
     return torch.cat(means).to(rows.dtype)
 
 
-def median_of_sorted(ordered: Tensor) -> Tensor:
-    """The median [P] of sorted columns [N, P]."""
+def middle_of_sorted(ordered: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The two numbers in the middle of sorted columns [N, P], and their mean, [P] each.
+
+    The two are one where N is odd. An infinite mean takes the place of both.
+    """
     n = len(ordered)
-    if n % 2:
-        return ordered[n // 2]
+    low, high = ordered[(n - 1) // 2], ordered[n // 2]
     # The halves, because a sum of large numbers would be infinite.
-    return ordered[n // 2] * 0.5 + ordered[n // 2 - 1] * 0.5
+    median = low * 0.5 + high * 0.5
+    is_infinite = median.isinf()
+    low = torch.where(is_infinite, median, low)
+    high = torch.where(is_infinite, median, high)
+    return low, high, median
 
 
 def are_nearest(
@@ -205,12 +213,14 @@ def are_nearest(
     """True where a number of a sorted column is one of the `kept` nearest its median.
 
     These are neighbours. Their first place moves up by one as long as the number that
-    is gained is not above the median, or nearer to it than the one that is lost.
+    is gained is not above the lower one in the middle, or is less above the higher one
+    than the number that is lost is below the lower one. The median itself would be
+    rounded, and could be nearer to one of two equally near numbers.
     """
     n = len(ordered)
-    median = median_of_sorted(ordered)
+    low, high, _ = middle_of_sorted(ordered)
     lost, gained = ordered[: n - kept], ordered[kept:]
-    first = ((gained <= median) | (median - lost > gained - median)).sum(0)
+    first = ((gained <= low) | (low - lost > gained - high)).sum(0)
     place = torch.arange(n, device=ordered.device)[:, None]
     return (place >= first) & (place < first + kept)
 
@@ -223,7 +233,7 @@ def mean_around_median_reference(
     means = []
     for ordered in sorted_blocks(rows):
         nearest = torch.where(are_nearest(ordered, kept), ordered, 0.0)
-        median = median_of_sorted(ordered)
+        *_, median = middle_of_sorted(ordered)
         mean = mean_in_chunks(nearest, kept)
         means.append(torch.where(median.isnan(), median, mean))
     return torch.cat(means).to(rows.dtype)

@@ -2,8 +2,10 @@
 
 import math
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 from laws import identical, trimmed_mean
 from ugly import randn
 
@@ -59,6 +61,7 @@ def test_the_nearest_by_hand():
         (0.0, 1.0, 5.0, 5.0, 5.0, 9.0): 5.0,
         (1.0, 2.0, 3.0, 4.0, 5.0, 60.0): 3.0,
         (-INF, 0.0, 3.0, 3.0, 6.0, INF): 2.0,
+        (-INF, -INF, 0.0, 2.0, INF, INF): -INF,
         (INF, INF, INF, INF, 6.0, -INF): INF,
         (-INF, -INF, -INF, 5.0, 6.0, 7.0): -INF,
         (-INF, -INF, -INF, INF, INF, INF): math.nan,
@@ -72,6 +75,46 @@ def test_the_nearest_by_hand():
     got = ops.mean_around_median(rows, 3)
     identical(got, want)
     assert not got[-1].signbit()
+
+
+def test_the_next_in_order_after_an_infinite_median():
+    """All others are equally far from it; with -inf the mean would be NaN."""
+    rows = torch.tensor([[-INF, 0.0, INF, INF, INF], [INF, 0.0, -INF, -INF, -INF]]).T
+    identical(ops.mean_around_median(rows, 4), torch.tensor([INF, -INF]))
+
+
+# Numbers (offset + k) * 2**exponent with a small whole k: multiples of the least number
+# above 0, neighbours of 1, and of the largest power of two.
+GRIDS = {
+    torch.float32: [(0, -149), (1 << 23, -23), (1 << 23, 104)],
+    torch.float64: [(0, -1074), (1 << 52, -52), (1 << 52, 971)],
+}
+
+
+def nearest_to_median(values):
+    """The whole number that is nearest to the median, and the lesser of two."""
+    ordered = sorted(values)
+    twice = ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]
+    return min(ordered, key=lambda v: (abs(2 * v - twice), v))
+
+
+@pytest.mark.parametrize("dtype", GRIDS)
+@given(st.data())
+def test_the_nearest_number_is_the_exact_one(dtype, data):
+    """Whatever its median rounds to: of equally near numbers it is the lesser one."""
+    offset, exponent = data.draw(st.sampled_from(GRIDS[dtype]))
+    sign = data.draw(st.sampled_from([1, -1]))
+    n = data.draw(st.integers(1, 9))
+    steps = st.lists(st.integers(0, 12), min_size=n, max_size=n)
+    columns = data.draw(st.lists(steps, min_size=1, max_size=40))
+    exact = [[sign * (offset + k) for k in column] for column in columns]
+    numbers = [[math.ldexp(v, exponent) for v in column] for column in exact]
+    rows = torch.tensor(numbers, dtype=dtype).T
+
+    got = ops.mean_around_median(rows, 1)
+
+    nearest = [math.ldexp(nearest_to_median(column), exponent) for column in exact]
+    identical(got, torch.tensor(nearest, dtype=dtype))
 
 
 def test_the_gradient_goes_to_the_nearest_numbers():
