@@ -381,13 +381,17 @@ def summarize(value: Any) -> str:
     """A value in a few words on one line.
 
     A tensor is described by its shape, dtype and device, and by its layout where it is
-    not dense. `Words` stay as they are.
+    not dense; a nested one has no shape. `Words` stay as they are.
     """
     if isinstance(value, Tensor):
         return f"{summarize_kind(value)} on {value.device}"
     if isinstance(value, Words):
         return value
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:
+        # Python writes no number of more than some thousand digits.
+        text = with_article(f"{type(value).__name__} that is too long to write")
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -397,10 +401,17 @@ def summarize_kind(t: Tensor) -> str:
     It is for what is expected of a tensor on any device.
     """
     dtype = str(t.dtype).removeprefix("torch.")
+    if t.is_nested:
+        return f"a nested tensor of {dtype}"
     kind = "tensor"
     if t.layout is not torch.strided:
         kind = f"{str(t.layout).removeprefix('torch.')} tensor"
     return f"a {kind} {list(t.shape)} of {dtype}"
+
+
+def is_dense(t: Tensor) -> bool:
+    """True for a tensor that is neither sparse nor nested, nor in another layout."""
+    return t.layout is torch.strided and not t.is_nested
 
 
 def _instance(cls: type, words: str) -> Expectation:
@@ -601,9 +612,9 @@ def expect_dim(dim: int, words: str) -> Expectation:
     """A dense floating-point tensor with this number of dimensions."""
 
     def fits(v: Any) -> bool:
-        if not isinstance(v, Tensor) or not v.is_floating_point() or v.is_sparse:
+        if not isinstance(v, Tensor) or not v.is_floating_point():
             return False
-        return v.dim() == dim
+        return is_dense(v) and v.dim() == dim
 
     return Expectation(words, fits)
 

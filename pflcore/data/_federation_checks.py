@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.check import reject, require
+from pflcore.check import is_dense, reject, require
 from pflcore.data._inputs import DENSE_TEXT, IGNORED_LABEL
 from pflcore.data._labels import VOID_BYTE
 from pflcore.data._ragged import Ragged
@@ -118,7 +118,7 @@ def _check_numbers(data: Federation, name: str, values: Tensor) -> None:
     """Raises ValueError unless values are dense, and finite floats or int64."""
     is_float = values.is_floating_point()
     is_number = is_float or values.dtype == torch.int64
-    fits = is_number and values.layout == torch.strided
+    fits = is_number and is_dense(values)
     require(fits, name, DENSE_TEXT, values)
     if not is_float or not values.numel():
         return

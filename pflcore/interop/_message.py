@@ -36,7 +36,7 @@ from pflcore.algorithms._protocol import (
     Tensors,
     lazy_zeros,
 )
-from pflcore.check import Model, require
+from pflcore.check import Model, is_dense, require
 from pflcore.simulation._state import initial_state
 from pflcore.train import Net
 from pflcore.train._losses import Loss
@@ -191,7 +191,7 @@ def parse_header(numbers: Tensor) -> MessageHeader:
 
 def is_complete_tensor(value: Tensor) -> bool:
     """True for a dense tensor with all the numbers of its shape."""
-    if value.layout is not torch.strided or value.is_nested:
+    if not is_dense(value):
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 

@@ -30,6 +30,7 @@ from pflcore.check import (
     Names,
     Words,
     checked,
+    is_dense,
     reject,
     require,
 )
@@ -356,8 +357,9 @@ def _read_torch_tensor(value: Tensor, where: str) -> tuple[Tensor, TensorMaker]:
     Raises ValueError for a tensor that is not dense, or has no values.
     """
     has_values = not value.is_meta and not is_lazy(value)
-    fits = value.layout == torch.strided and has_values
-    got = f"{value.layout} on {value.device}"
+    fits = is_dense(value) and has_values
+    layout = "nested" if value.is_nested else value.layout
+    got = f"{layout} on {value.device}"
     require(fits, where, "a dense tensor with values", got)
     device = value.device
     dtype = value.dtype

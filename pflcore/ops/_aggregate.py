@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore.check import Words, reject
+from pflcore.check import Words, is_dense, reject
 
 from ._check import (
     check_floating,
@@ -129,6 +129,7 @@ def check_out(
     dtype = updates.dtype if base is None else base.dtype
     fits = (
         isinstance(out, Tensor)
+        and is_dense(out)
         and out.dtype == dtype
         and out.device == updates.device
         and out.shape == shape

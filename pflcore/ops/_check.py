@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pflcore.check import Words, reject
+from pflcore.check import Words, is_dense, reject
 
 # Numbers that Python compares sooner than an op of torch is called.
 FEW_NUMBERS = 64
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+MAX_INT64 = 2**63 - 1  # torch takes no larger whole number
 
 
 def is_int(value: Any) -> bool:
@@ -32,13 +33,23 @@ def is_int(value: Any) -> bool:
 
 
 def check_number(op: str, name: str, value: Any) -> None:
-    """Raises TypeError unless `value` is a real number."""
-    if type(value) is float or type(value) is int:
+    """Raises an error unless `value` is a real number that float64 holds.
+
+    It is TypeError for what is no real number, and ValueError for one that is too
+    large.
+    """
+    if type(value) is float:
         return  # The common case takes the least time.
     is_real = isinstance(value, Real | torch.SymInt | torch.SymFloat)
     if isinstance(value, bool) or not is_real:
         remedy = f"use {name}.item()" if isinstance(value, Tensor) else ""
         reject(f"{op}({name})", "a number", value, remedy=remedy, error=TypeError)
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        return
+    try:
+        float(value)
+    except OverflowError:
+        reject(f"{op}({name})", "a number that float64 holds", value)
 
 
 def check_floating(op: str, name: str, t: Any) -> None:
@@ -46,8 +57,10 @@ def check_floating(op: str, name: str, t: Any) -> None:
     if not isinstance(t, Tensor):
         remedy = "use torch.as_tensor, or torch.stack of several"
         reject(f"{op}({name})", "a tensor", t, remedy=remedy, error=TypeError)
-    if t.layout is not torch.strided:
+    if not is_dense(t):
         remedy = f"use {name}.to_dense()"
+        if t.is_nested:
+            remedy = "use torch.stack of its tensors"
         reject(f"{op}({name})", "a dense tensor", t, remedy=remedy, error=TypeError)
     if t.dtype not in FLOATS:
         expected = "float32, float64, float16 or bfloat16"
@@ -66,6 +79,7 @@ def check_matrix(op: str, name: str, t: Any, shape_text: str) -> None:
         and t.dtype in FLOATS
         and t.dim() == 2
         and t.layout is torch.strided
+        and not t.is_nested
     ):
         return  # The common case takes the least time.
     check_floating(op, name, t)
@@ -104,7 +118,7 @@ def check_same_device(op: str, name: str, a: Tensor, other: str, b: Tensor) -> N
 
 
 def check_index(op: str, name: str, a: Tensor, other: str, b: Any) -> None:
-    """Raises an error unless `b` is int64 on the device of `a`.
+    """Raises an error unless `b` is dense and int64 on the device of `a`.
 
     It is TypeError for another type or dtype, and ValueError for another device.
 
@@ -112,8 +126,8 @@ def check_index(op: str, name: str, a: Tensor, other: str, b: Any) -> None:
         name: The name of `a`.
         other: The name of `b`.
     """
-    if not isinstance(b, Tensor) or b.dtype != torch.int64:
-        reject(f"{op}({other})", "an int64 tensor", b, error=TypeError)
+    if not isinstance(b, Tensor) or b.dtype != torch.int64 or not is_dense(b):
+        reject(f"{op}({other})", "a dense int64 tensor", b, error=TypeError)
     check_same_device(op, name, a, other, b)
 
 

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pflcore.check import Words, reject
+from pflcore.check import Words, is_dense, reject
 
 from ._check import (
+    check_floating,
     check_matrix,
     check_number,
     check_same_device,
@@ -124,6 +125,7 @@ def check_sgd(  # noqa: C901 (a test before each call: calls take time)
         expected = f"{list(w.shape)} where momentum is {momentum}"
         reject(f"{op}(buffer)", expected, None, remedy="use torch.zeros_like(w)")
     if isinstance(mu, Tensor):
+        check_floating(op, "mu", mu)
         if mu.shape != w.shape[:1]:
             reject(f"{op}(mu)", f"a number or [{w.shape[0]}]", mu)
         check_same_device(op, "w", w, "mu", mu)
@@ -144,7 +146,7 @@ def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
 
     A mask may be one row.
     """
-    if not isinstance(t, Tensor) or t.layout is not torch.strided:
+    if not isinstance(t, Tensor) or not is_dense(t):
         reject(f"{op}({name})", "a dense tensor of rows", t, error=TypeError)
     if t.shape != w.shape and not (name == "mask" and t.shape == w.shape[1:]):
         reject(f"{op}({name})", f"{list(w.shape)} like w", t)

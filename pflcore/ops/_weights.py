@@ -15,6 +15,7 @@ from torch import Tensor
 from pflcore.check import reject, require
 
 from ._check import (
+    MAX_INT64,
     check_floating,
     check_index,
     check_index_range,
@@ -144,11 +145,12 @@ def feddwa_weights(
         k: The number of neighbours; from N on, all are taken.
     """
     op = "feddwa_weights"
-    if not (type(k) is int and k > 0):
+    if not (type(k) is int and 0 < k <= MAX_INT64):
         is_valid = is_int(k) and k > 0
         require(is_valid, "feddwa_weights(k)", "a whole number above 0", k)
-        if not isinstance(k, int | torch.SymInt):
-            k = int(k)  # numpy's whole numbers are none for torch
+        if not isinstance(k, torch.SymInt):
+            # Numpy's whole numbers are none for torch.
+            k = min(int(k), MAX_INT64)
     check_matrix(op, "sqdist", sqdist, "[M, N]")
     if sqdist.shape[1] == 0:
         reject(f"{op}(sqdist)", "at least one column", sqdist)

@@ -4,6 +4,8 @@ The ops run on every path of the kernels and on the references.
 """
 
 import inspect
+import warnings
+from fractions import Fraction
 
 import hypothesis.strategies as st
 import laws
@@ -75,9 +77,28 @@ GOOD = {  # valid arguments of each op
     distributed.to_rows: {"columns": W},
 }
 TENSOR = ["text", ["a"], 3]
-FLOATS = [*TENSOR, ROWS.long(), ROWS.to(torch.complex64), ROWS.to_sparse()]
+
+
+def other_layouts():
+    """Tensors that torch holds in another way than as one block of numbers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some of these layouts are new, or old
+        return [
+            ROWS.to_sparse(),
+            ROWS.to_sparse_csr(),
+            ROWS.to_mkldnn(),
+            torch.quantize_per_tensor(ROWS, 0.1, 0, torch.qint8),
+            torch.nested.nested_tensor([*ROWS]),
+            torch.nested.nested_tensor([z(3), z(2)]),
+            torch.nested.nested_tensor([z(3), z(2)], layout=torch.jagged),
+        ]
+
+
+OTHER_LAYOUTS = other_layouts()
+FLOATS = [*TENSOR, ROWS.long(), ROWS.to(torch.complex64), *OTHER_LAYOUTS]
 MATRIX = [*FLOATS, ROWS[0], ROWS[None]]
-NUMBER = ["text", ["a"], ROWS]
+NUMBER = ["text", ["a"], ROWS, 10**400, Fraction(10**5000)]
+INDEX = torch.zeros(2, 3, dtype=torch.int64)
 # Values that are wrong for every op with an argument of this name.
 JUNK = {
     **dict.fromkeys(
@@ -86,12 +107,16 @@ JUNK = {
     **dict.fromkeys(
         ("b", "base", "buffer", "dist", "grad", "lam", "shift", "x"), FLOATS
     ),
+    **dict.fromkeys(("anchor", "mask", "out"), FLOATS),
     **dict.fromkeys(("lr", "momentum", "weight_decay"), NUMBER),
     **dict.fromkeys(("omega", "psi"), (*NUMBER, -1.0, torch.nan)),
     **dict.fromkeys(("count", "width"), ("3", ["a"], -1)),
     **dict.fromkeys(("group", "tie"), ("unknown", ["a"], 3)),
     "k": ["3", ["a"], -1, 0, 2.5, True],
-    "index": ["text", 3, ROWS, torch.full((3, 2), 99), z(3, dtype=INT)],
+    "index": [
+        *("text", 3, ROWS, torch.full((3, 2), 99), z(3, dtype=INT)),
+        *(INDEX.to_sparse(), torch.nested.nested_tensor([*INDEX])),
+    ],
     "weight": [*MATRIX, torch.ones(4, 7)],
 }
 # Values that are wrong for one op, by the argument that the error message names.
@@ -102,14 +127,19 @@ TYPES = {
         "index": [z(2, 3)],
         "base": [z(5, dtype=INT)],
     },
-    ops.waffle_weights: {"target": [1.0, True, "text", None, z(1, dtype=torch.int32)]},
+    ops.waffle_weights: {
+        "target": [
+            *(1.0, True, "text", None, z(1, dtype=torch.int32)),
+            *(INDEX.to_sparse(), torch.nested.nested_tensor([*INDEX])),
+        ]
+    },
     ops.feddwa_weights: {"sqdist": [[[1.0]]]},
     ops.rank1_linear: {"w_a": [z(3, 6, dtype=F64)], "lam": [z(6, dtype=F16)]},
     ops.sgd_step_: {
         "w": [W.bfloat16()],
         "grad": [W.double()],
         "mask": [z(3, dtype=torch.bool)],
-        "mu": ["x"],
+        "mu": ["x", z(2, dtype=torch.bool), *OTHER_LAYOUTS],
     },
     ops.nearest: {"rows": [z(2, 3, dtype=F64)]},
     ops.trimmed_mean: {"removed": [1.0, True, "text", None]},
@@ -132,7 +162,7 @@ VALUES = {
     },
     ops.waffle_weights: {
         "dist": [z(2, 0), z()],
-        "target": [3, -1, z(1, dtype=INT)],
+        "target": [3, -1, 2**70, z(1, dtype=INT)],
         "omega": [1e308],
         "psi": [torch.inf, 1e101],
     },
@@ -146,12 +176,13 @@ VALUES = {
     ops.sgd_step_: {
         "w": [z(3, 2).T, z(1, 3).expand(2, -1), W.clone().requires_grad_()],
         "grad": [z(2, 4)],
+        "mu": [10**400],
         "shift": [z(2, 2)],
         "mask": [torch.ones(2)],
         "buffer": [z(3, 2).T, z(2, 2)],
     },
-    ops.trimmed_mean: {"rows": [z(0, 3)], "removed": [-1, 3]},
-    ops.mean_around_median: {"rows": [z(0, 3)], "kept": [0, 6]},
+    ops.trimmed_mean: {"rows": [z(0, 3)], "removed": [-1, 3, 2**70]},
+    ops.mean_around_median: {"rows": [z(0, 3)], "kept": [0, 6, 2**70]},
     ops.nearest: {"guide": [z(3)], "rows": [z(0, 3), z(2, 4)]},
     distributed.pairwise_sqdist: {"b": [z(4, 2)]},
     distributed.aggregate: {"index": [torch.full((2, 3), -1)]},
@@ -187,6 +218,18 @@ def test_bad_input(op):
     for kind, name, change in tried:
         with refuses(op.__name__, name, kind):
             op(**{**GOOD[op], **change})
+
+
+@pytest.mark.parametrize("k", [2**63 - 1, 2**63, 2**70, 10**400])
+def test_more_neighbours_than_int64_holds(k):
+    """From N on all rows are taken, however large the number is."""
+    rows = torch.tensor([[1.0], [3.0], [2.0]])
+
+    weights = ops.feddwa_weights(rows.T, k)
+    found = ops.nearest(rows, rows, k)
+
+    laws.identical(weights, ops.feddwa_weights(rows.T, 3))
+    laws.identical(found, ops.nearest(rows, rows, 3))
 
 
 def test_every_op_is_tried():
