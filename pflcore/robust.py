@@ -40,6 +40,7 @@ from pflcore.check import (
     Words,
     check_fields,
     checked,
+    is_dense,
     known_id,
     reject,
     require,
@@ -885,9 +886,11 @@ def _row_of(
 
 def _check_rows(updates: Tensor, needed: int = 1, mean: Mean | None = None) -> None:
     """Raises ValueError where the updates are no rows of numbers, or too few."""
-    fits = updates.dim() == 2 and len(updates) > 0 and updates.is_floating_point()
+    fits = isinstance(updates, Tensor) and is_dense(updates)
+    fits = fits and updates.is_floating_point()
+    fits = fits and updates.dim() == 2 and len(updates) > 0
     expected = "rows [S, P] of floating point numbers, one for each client"
-    require(fits, "updates", expected, f"{list(updates.shape)} {updates.dtype}")
+    require(fits, "updates", expected, updates)
     expected = f"at least {needed} rows for {mean}"
     require(len(updates) >= needed, "updates", expected, len(updates))
 
@@ -937,6 +940,7 @@ def centered_clipping(
     mean = CenteredClipping(clip_norm, clip_steps)
     if center is None:
         return _row_of(mean, updates)
+    _check_rows(updates)
     expected = f"[{updates.shape[-1]}]"
     require(center.shape == updates.shape[-1:], "center", expected, center.shape)
     return _row_of(mean, updates, center=center)

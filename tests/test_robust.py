@@ -371,6 +371,8 @@ def test_updates_are_shortened():
         (lambda: robust.krum(ROWS[:6], 2), "updates: expected at least 7 rows"),
         (lambda: robust.bulyan(ROWS[:10], 2), "at least 11 rows"),
         (lambda: robust.median(ROWS[0]), "rows .S, P."),
+        (lambda: robust.median(ROWS.to_sparse_csr()), "got a sparse_csr tensor"),
+        (lambda: robust.median(torch.nested.nested_tensor([*ROWS])), "got a nested"),
         (lambda: robust.fltrust(ROWS, 11), "a row of the 11 updates"),
         (lambda: robust.centered_clipping(ROWS, 1.0, ROWS[0, :3]), "center"),
         (lambda: robust.clip_to_median(ROWS, ROWS[:, 0]), "shares"),
