@@ -137,14 +137,9 @@ def test_a_run_goes_on_without_the_client_whose_step_size_is_not_the_others():
         RuntimeWarning, match="client number 2: its 'lr' holds 1000, expected a number"
     ):
         history = Simulation(Odd(), tiny_model(), images((12,) * 4), rounds=4).run()
-    assert [r["dropped"] for r in history.rounds] == [[], [2], [], [2]]
+    assert [r["dropped"] for r in history.rounds] == [[2]] * 4
     assert history.stopped is None and not any(r["void"] for r in history.rounds)
-    assert [r["relative_update_norm"][2] is None for r in history.rounds] == [
-        False,
-        True,
-        False,
-        True,
-    ]
+    assert all(r["relative_update_norm"][2] is None for r in history.rounds)
 
 
 def test_an_unstable_mocha_stops_with_a_sentence():
