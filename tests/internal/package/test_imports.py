@@ -102,7 +102,7 @@ before = set(sys.modules)  # torch itself takes tqdm where there is one
 import pflcore, pflcore.interop.lowrank, pflcore.nn.models, pflcore.results.table, pflcore.nn
 import pflcore.simulation.callbacks, pflcore.testing
 heavy = "matplotlib peft transformers torchvision tyro tqdm mlxtend scipy sklearn flwr pandas"
-heavy += " safetensors tensorboard wandb mlflow"
+heavy += " tensorboard wandb mlflow"
 print(*{*heavy.split()} & sys.modules.keys() - before)
 """  # noqa: E501
 
