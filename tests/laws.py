@@ -305,7 +305,8 @@ def mean_around_median(rows, kept):
     low, high = (torch.where(median.isinf(), median, t) for t in (low, high))
     distance = torch.where(ordered <= low, low - ordered, ordered - high)
     # An infinite median has the distance 0 from its equals.
-    distance = torch.where(ordered == median, 0.0, distance)
+    is_infinite = median.isinf() & (ordered == median)
+    distance = torch.where(is_infinite, 0.0, distance)
     # Where distances are equal, as rounded ones are, a number that is not above the
     # median comes first, and of two on one side the one that is nearer in the column.
     below = (ordered <= low).sum(0)

@@ -137,9 +137,36 @@ PFL_INLINE void window(const Conv& q, Vec<T, bytes> (&z)[4], Vec<T, bytes>& top,
   __builtin_memcpy(mask, &few, lanes);
 }
 
+// The sum of the squares of n numbers, in whole vectors.
 template <class T, int bytes>
-PFL_INLINE void conv_row(const Conv& q, const ConvSpace<T>& s, const T* w, const T* bias, T* y,
-                         int64_t yq) {
+PFL_INLINE T sum_of_squares(const T* x, int64_t n) {
+  using V = Vec<T, bytes>;
+  constexpr int64_t lanes = bytes / sizeof(T);
+  V sums[4] = {}, v;
+  int64_t i = 0;
+  for (; i + 4 * lanes <= n; i += 4 * lanes)
+    PFL_EACH(k, 4, load(v, x + i + k * lanes); sums[k] += v * v);
+  for (; i < n; i += lanes) {
+    load(v, x + i);
+    keep_first<T>(v, n - i);
+    sums[0] += v * v;
+  }
+  return sum_of<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+// Can a sum overflow? |x . w| is at most |x| |w|; a number that is not finite makes it possible.
+template <class T, int bytes>
+PFL_INLINE bool may_overflow(const Conv& q, const ConvSpace<T>& s, const T* w, const T* bias) {
+  const T most = sum_of_squares<T, bytes>(s.in, q.c * q.plane) *
+                     sum_of_squares<T, bytes>(w, q.weights()) +
+                 sum_of_squares<T, bytes>(bias, q.o);
+  return !std::isfinite(most);
+}
+
+// `checks`: whether sums that overflow are looked for.
+template <class T, int bytes>
+PFL_INLINE void conv_row(const Conv& q, const ConvSpace<T>& s, bool checks, const T* w,
+                         const T* bias, T* y, int64_t yq) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   constexpr int four = Tile<T, bytes>::four;
@@ -159,10 +186,11 @@ PFL_INLINE void conv_row(const Conv& q, const ConvSpace<T>& s, const T* w, const
         V acc[R][N];
         PFL_TILE(acc[r][j] = bias[o0 + r] - V{});
         outer_at<R, N>(acc, wt, R, q.at.data(), q.taps, base + v * lanes, q.line);
-        mark_overflows<T>(acc, [&](int r, int i) {
-          const int j = i / lanes;
-          return finite(r, j, base + v * lanes + (j >> 1) * q.line + i % lanes);
-        });
+        if (checks) [[unlikely]]
+          mark_overflows<T>(acc, [&](int r, int i) {
+            const int j = i / lanes;
+            return finite(r, j, base + v * lanes + (j >> 1) * q.line + i % lanes);
+          });
         PFL_EACH(r, R, const int64_t at = ((o0 + r) * q.hq + yq) * q.vectors + v; V top{};
                  window<T, bytes>(q, acc[r], top, s.mask + at * lanes, s.kept + at * 4 * lanes);
                  store_first(to + r * q.hq * q.lanes + v * lanes, top, q.lanes - v * lanes));
@@ -173,10 +201,11 @@ PFL_INLINE void conv_row(const Conv& q, const ConvSpace<T>& s, const T* w, const
         V acc[R][N];
         PFL_TILE(acc[r][j] = bias[o0 + r] - V{});
         outer_at<R, N>(acc, wt, R, q.at.data(), q.taps, base + v0 * lanes, 2 * lanes);
-        mark_overflows<T>(acc, [&](int r, int i) {
-          const int j = i / lanes;
-          return finite(r, j, base + v0 * lanes + (j >> 1) * 2 * lanes + i % lanes);
-        });
+        if (checks) [[unlikely]]
+          mark_overflows<T>(acc, [&](int r, int i) {
+            const int j = i / lanes;
+            return finite(r, j, base + v0 * lanes + (j >> 1) * 2 * lanes + i % lanes);
+          });
         PFL_TILE(if (q.act == kRelu) acc[r][j] = acc[r][j] < 0 ? V{} : acc[r][j];
                  store_first(to + r * q.hq * q.lanes + (v0 + j) * lanes, acc[r][j],
                              q.lanes - (v0 + j) * lanes));
@@ -191,8 +220,9 @@ PFL_TARGET void conv_forward(const Conv& q, const ConvSpace<T>& s, const T* x, c
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   conv_import<T, bytes>(q, x, s.in);
+  const bool checks = may_overflow<T, bytes>(q, s, w, bias);
   for (int64_t yq = 0; yq < q.hq; yq++) {
-    conv_row<T, bytes>(q, s, w, bias, y, yq);
+    conv_row<T, bytes>(q, s, checks, w, bias, y, yq);
     for (int64_t o = 0; o < q.o && q.act > kRelu;
          o++)  // what takes more than a comparison: not in the tiles, each of which would have its
                // code
@@ -388,15 +418,9 @@ PFL_INLINE void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, bool
 // a number that is not finite is NaN, as it is where the slopes of all outputs are stored.
 template <class T, int bytes>
 PFL_TARGET void conv_left_out(const Conv& q, const ConvSpace<T>& s, T* dw) {
-  using V = Vec<T, bytes>;
   const int64_t rows = q.h + 2 * q.ph - q.kh + 1, columns = q.w + 2 * q.pw - q.kw + 1;
   if (!q.pool || (rows == 2 * q.hq && columns == 2 * q.wq)) return;
-  V odd{}, v;
-  for (int64_t i = 0; i < q.c * q.plane; i += bytes / sizeof(T)) {
-    load(v, s.in + i);
-    odd += v * T(0);  // 0 or NaN
-  }
-  if (!any(odd != odd)) [[likely]]
+  if (std::isfinite(sum_of_squares<T, bytes>(s.in, q.c * q.plane))) [[likely]]
     return;
   for (int64_t k = 0; k < q.taps; k++) {
     const int64_t ch = k / (q.kh * q.kw), i = k / q.kw % q.kh, j = k % q.kw;
