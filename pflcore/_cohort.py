@@ -101,9 +101,7 @@ class Cohort(NamedTuple):
             part, but their uploads were not finite, or could not be used.
         purpose: "send" in a round, "evaluation" where models are evaluated. It names
             the stream of `generator`, so that an evaluation changes no draw of a round.
-        trainable_clients: The ids of the federation's clients with training samples,
-            ascending. None means all of them. The others are evaluated, and are in no
-            round: they count nowhere.
+        trainable: The value of `trainable_clients`; None for all clients.
         training: The options of the clients' training. None where the server does not
             know them.
     """
@@ -116,8 +114,16 @@ class Cohort(NamedTuple):
     seed: int = 0
     num_dropped: int = 0
     purpose: str = "send"
-    trainable_clients: Tensor | None = None  # [T]
+    trainable: Tensor | None = None  # [T]
     training: Training | None = None
+
+    @property
+    def trainable_clients(self) -> Tensor:
+        """The ids [T] of the federation's clients with training samples, ascending.
+
+        The others are evaluated, and are in no round: they count nowhere.
+        """
+        return torch.arange(self.n) if self.trainable is None else self.trainable
 
     @property
     def num_trainable(self) -> int:
@@ -125,8 +131,7 @@ class Cohort(NamedTuple):
 
         A mean over the federation's clients is one over these.
         """
-        trainable = self.trainable_clients
-        return self.n if trainable is None else len(trainable)
+        return self.n if self.trainable is None else len(self.trainable)
 
     def take(self, kept: Tensor) -> Cohort:
         """The cohort of the clients that the mask `kept`, bool [S], selects.

@@ -118,9 +118,7 @@ class Ensemble(ServerOptimizer):
         down: Payload = {key: SharedRows(state[key], all_models) for key in ("x", "b")}
         if not cohort.num_samples.all():
             # In an evaluation: clients without training samples cannot choose.
-            picks = state["pick"]
-            if cohort.trainable_clients is not None:
-                picks = picks[cohort.trainable_clients]
+            picks = state["pick"][cohort.trainable_clients]
             down["popular"] = picks.bincount().argmax().expand(count, 1)
         return down
 

@@ -119,11 +119,9 @@ class FedFomo(Algorithm):
             draws = client_uniforms(
                 client_seeds(ids.tolist(), seed, i), cohort.num_trainable + 1
             )
-            if cohort.trainable_clients is not None:
-                # A client that cannot train has no model that could be picked.
-                columns = torch.cat([cohort.trainable_clients, torch.tensor([n])])
-                padded = draws.new_zeros(len(ids), n + 1)
-                draws = padded.index_copy(1, columns, draws)
+            # A client that cannot train has no model that could be picked.
+            columns = torch.cat([cohort.trainable_clients, torch.tensor([n])])
+            draws = draws.new_zeros(len(ids), n + 1).index_copy(1, columns, draws)
             by_affinity = draws[:, -1:] >= epsilon
             affinity = affinity.masked_fill(~is_free, -torch.inf)
             is_best = affinity == affinity.amax(1, keepdim=True)

@@ -113,14 +113,12 @@ class LatestModels(Algorithm):
         self,
         pairs: Tensor,  # [N, N]
         has_model: Tensor,  # bool [N]
-        trainable: Tensor | None,  # [T]
+        trainable: Tensor,  # [T]
     ) -> Tensor:  # [N, N] float64
         """The mixing weights, which the clients with training samples have alone.
 
         Another client mixes its own row, which no upload has changed.
         """
-        if trainable is None:
-            return self.mixing_matrix(pairs, has_model)
         rows = trainable[:, None]
         of_trainable = self.select_clients(trainable).mixing_matrix(
             pairs[rows, trainable], has_model[trainable]
@@ -461,13 +459,9 @@ class SFL(LatestModels):
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         weights = state["weights"]
         trainable = cohort.trainable_clients
-        if trainable is None:
-            readout = weights.mean(0, keepdim=True)
-            own = weights[cohort.ids]
-        else:
-            readout = weights[trainable].mean(0, keepdim=True)
-            can_train = torch.isin(cohort.ids, trainable)[:, None]
-            own = torch.where(can_train, weights[cohort.ids], readout)
+        readout = weights[trainable].mean(0, keepdim=True)
+        can_train = torch.isin(cohort.ids, trainable)[:, None]
+        own = torch.where(can_train, weights[cohort.ids], readout)
         mixing = MixingWeights(torch.cat([own, readout]))
         models = mixing.aggregate(state["w"])
         x = models[-1].expand(len(cohort.ids), -1)
@@ -629,10 +623,7 @@ class Mocha(Algorithm):
         self, state: Tensors, models: Tensor, cohort: Cohort
     ) -> Tensor:
         """The relation [N, N] of the models; clients that cannot train keep theirs."""
-        ids = cohort.trainable_clients
-        if ids is None:
-            return task_relation(models, self.delta, self.relation)
-        ids = to_device(ids, models.device)
+        ids = to_device(cohort.trainable_clients, models.device)
         omega = state["omega"].clone()
         omega[ids[:, None], ids] = task_relation(models[ids], self.delta, self.relation)
         return omega

@@ -431,9 +431,8 @@ class WeightErosion(Algorithm):
         self, state: Tensors, mix: MixingWeights | None, cohort: Cohort
     ) -> Tensors:
         alpha = state["alpha"]
-        trainable = cohort.trainable_clients
-        if trainable is not None:  # the others were never weighed
-            alpha = torch.zeros_like(alpha).index_copy(0, trainable, alpha[trainable])
+        ids = cohort.trainable_clients  # the others were never weighed
+        alpha = torch.zeros_like(alpha).index_copy(0, ids, alpha[ids])
         return {"weights": normalize_rows(alpha[None])[0]}
 
 

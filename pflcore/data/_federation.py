@@ -281,8 +281,8 @@ class Federation:
         return counts if counts.dim() == 1 else counts.flatten(1).any(1)
 
     @property
-    def trainable_clients(self) -> Tensor | None:
-        """The ids [T] of the clients with training samples; None where all have."""
+    def trainable_clients(self) -> Tensor:
+        """The ids [T] of the clients with training samples, ascending."""
         return self.lists("train").nonempty
 
     def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
@@ -1000,7 +1000,7 @@ class Federation:
         require(len(all_training), "clients", expected, "none of any client")
         x = self.x.clone()
         common = None
-        if self.trainable_clients is not None:
+        if len(self.trainable_clients) < self.n:
             common = _scaling_of(self.x[all_training].double())
         mean = torch.empty(self.n, *self.shape, dtype=torch.float64)
         deviation = torch.empty_like(mean)

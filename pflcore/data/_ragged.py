@@ -90,13 +90,9 @@ class Ragged(Sequence[Tensor]):
         return Ragged(self.flat[to_device(index, self.flat.device)], size)
 
     @cached_property  # a round must not look at all clients
-    def nonempty(self) -> Tensor | None:
-        """Ids [S] of the clients whose lists have an index; None where all have one.
-
-        It is on the CPU.
-        """
-        has_indices = self.size > 0
-        return None if bool(has_indices.all()) else has_indices.nonzero()[:, 0]
+    def nonempty(self) -> Tensor:
+        """The ids [S] of the clients whose lists have an index, on the CPU."""
+        return self.size.nonzero()[:, 0]
 
     def owners(self) -> Tensor:
         """The client of each index in `flat`: int64 [m], on its device."""

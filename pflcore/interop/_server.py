@@ -285,7 +285,9 @@ class Server:
                     f"client {client_id!r}: expected no newcomer in a round begun with "
                     f"{n} clients; let it join after the round."
                 )
-            self._state, _ = with_new_client(self.algorithm, self._state, self.net, n)
+            self._state, _ = with_new_client(
+                self.algorithm, self._state, self.net, n, torch.arange(n)
+            )
         self._numbers[client_id] = number
         return number
 

@@ -74,7 +74,7 @@ def evaluate_clients(
     """The values [S] of `evaluate` for those clients with samples.
 
     The ids of these clients are in "clients". Raises ValueError where no client has
-    samples.
+    samples. The ranks of a run share the clients.
 
     Args:
         config: The options of the run.
@@ -86,9 +86,24 @@ def evaluate_clients(
     size = config.data.size(split)
     ids = ids[size[ids] > 0]
     require(len(ids), "split", "a split of which a client has samples", split)
+    ranks = config.ranks
+    place = f"the evaluation on {split} after round {state.round}"
     parts = []
     for group in split_by_training(config.data, ids):
-        values = _evaluate_group(config, state, split, group, metrics)
+        blocks = assign_blocks(config, group, size[group])
+        shares = ranks.share(size[group], blocks)
+        own = shares[ranks.rank]
+        values = None
+        with (
+            single_threaded(config.fits_one_thread(len(group))),
+            REPEATABLE_FLAGS.set_for(config.net.w0.device),
+        ):
+            with ranks.own_work(place):
+                if len(own):
+                    values = _evaluate_part(
+                        config, state, split, group[own], metrics, blocks[own]
+                    )
+            values = ranks.gather(place, values, shares)
         parts.append({"clients": group, **values, "size": size[group]})
     if len(parts) == 1:
         return parts[0]
@@ -106,31 +121,6 @@ def split_by_training(data: Federation, ids: Tensor) -> list[Tensor]:
     has_samples = data.size("train")[ids] > 0
     groups = [ids[has_samples], ids[~has_samples]]
     return [group for group in groups if len(group)]
-
-
-def _evaluate_group(
-    config: RunConfig, state: State, split: str, ids: Tensor, metrics: Metrics
-) -> Tensors:
-    """The values [S] of the clients `ids`, all of which have samples.
-
-    The ranks of a run share the clients.
-    """
-    ranks = config.ranks
-    size = config.data.size(split)[ids]
-    place = f"the evaluation on {split} after round {state.round}"
-    blocks = assign_blocks(config, ids, size)
-    shares = ranks.share(size, blocks)
-    own = shares[ranks.rank]
-    values = None
-    repeating = REPEATABLE_FLAGS.set_for(config.net.w0.device)
-    with single_threaded(config.fits_one_thread(len(ids))), repeating:
-        with ranks.own_work(place):
-            if len(own):
-                values = _evaluate_part(
-                    config, state, split, ids[own], metrics, blocks[own]
-                )
-        evaluated: Tensors = ranks.gather(place, values, shares)
-    return evaluated
 
 
 def _evaluate_part(
@@ -181,29 +171,27 @@ def personalized_models(
         block_numbers: The numbers [S] of the clients' blocks, where `ids` are a part of
             the clients that are evaluated; None for all of them.
     """
-    required = config.algorithm.clients_for_model(config.data, ids)
-    if len(required) <= len(ids):
-        return _send_and_personalize(config, state, ids, block_numbers)
-    models, clients = _send_and_personalize(config, state, required, None)
-    index = to_device(torch.searchsorted(required, ids), clients.buffers.device)
-    models = {key: rows[index] for key, rows in models.items()}
-    buffers = clients.buffers[index]
-    clients = replace(clients, ids=ids, buffers=buffers, block_numbers=block_numbers)
-    return models, clients
-
-
-def _send_and_personalize(
-    config: RunConfig, state: State, ids: Tensor, block_numbers: Tensor | None
-) -> tuple[Tensors, Clients]:
-    """The models [S, ...] that the clients make of their downloads."""
-    cohort = config.cohort(ids, max(1, state.round), "evaluation")
+    # The clients that make the models: more than `ids` where an algorithm needs more.
+    makers = config.algorithm.clients_for_model(config.data, ids)
+    needs_others = len(makers) > len(ids)
+    if not needs_others:
+        makers = ids
+    cohort = config.cohort(makers, max(1, state.round), "evaluation")
     down = config.algorithm.send(state.server, cohort)
-    client_states = client_rows(config, state, ids, down)
-    buffers = evaluation_buffers(config, state, ids, down, client_states)
+    client_states = client_rows(config, state, makers, down)
+    buffers = evaluation_buffers(config, state, makers, down, client_states)
+    blocks = None if needs_others else block_numbers
     context = config.without_augmentation()
-    clients = Clients(context, ids, cohort.round, buffers, block_numbers)
+    clients = Clients(context, makers, cohort.round, buffers, blocks)
     models = dict(config.algorithm.model(down, client_states, clients))
-    return models, replace(clients, buffers=models.pop("batch_norm", buffers))
+    buffers = models.pop("batch_norm", buffers)
+    if needs_others:
+        index = to_device(torch.searchsorted(makers, ids), buffers.device)
+        models = {key: rows[index] for key, rows in models.items()}
+        buffers = buffers[index]
+    return models, replace(
+        clients, ids=ids, buffers=buffers, block_numbers=block_numbers
+    )
 
 
 def evaluation_buffers(

@@ -126,9 +126,8 @@ class Simulation:
 
     Attributes:
         eligible_clients: The ids of the clients that may take part, ascending: those
-            of `clients` that have training samples. None for all.
-        eval_clients: The ids of the clients that are evaluated, ascending; None for
-            all.
+            of `clients` that have training samples.
+        eval_clients: The ids of the clients that are evaluated, ascending.
         metrics: The functions of the metrics of an evaluation, by name.
         functions: The digests of the functions and classes of one's own among the
             options, by the names of the options.
@@ -400,8 +399,7 @@ class Simulation:
         """
         metrics = self.metrics if split == self.evaluation.split else None
         clients = self.eval_clients
-        are_drawn = isinstance(self.evaluation.clients, int)
-        if are_drawn and clients is not None:
+        if isinstance(self.evaluation.clients, int):
             return evaluate_clients(self.config, self._state, split, clients, metrics)
         return evaluate(self.config, self._state, split, clients, metrics)
 

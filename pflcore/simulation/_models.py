@@ -64,7 +64,7 @@ def with_new_client(
     state: State,
     net: Net,
     n: int,
-    trainable_clients: Tensor | None = None,
+    trainable_clients: Tensor,  # [T]
 ) -> tuple[State, bool]:
     """A copy of the state with a newcomer, client n.
 
@@ -76,7 +76,7 @@ def with_new_client(
         state: The state of n clients.
         net: The model of the run.
         n: The number of clients so far.
-        trainable_clients: The ids of those with training samples; None for all.
+        trainable_clients: The ids of those with training samples.
     """
     # A tensor with rows or columns for clients is larger in the state of a federation
     # with one more client.
@@ -93,17 +93,17 @@ def with_new_client(
         for name, tensor in larger.items()
     )
     new = {}
-    others = torch.arange(n) if trainable_clients is None else trainable_clients
+    num_others = len(trainable_clients)
     server = dict(state.server)
     for name in alg.traits.mean_state:  # the newcomer's part of the mean is 0
-        server[name] = server[name] * (len(others) / (len(others) + 1))
+        server[name] = server[name] * (num_others / (num_others + 1))
     for name, tensor in flatten_state(replace(state, server=server)).items():
         # Only the algorithm knows how a table grows that is empty before round 1.
         if len(larger.get(name, ())):
             new[name] = embed_tensor(tensor, larger[name])
         else:
             new[name] = tensor.clone()
-    statistics = state.buffers[to_device(others, state.buffers.device)]
+    statistics = state.buffers[to_device(trainable_clients, state.buffers.device)]
     new["batch_norm"][n] = statistics.mean(0)
     return unflatten_state(new, state.round, state.void_rounds), keeps_models
 
@@ -535,9 +535,7 @@ def adapt(
     for _ in range(rounds):
         if keeps_models:
             # The newcomer's model is made of the uploads of all clients.
-            ids = config.data.trainable_clients
-            everyone = torch.arange(n + 1) if ids is None else ids
-            state, outcome = step(config, state, everyone)
+            state, outcome = step(config, state, config.data.trainable_clients)
         else:
             state, outcome = _newcomer_round(config, state)
         is_finite = n not in outcome.dropped and not outcome.void

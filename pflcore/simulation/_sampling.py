@@ -68,7 +68,7 @@ Sampling = Annotated[
 CERTAIN_CHANCE = 1 - 1e-9
 
 
-def checked_sampling(sampling: Any, n: int, clients: Tensor | None) -> Any:
+def checked_sampling(sampling: Any, n: int, clients: Tensor) -> Any:
     """The rule as a run needs it: a name, a function, or weights [N] in float64.
 
     Raises ValueError for a function of other arguments, for weights that are not one
@@ -78,7 +78,7 @@ def checked_sampling(sampling: Any, n: int, clients: Tensor | None) -> Any:
     Args:
         sampling: The rule as it was given.
         n: The number of clients of the federation.
-        clients: The ids of the clients that may take part; None for all.
+        clients: The ids of the clients that may take part.
     """
     if isinstance(sampling, str) and ":" in sampling:
         sampling = import_object(sampling, "sampling")
@@ -98,9 +98,8 @@ def checked_sampling(sampling: Any, n: int, clients: Tensor | None) -> Any:
     if wrong:
         got = Words(f"{weights[wrong[0]].item():g} for client {wrong[0]}")
         reject("sampling", words, got)
-    possible = weights if clients is None else weights[clients]
     words = "a weight above 0 of a client that may take part"
-    require(bool((possible > 0).any()), "sampling", words, Words("zeros alone"))
+    require(bool((weights[clients] > 0).any()), "sampling", words, Words("zeros alone"))
     return weights
 
 
@@ -123,7 +122,7 @@ def draw_clients(
     context: TrainContext,
     round: int,
     count: int,
-    clients: Tensor | None,
+    clients: Tensor,
     sampling: Any,
     participation: float = 1.0,
 ) -> Tensor:
@@ -136,18 +135,18 @@ def draw_clients(
         context: The data and the seed of the run.
         round: The round, from 1.
         count: S, or fewer where fewer clients have a weight above 0.
-        clients: The ids of the clients that may take part, ascending; None for all.
+        clients: The ids of the clients that may take part, ascending.
         sampling: The rule, as `checked_sampling` returns it.
         participation: The chance of each client, for "poisson".
     """
     if callable(sampling):
         return _ids_by_function(context, round, count, clients, sampling)
-    n = context.data.n if clients is None else len(clients)
+    n = len(clients)
     key = (context.seed, round, "cohort")
     if isinstance(sampling, str) and sampling == "poisson":
         drawn = draw_independently(n, participation, *key)
     elif count >= n and isinstance(sampling, str):
-        drawn = torch.arange(n)
+        return clients
     elif isinstance(sampling, str) and sampling == "uniform":
         # This makes no tensor as long as the federation, which may have millions of
         # clients.
@@ -156,10 +155,8 @@ def draw_clients(
         weights = sampling
         if isinstance(sampling, str):
             weights = context.data.size("train").double()
-        if clients is not None:
-            weights = weights[clients]
-        drawn = draw_by_weight(weights, count, *key)
-    return drawn if clients is None else clients[drawn]
+        drawn = draw_by_weight(weights[clients], count, *key)
+    return clients[drawn]
 
 
 def draw_independently(n: int, chance: float, *key: object) -> Tensor:
@@ -227,7 +224,7 @@ def _ids_by_function(
     context: TrainContext,
     round: int,
     count: int,
-    clients: Tensor | None,
+    clients: Tensor,
     function: CohortRule,
 ) -> Tensor:
     """The ids that the user's function returns for a round, once they are checked."""
@@ -236,10 +233,9 @@ def _ids_by_function(
     name = f"sampling, in round {round}"
     value = function(round, generator, data.size("train").clone())
     ids = ids_of(name, value, data.n, data.names)
-    if clients is not None:
-        strange = ids[~torch.isin(ids, clients)].tolist()
-        words = f"some of the clients that may take part ({len(clients)})"
-        require(not strange, name, words, strange)
+    strange = ids[~torch.isin(ids, clients)].tolist()
+    words = f"some of the clients that may take part ({len(clients)})"
+    require(not strange, name, words, strange)
     words = f"at most {count} clients, as participation says"
     require(len(ids) <= count, name, words, Words(f"{len(ids)}"))
     return ids

@@ -101,8 +101,8 @@ def training_data(
     return data
 
 
-def select_eligible_clients(data: Federation, clients: Tensor | None) -> Tensor | None:
-    """The ids of the clients that may take part, ascending; None for all.
+def select_eligible_clients(data: Federation, clients: Tensor | None) -> Tensor:
+    """The ids of the clients that may take part, ascending.
 
     They have training samples. Raises ValueError where none of `clients` has.
 
@@ -110,10 +110,9 @@ def select_eligible_clients(data: Federation, clients: Tensor | None) -> Tensor 
         data: The federation.
         clients: The ids, ascending, among which they are; None for all clients.
     """
-    trainable = data.trainable_clients
-    if clients is None or trainable is None:
-        return trainable if clients is None else clients
-    eligible = clients[torch.isin(clients, trainable)]
+    if clients is None:
+        return data.trainable_clients
+    eligible = clients[data.size("train")[clients] > 0]
     names = data.names_of(clients.tolist())
     wanted = "a client with training samples"
     require(len(eligible), "clients", wanted, names)
@@ -122,8 +121,8 @@ def select_eligible_clients(data: Federation, clients: Tensor | None) -> Tensor 
 
 def select_eval_clients(
     data: Federation, evaluation: Evaluation, adversary: Adversary | None, seed: int
-) -> Tensor | None:
-    """The ids [S], ascending, of the evaluated clients; None for all.
+) -> Tensor:
+    """The ids [S], ascending, of the evaluated clients.
 
     Where the options have a number instead of ids, that many clients are drawn among
     the honest ones with samples.
@@ -134,7 +133,7 @@ def select_eval_clients(
     else:
         honest = adversary.honest_clients(data.n)
     if choice is None:
-        return None if adversary is None else honest
+        return honest
     if not isinstance(choice, int):
         ids = ids_of("evaluation.clients", choice, data.n, data.names)
         return ids.sort().values
@@ -152,20 +151,17 @@ def check_sampling(
     participation: float,
     algorithm: Algorithm,
     data: Federation,
-    eligible_clients: Tensor | None,
+    eligible_clients: Tensor,
 ) -> None:
     """Raises ValueError where the mean of the updates knows no such sampling.
 
     Warns where many rounds will have no client.
     """
     kind = sampling_kind(sampling)
-    trainable = data.trainable_clients
-    num_trainable = data.n if trainable is None else len(trainable)
-    num_eligible = num_trainable
-    if eligible_clients is not None:
-        num_eligible = len(eligible_clients)
+    num_eligible = len(eligible_clients)
     mean = mean_in(algorithm)
     if mean is not None:
+        num_trainable = len(data.trainable_clients)
         mean.check_rounds(kind, participation, num_eligible, num_trainable)
     expected = participation * num_eligible
     if kind == "poisson" and expected < 1:

@@ -13,84 +13,72 @@ ENDING_SIGNALS = [
 ]
 
 
-class Deferral:
-    """Signals that wait until a block is done.
-
-    Attributes:
-        handlers: The handler that each signal had before the block.
-        received: The arguments of a handler, for each signal that came in the block.
-    """
-
-    def __init__(self) -> None:
-        self.handlers: dict[int, Any] = {}
-        self.received: list[Any] = []
-
-    def receive(self, *arguments: Any) -> None:
-        """Keeps a signal for later. A second one comes at once."""
-        self.received.append(arguments)
-        if len(self.received) > 1:
-            self.handlers[arguments[0]](*arguments)
-
-    def install(self) -> None:
-        """Takes the place of the handlers that are there."""
-        for number in ENDING_SIGNALS:
-            handler = signal.getsignal(number)
-            if callable(handler):
-                self.handlers[number] = handler
-        for number in self.handlers:
-            signal.signal(number, self.receive)
-
-    def uninstall(self) -> None:
-        """Puts the handlers back."""
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-
-    def deliver(self) -> None:
-        """Calls the handler of a signal that waits."""
-        if len(self.received) == 1:
-            arguments = self.received.pop()
-            self.handlers[arguments[0]](*arguments)
+# While signals wait: the handler that each of them had before, and the arguments of a
+# handler for each signal that came.
+_handlers: dict[int, Any] = {}
+_received: list[Any] = []
 
 
-_active: list[Deferral] = []  # of the main thread, the innermost last
+def _receive(*arguments: Any) -> None:
+    """Keeps a signal for later. A second one comes at once."""
+    _received.append(arguments)
+    if len(_received) > 1:
+        _handlers[arguments[0]](*arguments)
+
+
+def _hold_back() -> None:
+    """Lets signals wait from here on."""
+    for number in ENDING_SIGNALS:
+        handler = signal.getsignal(number)
+        if callable(handler):
+            _handlers[number] = handler
+            signal.signal(number, _receive)
+
+
+def _let_through() -> None:
+    """Lets signals come at once from here on, and the one first that waits."""
+    handlers = dict(_handlers)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    _handlers.clear()
+    received = _received.copy()
+    _received.clear()
+    if len(received) == 1:
+        arguments = received[0]
+        handlers[arguments[0]](*arguments)
 
 
 @contextlib.contextmanager
 def defer_signals(wanted: bool = True) -> Iterator[None]:
     """Holds back a signal that would end the program during the block.
 
-    The signal comes at the end of the block; a second one comes at once.
+    The signal comes at the end of the block; a second one comes at once. A block inside
+    of another changes nothing.
 
     Args:
         wanted: False changes nothing.
     """
-    if not wanted or threading.current_thread() is not threading.main_thread():
-        yield  # Python calls handlers of signals in the main thread only
+    # Python calls handlers of signals in the main thread only.
+    is_main = threading.current_thread() is threading.main_thread()
+    if not wanted or not is_main or _handlers:
+        yield
         return
-    deferral = Deferral()
-    _active.append(deferral)
     try:
-        deferral.install()
+        _hold_back()
         yield
     finally:
-        deferral.uninstall()
-        _active.remove(deferral)
-        deferral.deliver()
+        _let_through()
 
 
 @contextlib.contextmanager
 def allow_signals() -> Iterator[None]:
     """Lets signals come at once in a part of a block that holds them back."""
-    if not _active or threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not _handlers:
         yield
         return
-    deferrals = list(reversed(_active))
-    for deferral in deferrals:
-        deferral.uninstall()
     try:
-        for deferral in deferrals:
-            deferral.deliver()
+        _let_through()
         yield
     finally:
-        for deferral in reversed(deferrals):
-            deferral.install()
+        _hold_back()

@@ -33,7 +33,6 @@ from pflcore.algorithms._protocol import (
 from pflcore.check import PositiveInt, checked, require, summarize, summarize_kind
 from pflcore.robust import mean_in
 from pflcore.simulation._ranks import ONE_RANK, Ranks
-from pflcore.simulation._rows import CohortRows
 from pflcore.simulation._settings import Robustness
 from pflcore.train import Net
 from pflcore.train._context import TrainContext
@@ -128,7 +127,7 @@ class RunConfig(TrainContext):
             rounds=self.rounds,
             seed=self.seed,
             purpose=purpose,
-            trainable_clients=self.data.trainable_clients,
+            trainable=self.data.trainable_clients,
             training=self.training,
         )
 
@@ -185,13 +184,15 @@ def initial_state(
         trainable_clients: The ids [T] of the clients with training samples; None for
             all.
     """
+    if trainable_clients is None:
+        trainable_clients = torch.arange(n)
     for client in alg.traits.required_clients:
         name = "target" if mean_in(alg) is None else "trusted_client"
         require(0 <= client < n, name, f"a client from 0 to {n - 1}", client)
-        can_train = trainable_clients is None or client in trainable_clients
+        can_train = client in trainable_clients
         require(can_train, name, "a client with training samples", client)
     server = alg.init(**alg.server_init_args(net), n=n)
-    if trainable_clients is not None:
+    if len(trainable_clients) < n:
         start = alg.init(**alg.server_init_args(net), n=len(trainable_clients))
         for name in server.keys() - set(alg.traits.per_client_state):
             server[name] = insert_clients(start[name], server[name], trainable_clients)
@@ -230,17 +231,6 @@ def new_client_state(alg: Algorithm, net: Net, server: Tensors, n: int) -> Tenso
     cohort = Cohort(ids=torch.tensor([0]), num_samples=torch.tensor([1]), n=n)
     rows = alg.init_client(alg.send(server, cohort), net, n)
     return {name: row[:1] for name, row in rows.items()}
-
-
-def kept_rows(
-    config: RunConfig, state: State, ids: Tensor, down: Payload
-) -> CohortRows:
-    """Copies [S, ...] of all that the clients `ids` keep, as before their training.
-
-    The arguments are those of `client_rows`.
-    """
-    buffers = state.buffers[to_device(ids, state.buffers.device)]
-    return CohortRows(client_rows(config, state, ids, down), buffers)
 
 
 def client_rows(config: RunConfig, state: State, ids: Tensor, down: Payload) -> Tensors:

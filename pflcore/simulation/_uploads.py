@@ -10,7 +10,7 @@ numbers of batch norm's running statistics; K values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,10 +23,12 @@ from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
     Bound,
+    Changes,
     Claim,
     Cohort,
     MixingWeights,
     Payload,
+    RowUpdate,
     SharedRows,
     Tensors,
     Traits,
@@ -148,43 +150,45 @@ def accept(
     """
     traits = algorithm.traits
     ids = result.cohort.ids
-    buffer_bytes = result.rows.buffers.nbytes if sends_buffers else 0
+    rows = result.rows
+    buffer_bytes = rows.buffers.nbytes if sends_buffers else 0
     outcome = RoundOutcome(
         ids.tolist(),
         bytes_down=payload_bytes(result.down) + buffer_bytes,
         bytes_up=payload_bytes(result.up) + buffer_bytes,
+        train_loss=mean_train_loss(result),
+        cohort=result.cohort,
     )
-    rows = result.rows
     tensors = [*rows.up.values(), *rows.client_states.values(), rows.buffers]
-    finite = finite_rows(tensors, len(ids))
-    outcome.dropped = ids[~finite].tolist()
-    outcome.drop_reasons = dict.fromkeys(outcome.dropped, NON_FINITE_REASON)
-    lacks_required = _lacks_required_client(outcome, traits)
-    outcome.void = lacks_required or not finite.any()
-    if finite.any():
-        if outcome.dropped:
-            result = result.take(finite)
-        outcome.train_loss = mean_train_loss(result)
-    outcome.cohort = result.cohort
+    is_finite = finite_rows(tensors, len(ids))
+    if not is_finite.all():
+        lost = ids[~is_finite].tolist()
+        reasons = dict.fromkeys(lost, NON_FINITE_REASON)
+        result = drop_clients(result, outcome, traits, reasons)
     if outcome.void:
         return result, outcome
     reasons = false_claims(result, algorithm, server, variances)
     if reasons:
         bad = BadUpload(reasons)
         on_refused(bad)
-        result = drop_clients(result, outcome, traits, bad)
-    if outcome.void:
+        result = drop_clients(result, outcome, traits, reasons)
+        if outcome.void:
+            outcome.void_reason = str(bad)
+            return result, outcome
+    origins = update_origins(result, traits, server)
+    if not origins:
         return result, outcome
-    norms = update_norms(result, traits, server)
-    if norms is None:
-        return result, outcome
-    is_accepted = torch.isin(ids, result.cohort.ids)
-    outcome.relative_update_norm = _relative_norms(norms, is_accepted)
+    norms = update_norms(result.up, origins)
+    median = norms.quantile(0.5)
+    if len(norms) > 2 and median > 0:
+        accepted = result.cohort.ids.tolist()
+        ratios = dict(zip(accepted, (norms / median).tolist(), strict=True))
+        outcome.relative_update_norm = [ratios.get(i) for i in outcome.ids]
     if clip is not None:
         outcome.clip_factor = (clip / norms.clamp(min=1e-300)).clamp(max=1.0)
         outcome.clipped = result.cohort.ids[norms > clip].tolist()
         if outcome.clipped:
-            result = clip_updates(result, traits, server, outcome.clip_factor)
+            result = clip_updates(result, traits, origins, outcome.clip_factor)
     return result, outcome
 
 
@@ -251,11 +255,6 @@ def _numbers_of(bound: Bound, like: Tensor, up: Tensors) -> Tensor:
     return numbers.cpu().double().expand_as(like)
 
 
-def _lacks_required_client(outcome: RoundOutcome, traits: Traits) -> bool:
-    """True where a client without which there is no round is dropped."""
-    return not set(traits.required_clients).isdisjoint(outcome.dropped)
-
-
 def mean_train_loss(result: CohortResult) -> float | None:
     """The mean of the clients' training losses, weighted by samples.
 
@@ -268,51 +267,34 @@ def mean_train_loss(result: CohortResult) -> float | None:
     return float(weight @ loss.double().cpu())
 
 
-def _relative_norms(
-    norms: Tensor,  # [S'] of the accepted clients
-    is_accepted: Tensor,  # bool [S] mask of the accepted clients of the cohort
-) -> list[float | None] | None:
-    """Each client's update norm over the median norm of the round.
-
-    A dropped client has None. The result is None as a whole for fewer than three
-    updates, and where the median is zero.
-    """
-    median = norms.quantile(0.5)
-    if len(norms) <= 2 or not median > 0:
-        return None
-    relative: list[float | None] = [None] * len(is_accepted)
-    positions = is_accepted.nonzero()[:, 0].tolist()
-    for position, ratio in zip(positions, (norms / median).tolist(), strict=True):
-        relative[position] = ratio
-    return relative
-
-
 def drop_clients(
-    result: CohortResult, outcome: RoundOutcome, traits: Traits, bad: BadUpload
+    result: CohortResult,
+    outcome: RoundOutcome,
+    traits: Traits,
+    reasons: Mapping[int, str],
 ) -> CohortResult:
-    """The results without the clients whose uploads are `bad`.
+    """The results without the clients that `reasons` names, each with its reason.
 
-    `outcome` is written to: the clients count as dropped, as if their uploads were not
-    finite. Where a required client is among them, or no client is left, it is void.
+    `outcome` is written to: the clients count as dropped. Where a required client is
+    among them, or no client is left, it is void.
     """
     ids = result.cohort.ids
-    usable = torch.tensor([i not in bad.reasons for i in ids.tolist()])
+    usable = torch.tensor([i not in reasons for i in ids.tolist()])
     if outcome.relative_update_norm is not None:
         for position, client in enumerate(outcome.ids):
-            if client in bad.reasons:
+            if client in reasons:
                 outcome.relative_update_norm[position] = None
     if outcome.clip_factor is not None:
         outcome.clip_factor = outcome.clip_factor[usable]
-    outcome.clipped = [i for i in outcome.clipped if i not in bad.reasons]
+    outcome.clipped = [i for i in outcome.clipped if i not in reasons]
     outcome.dropped = sorted([*outcome.dropped, *ids[~usable].tolist()])
-    outcome.drop_reasons |= bad.reasons
-    if not usable.any() or _lacks_required_client(outcome, traits):
-        outcome.void = True
-        outcome.void_reason = str(bad)
-        return result
-    result = result.take(usable)
-    outcome.cohort = result.cohort
-    outcome.train_loss = mean_train_loss(result)
+    outcome.drop_reasons |= reasons
+    lacks_required = not set(traits.required_clients).isdisjoint(outcome.dropped)
+    outcome.void = lacks_required or not usable.any()
+    if usable.any():
+        result = result.take(usable)
+        outcome.cohort = result.cohort
+    outcome.train_loss = mean_train_loss(result) if usable.any() else None
     return result
 
 
@@ -370,35 +352,38 @@ def update_origins(result: CohortResult, traits: Traits, server: Tensors) -> Ten
     return origins
 
 
-def update_norms(
-    result: CohortResult, traits: Traits, server: Tensors
-) -> Tensor | None:
-    """The norm of each client's longest update, float64 [S]; None without updates."""
+def update_norms(up: Tensors, origins: Tensors) -> Tensor:
+    """The norm of each client's longest update, float64 [S].
+
+    Args:
+        up: The uploads [S, ...].
+        origins: The origins of the updates among them, at least one.
+    """
     norms = []
-    own_row = torch.arange(len(result.cohort.ids))[:, None]
-    for key, origin in update_origins(result, traits, server).items():
-        rows = result.up[key].flatten(1)
+    for key, origin in origins.items():
+        rows = up[key].flatten(1)
         if origin.dim():
-            index = to_device(own_row, rows.device)
+            own_row = torch.arange(len(rows), device=rows.device)[:, None]
             starts = origin.to(rows).flatten(1)
-            sqdist = ops.pairwise_sqdist(rows, starts, index)[:, 0]
+            sqdist = ops.pairwise_sqdist(rows, starts, own_row)[:, 0]
         else:
             sqdist = squared_norms(rows)
         norms.append(sqdist.sqrt().cpu())
-    return torch.stack(norms).amax(0) if norms else None
+    return torch.stack(norms).amax(0)
 
 
 def clip_updates(
-    result: CohortResult, traits: Traits, server: Tensors, factor: Tensor
+    result: CohortResult, traits: Traits, origins: Tensors, factor: Tensor
 ) -> CohortResult:
     """The results with every update times its client's `factor` [S].
+
+    `origins` are those of the updates, from `update_origins`.
 
     Uploads and client state that go with an update, such as control variates, are
     shortened by the same factor: see `Traits.clipped_with_update`.
     """
     up = dict(result.up)
     client_states = dict(result.rows.client_states)
-    origins = update_origins(result, traits, server)
     follows = set(traits.clipped_with_update)
     for key in up.keys() & {*origins, *follows}:
         zero = up[key].new_zeros(())
@@ -425,13 +410,16 @@ def shrink_towards(rows: Tensor, origin: Tensor, factor: Tensor) -> Tensor:
     return shrunk
 
 
-def non_finite_names(tensors: Tensors) -> list[str]:
-    """The names of the tensors with numbers that are not finite."""
-    sums = {
-        name: tensor.sum(dtype=torch.float64)
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point()
-    }
+def non_finite_names(server: Tensors, changes: Changes) -> list[str]:
+    """The names of the changes of the server's state that are not finite.
+
+    A tensor that an update passed through was finite before the round.
+    """
+    sums = {}
+    for name, change in changes.items():
+        tensor = change.rows if isinstance(change, RowUpdate) else change
+        if tensor is not server.get(name) and tensor.is_floating_point():
+            sums[name] = tensor.sum(dtype=torch.float64)
     if not sums:
         return []
     finite = are_finite([*sums.values()]).tolist()

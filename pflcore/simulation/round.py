@@ -29,9 +29,7 @@ from pflcore.algorithms._protocol import (
     BadUpload,
     Changes,
     MixingWeights,
-    Payload,
     RowUpdate,
-    Tensors,
     VoidRound,
     apply,
     check_training,
@@ -45,9 +43,9 @@ from pflcore.simulation._state import (
     State,
     check_client_states,
     check_server_changes,
+    client_rows,
     flatten_state,
     initial_state,
-    kept_rows,
     unflatten_state,
 )
 from pflcore.simulation._uploads import (
@@ -131,7 +129,8 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
         cohort = config.cohort(ids, state.round + 1)
         # An algorithm may draw here for the whole cohort, so every rank does it.
         down = config.algorithm.send(state.server, cohort)
-        before = kept_rows(config, state, ids, down)
+        buffers = state.buffers[to_device(ids, state.buffers.device)]
+        before = CohortRows(client_rows(config, state, ids, down), buffers)
         blocks = assign_blocks(config, ids)
         shares = ranks.share(block_work(config, cohort.num_samples, blocks), blocks)
         own = shares[ranks.rank]
@@ -143,22 +142,13 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
                 clients = Clients(
                     config, ids[own], cohort.round, part.buffers, blocks[own]
                 )
-                part_down = take_rows(down, own)
-                rows = train_clients(config.algorithm, part_down, part, clients)
+                client_states, up, fit = config.algorithm.train(
+                    take_rows(down, own), part.client_states, clients
+                )
+                check_client_states(part.client_states, client_states)
+                rows = CohortRows(client_states, fit.buffers, up, fit.loss)
         rows = ranks.gather(place, rows, shares)
     return CohortResult(cohort, down, before.client_states, rows)
-
-
-def train_clients(
-    alg: Algorithm,
-    down: Payload,  # [s, ...]
-    before: CohortRows,  # [s, ...]
-    clients: Clients,  # s of them
-) -> CohortRows:
-    """The rows that the clients keep and upload, after their training."""
-    client_states, up, fit = alg.train(down, before.client_states, clients)
-    check_client_states(before.client_states, client_states)
-    return CohortRows(client_states, fit.buffers, up, fit.loss)
 
 
 def block_work(
@@ -231,31 +221,18 @@ def serve(
         return {}
     except BadUpload as bad:
         on_refused(bad)
-        result = drop_clients(result, outcome, alg.traits, bad)
+        result = drop_clients(result, outcome, alg.traits, bad.reasons)
+        if outcome.void:
+            outcome.void_reason = str(bad)
         return serve(alg, state, result, outcome, averages, on_refused)
     check_server_changes(alg, state.server, server_changes)
-    outcome.non_finite_state = non_finite_names(
-        _new_tensors(state.server, server_changes)
-    )
+    outcome.non_finite_state = non_finite_names(state.server, server_changes)
     outcome.void = bool(outcome.non_finite_state)
     if outcome.void:
         return {}
     outcome.mix = mixing
     buffer_mixing = mixing if averages else None
     return round_changes(result, server_changes, buffer_mixing)
-
-
-def _new_tensors(server: Tensors, changes: Changes) -> Tensors:
-    """The tensors that an update computed, without those that it passed through.
-
-    A tensor that was passed through was finite before the round.
-    """
-    computed = {}
-    for name, change in changes.items():
-        tensor = change.rows if isinstance(change, RowUpdate) else change
-        if tensor is not server.get(name):
-            computed[name] = tensor
-    return computed
 
 
 def round_changes(
@@ -348,16 +325,16 @@ def sample_cohort(
             is made: "uniform", "poisson", "size", a tensor of weights [N], or a
             function.
     """
-    n = config.data.n if clients is None else len(clients)
-    count = max(1, int(participation * n + 0.5))
+    if clients is None:
+        clients = torch.arange(config.data.n)
+    count = max(1, int(participation * len(clients) + 0.5))
     drawn = draw_clients(config, round, count, clients, sampling, participation)
     required = config.algorithm.traits.required_clients
     if not required:
         return drawn.sort().values
     others = [i for i in drawn.tolist() if i not in required]
-    if clients is not None:
-        # Required clients outside of `clients` come on top.
-        count += sum(i not in clients for i in required)
+    # Required clients outside of `clients` come on top.
+    count += sum(i not in clients for i in required)
     if callable(sampling) or (isinstance(sampling, str) and sampling == "poisson"):
         # They join those that are drawn, however many these are.
         count = len({*required, *others})

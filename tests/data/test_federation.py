@@ -313,7 +313,7 @@ def test_a_subset_keeps_its_labels_and_truth():
 def test_a_subset_of_a_used_federation_knows_its_own_trainable_clients():
     data = small(index={"train": index([], [1, 3]), "test": index([4], [5])})
     assert data.trainable_clients.tolist() == [1]
-    assert data.subset([1]).trainable_clients is None
+    assert data.subset([1]).trainable_clients.tolist() == [0]
     assert data.subset([1, 0]).trainable_clients.tolist() == [0]
 
 

@@ -202,7 +202,7 @@ def test_every_door_takes_clients_with_test_samples_alone():
     empty = (x[:0], y[:0])
     same = Federation.from_clients([pair, {"train": empty, "test": pair}])
     assert same.size("test").tolist() == [0, 6]
-    assert Federation.from_clients([pair]).trainable_clients is None
+    assert Federation.from_clients([pair]).trainable_clients.tolist() == [0]
     with sentence(r"clients: expected a sample of each, .* the 1 without, got \['b'\]"):
         Federation.from_clients({"a": pair, "b": empty})
     with sentence("clients: expected training samples, to standardize features by"):

@@ -16,7 +16,12 @@ from pflcore.results.table import table
 from pflcore.robust import Bulyan, CenteredClipping, FLTrust, median
 from pflcore.simulation._attacks import DEFAULT_STRENGTH, Adversary
 from pflcore.simulation._rows import CohortRows
-from pflcore.simulation._uploads import CohortResult, accept, update_norms
+from pflcore.simulation._uploads import (
+    CohortResult,
+    accept,
+    update_norms,
+    update_origins,
+)
 
 # All but "private", which is no robust mean.
 DEFENCES = tuple(name for name in MEANS if name != "private")
@@ -223,7 +228,8 @@ def test_an_uploaded_model_is_measured_from_its_own_clients_last_one():
     models = torch.tensor([[0.0, 0.0], [9.0, 9.0], [3.0, 4.0], [50.0, 0.0]])
     up = {"w": torch.tensor([[0.0, 2.0], [3.0, 5.0], [50.0, 7.0]])}
     traits = Traits(model_uploads={"w": "server.w"})
-    norms = update_norms(trained(up, [0, 2, 3]), traits, {"w": models})
+    result = trained(up, [0, 2, 3])
+    norms = update_norms(up, update_origins(result, traits, {"w": models}))
     assert norms.tolist() == [2, 1, 7]
 
 
