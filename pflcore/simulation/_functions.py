@@ -8,22 +8,19 @@ differs.
 
 What an installed package or Python itself defines counts by its name, together with the
 values that it was given. A value that no digest can take, such as an open file, counts
-by the name of its class.
+by the name of its class, and a module of one's own by its own; that is told.
 """
 
 from __future__ import annotations
 
-import dis
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import partial
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FunctionType,
     GetSetDescriptorType,
@@ -72,7 +69,8 @@ class FunctionDigest(NamedTuple):
     Attributes:
         text: The digest.
         says_more: True where the value has code or values that its name does not tell.
-        by_name: The names of the classes of which no digest could be taken.
+        by_name: The names of the classes, and of modules of one's own, of which no
+            digest could be taken.
     """
 
     text: str
@@ -156,29 +154,10 @@ class _Reader:
     Attributes:
         without_state: True leaves the parameters and buffers of modules out.
         says_more: True where there is more than names.
-        by_name: The names of the classes of which no digest could be taken.
+        by_name: The names of what counts by its name alone.
     """
 
     def __init__(self, without_state: bool) -> None:
-        # Pairs (types, method that reads a value of them); the first one counts.
-        self._kinds: list[tuple[Any, Callable[[Any], Iterator[str | bytes]]]] = [
-            (CodeType, self._code),
-            (FunctionType, self._function),
-            (MethodType, self._method),
-            (BuiltinFunctionType, self._builtin),
-            (type, self._class),
-            (ModuleType, self._module),
-            (CellType, self._cell),
-            (property, self._property),
-            ((staticmethod, classmethod), self._wrapper),
-            (Tensor, self._tensor),
-            (np.ndarray, self._array),
-            (torch.device, self._device),
-            (nn.Module, self._layer),
-            (Mapping, self._mapping),
-            ((set, frozenset), self._set),
-            ((list, tuple), self._sequence),
-        ]
         self.without_state = without_state
         self.says_more = False
         self.by_name: set[str] = set()
@@ -194,7 +173,10 @@ class _Reader:
             return self._known[id(value)][0] or _hash("a part of itself")
         self._known[id(value)] = (None, value)
         try:
-            result = _hash(*self._parts(value))
+            digests = [self.digest(part) for part in self._parts(value)]
+            if isinstance(value, set | frozenset):
+                digests.sort()
+            result = _hash(*digests)
         except Exception:
             # A user's object may raise anything where it is read.
             name = _qualified_name(type(value))
@@ -204,167 +186,109 @@ class _Reader:
         self._known[id(value)] = (result, value)
         return result
 
-    def _parts(self, value: Any) -> Iterator[str | bytes]:
-        """The parts of a value that its digest takes, in a fixed order."""
-        for kind, read in self._kinds:
-            if isinstance(value, kind):
-                yield from read(value)
-                return
-        if _is_frozen_dataclass(value):
-            yield from self._options(value)
-        else:
-            yield from self._object(value)
+    def _parts(self, value: Any) -> Iterable[Any]:
+        """The values that decide a value."""
+        parts: Iterable[Any]
+        match value:
+            case FunctionType():
+                parts = self._function(value)
+            case CodeType():
+                count = value.co_argcount + value.co_kwonlyargcount
+                names = (value.co_names, value.co_freevars, value.co_cellvars)
+                arguments = (value.co_flags, value.co_varnames[:count])
+                parts = (value.co_code, arguments, names, value.co_consts)
+            case type():
+                parts = self._class(value)
+            case property():
+                parts = (value.fget, value.fset, value.fdel)
+            case staticmethod() | classmethod():
+                parts = (type(value).__name__, value.__func__)
+            case BuiltinFunctionType() if isinstance(value.__self__, ModuleType | None):
+                parts = (f"{value.__module__}.{value.__qualname__}",)
+            case BuiltinFunctionType() | MethodType():
+                self.says_more = True
+                function = getattr(value, "__func__", value.__name__)
+                parts = (function, value.__self__)
+            case Tensor():
+                numbers = value.detach().cpu().contiguous().reshape(-1)
+                content = numbers.view(torch.uint8).numpy().tobytes()
+                parts = (str(value.dtype), [*value.shape], content)
+            case np.ndarray():
+                parts = (str(value.dtype), [*value.shape], value.tolist())
+            case torch.device():
+                parts = ("device",)  # where something is computed is not what
+            case Mapping():
+                # By the keys' digests: another order may be that of this process alone.
+                items = [(self.digest(k), self.digest(v)) for k, v in value.items()]
+                parts = sorted(items)
+            case list() | tuple() | set() | frozenset():
+                parts = (type(value), *value)
+            case ModuleType():
+                parts = (value.__name__,)
+                if not _is_installed(value.__name__, getattr(value, "__file__", None)):
+                    self.by_name.add(value.__name__)
+            case _:
+                parts = self._object(value)
+        return parts
 
-    # code ---------------------------------------------------------------------
-    def _code(self, code: CodeType) -> Iterator[str | bytes]:
-        yield "code"
-        yield code.co_code
-        yield getattr(code, "co_exceptiontable", b"")
-        counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
-        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        yield repr((counts, code.co_flags, arguments))
-        yield repr((code.co_names, code.co_freevars, code.co_cellvars))
-        for constant in code.co_consts:
-            yield self.digest(constant)
-
-    def _function(self, function: Any) -> Iterator[str | bytes]:
-        yield "function"
+    def _function(self, function: FunctionType) -> Iterator[Any]:
+        """Of an installed function the name and the values that it was given."""
         code = function.__code__
         if _is_installed(function.__globals__.get("__name__", ""), code.co_filename):
             yield f"{function.__module__}.{function.__qualname__}"
         else:
             self.says_more = True
-            yield self.digest(code)
-            yield self.digest(_globals_of(function))
-        values = (function.__defaults__, function.__kwdefaults__, vars(function))
+            yield code
+            yield _globals_of(function)
         cells = function.__closure__ or ()
         self.says_more |= bool(cells)
-        yield self.digest(values)
-        yield self.digest(cells)
+        yield function.__defaults__, function.__kwdefaults__, vars(function)
+        yield [cell.cell_contents for cell in cells]
 
-    def _method(self, method: MethodType) -> Iterator[str | bytes]:
-        yield "method"
-        self.says_more = True
-        yield self.digest(method.__func__)
-        yield self.digest(method.__self__)
-
-    def _builtin(self, function: Any) -> Iterator[str | bytes]:
-        yield "builtin"
-        yield f"{function.__module__}.{function.__qualname__}"
-        owner = function.__self__
-        if owner is not None and not isinstance(owner, ModuleType):
-            self.says_more = True
-            yield self.digest(owner)
-
-    def _class(self, cls: type) -> Iterator[str | bytes]:
-        yield "class"
+    def _class(self, cls: type) -> Iterator[Any]:
+        """Of an installed class the name, of another one the members."""
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         if _is_installed(cls.__module__, file):
             yield _qualified_name(cls)
             return
         self.says_more = True
-        for base in cls.__bases__:
-            yield self.digest(base)
-        for name, member in sorted(vars(cls).items()):
+        yield cls.__bases__
+        for name, member in vars(cls).items():
             is_slot = isinstance(member, MemberDescriptorType | GetSetDescriptorType)
             if name not in DERIVED_MEMBERS and not is_slot:
-                yield name
-                yield self.digest(member)
+                yield name, member
 
-    def _property(self, member: property) -> Iterator[str | bytes]:
-        yield "property"
-        yield self.digest((member.fget, member.fset, member.fdel))
-
-    def _wrapper(self, member: Any) -> Iterator[str | bytes]:
-        yield type(member).__name__
-        yield self.digest(member.__func__)
-
-    def _cell(self, cell: CellType) -> Iterator[str | bytes]:
-        yield "cell"
-        try:
-            content = cell.cell_contents
-        except ValueError:  # nothing was assigned yet
+    def _object(self, value: Any) -> Iterator[Any]:
+        """The class, and the parts of which a copy is made, as `copy` does it."""
+        yield type(value)
+        if _is_frozen_dataclass(value):
+            # The fields alone: other attributes are what it remembers.
+            yield {
+                field.name: getattr(value, field.name, None) for field in fields(value)
+            }
             return
-        yield self.digest(content)
+        if isinstance(value, nn.Module):
+            yield self._of_module(value)
+            return
+        self.says_more |= callable(value)
+        # `functools.lru_cache` would tell its name alone.
+        yield getattr(value, "__wrapped__", None)
+        for part in value.__reduce_ex__(4):
+            yield [*part] if isinstance(part, Iterator) else part
 
-    def _module(self, module: ModuleType) -> Iterator[str | bytes]:
-        yield "module"
-        yield module.__name__
-
-    # values -------------------------------------------------------------------
-    def _tensor(self, tensor: Tensor) -> Iterator[str | bytes]:
-        numbers = tensor.detach().cpu().contiguous().reshape(-1)
-        yield f"tensor {tensor.dtype} {list(tensor.shape)}"
-        yield numbers.view(torch.uint8).numpy().tobytes()
-
-    def _array(self, array: Any) -> Iterator[str | bytes]:
-        yield f"array {array.dtype} {array.shape}"
-        yield self.digest(array.tolist()) if array.dtype.hasobject else array.tobytes()
-
-    def _device(self, _: torch.device) -> Iterator[str | bytes]:
-        yield "device"  # where something is computed is not what
-
-    def _mapping(self, mapping: Mapping[Any, Any]) -> Iterator[str | bytes]:
-        yield "mapping"
-        items = [
-            (self.digest(key), self.digest(value)) for key, value in mapping.items()
-        ]
-        for key, value in sorted(items):
-            yield key
-            yield value
-
-    def _set(self, values: Any) -> Iterator[str | bytes]:
-        yield "set"
-        yield from sorted(self.digest(value) for value in values)
-
-    def _sequence(self, values: Any) -> Iterator[str | bytes]:
-        yield "sequence"
-        yield self.digest(type(values))
-        for value in values:
-            yield self.digest(value)
-
-    # objects ------------------------------------------------------------------
-    def _options(self, value: Any) -> Iterator[str | bytes]:
-        """The fields alone: other attributes are what it remembers."""
-        yield "options"
-        yield self.digest(type(value))
-        for field in fields(value):
-            yield field.name
-            yield self.digest(getattr(value, field.name, None))
-
-    def _layer(self, layer: nn.Module) -> Iterator[str | bytes]:
-        yield "layer"
+    def _of_module(self, module: nn.Module) -> dict[str, Any]:
+        """The attributes of a module, without its mode, which its last user has set."""
         # The layers of a model are in its description.
         self.says_more |= not self.without_state
-        yield self.digest(type(layer))
-        for name, value in sorted(vars(layer).items()):
+        found = {}
+        for name, value in vars(module).items():
             is_state = self.without_state and name in STATE_OF_MODULES
-            # Whoever used a module last has set its mode.
-            if is_state or name == "training":
-                continue
-            if isinstance(value, dict) and name.endswith("_hooks"):
-                value = list(value.values())  # the keys count the hooks of a process
-            if not isinstance(value, dict | list) or value:
-                yield name
-                yield self.digest(value)
-
-    def _object(self, value: Any) -> Iterator[str | bytes]:
-        """The parts of which a copy of an object is made, as `copy` does it."""
-        self.says_more |= callable(value)
-        yield "object"
-        yield self.digest(type(value))
-        wrapped = getattr(value, "__wrapped__", None)
-        if wrapped is not None:  # `functools.lru_cache` would tell its name alone
-            yield self.digest(wrapped)
-        parts = value.__reduce_ex__(4)
-        if isinstance(parts, str):
-            yield parts
-            return
-        if isinstance(value, partial):
-            yield self.digest((value.func, value.args, value.keywords))
-        for part in parts:
-            is_items = isinstance(part, Iterator)
-            yield self.digest(list(part) if is_items else part)
+            if name.endswith("_hooks"):
+                value = [*value.values()]  # the keys count the hooks of a process
+            is_empty = isinstance(value, dict | list) and not value
+            if name != "training" and not is_state and not is_empty:
+                found[name] = value
+        return found
 
 
 def _is_frozen_dataclass(value: Any) -> bool:
@@ -404,37 +328,14 @@ def _is_installed(module: str, file: str | None) -> bool:
     return bool(PACKAGE_FOLDERS & {*path.parts}) or STANDARD_LIBRARY in path.parents
 
 
-def _globals_of(function: Any) -> dict[str, Any]:
-    """The globals that a function reads, and what it reads of a user's modules."""
+def _globals_of(function: FunctionType) -> dict[str, Any]:
+    """The globals that a function, or one in it, may read."""
+    codes = [function.__code__]
     names = set[str]()
-    attributes = set[str]()
-    for code in _codes_in(function.__code__):
-        attributes |= {*code.co_names}
-        for instruction in dis.get_instructions(code):
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                names.add(instruction.argval)
-    found = {}
+    while codes:
+        code = codes.pop()
+        names |= {*code.co_names}
+        codes += [c for c in code.co_consts if isinstance(c, CodeType)]
     # In a fixed order: what is read first may change the digest of what holds itself.
-    for name in sorted(names & function.__globals__.keys()):
-        value = function.__globals__[name]
-        found[name] = value
-        if isinstance(value, ModuleType):
-            found |= _attributes_of(value, attributes)
-    return found
-
-
-def _attributes_of(module: ModuleType, names: set[str]) -> dict[str, Any]:
-    """The values of these names in a user's module; {} for an installed one."""
-    if _is_installed(module.__name__, getattr(module, "__file__", None)):
-        return {}
-    members = vars(module)
-    known = sorted(names & members.keys())
-    return {f"{module.__name__}.{name}": members[name] for name in known}
-
-
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and that of the functions in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
+    known = sorted(names & function.__globals__.keys())
+    return {name: function.__globals__[name] for name in known}
