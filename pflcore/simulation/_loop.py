@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -360,15 +361,14 @@ class Simulation:
             self._state = copy_state(self.config, self._state)
             self._state_shared = False
 
-        def draw() -> Tensor:
-            return sample_cohort(
-                self.config,
-                round,
-                self.participation,
-                self.eligible_clients,
-                self.sampling,
-            )
-
+        draw = partial(
+            sample_cohort,
+            self.config,
+            round,
+            self.participation,
+            self.eligible_clients,
+            self.sampling,
+        )
         if not callable(self.sampling):
             return draw()
         # A function of the user's might draw something else on another rank.

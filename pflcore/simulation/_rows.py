@@ -35,14 +35,6 @@ class CohortRows(NamedTuple):
     up: Tensors = {}  # noqa: RUF012 (nothing changes it)
     loss: Tensor | None = None  # [S]
 
-    def map(self, function: Callable[[Tensor], Any]) -> CohortRows:
-        """The value of `function` in place of each tensor."""
-        return CohortRows(*(map_rows(function, value) for value in self))
-
-    def take(self, positions: Tensor) -> CohortRows:
-        """The rows of the clients at `positions`, int64 [s]."""
-        return self.map(partial(_rows_at, positions))
-
 
 def map_rows(function: Callable[[Any], Any], rows: Any) -> Any:
     """The rows with `function` applied to each tensor.
@@ -54,7 +46,7 @@ def map_rows(function: Callable[[Any], Any], rows: Any) -> Any:
     if rows is None:
         return None
     if isinstance(rows, CohortRows):
-        return rows.map(function)
+        return CohortRows(*(map_rows(function, value) for value in rows))
     if isinstance(rows, dict):
         return {name: function(value) for name, value in rows.items()}
     return function(rows)

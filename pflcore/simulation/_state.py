@@ -13,6 +13,7 @@ running statistics.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class RunConfig(TrainContext):
         shared = {f.name: getattr(context, f.name) for f in fields(TrainContext)}
         return cls(**shared, algorithm=algorithm, **options)
 
-    @property
+    @cached_property
     def averages(self) -> bool:
         """True where batch norm's statistics are averaged over clients."""
         policy = batch_norm_policy(self.algorithm, self.net, self.batch_norm)

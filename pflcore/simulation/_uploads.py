@@ -74,7 +74,7 @@ class CohortResult(NamedTuple):
             self.cohort.take(mask),
             take_rows(self.down, positions),
             take_rows(self.states_before, positions),
-            self.rows.take(positions),
+            take_rows(self.rows, positions),
         )
 
 

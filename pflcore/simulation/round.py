@@ -138,7 +138,7 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
         rows = None
         with ranks.own_work(place):
             if len(own):
-                part = before.take(own)
+                part = take_rows(before, own)
                 clients = Clients(
                     config, ids[own], cohort.round, part.buffers, blocks[own]
                 )
