@@ -7,8 +7,8 @@ same code, and so the same bits.
 
 A value gives rows [R, P] and their weights [1, R]; the sum `weights @ rows` is the
 mean. All but `WeightedMean` are robust: updates that are bad move them only so far.
-But `ClipToMedian`, they give every client one vote, since a client may lie about the
-number of its samples. Distances between updates are exact, by `ops.pairwise_sqdist`.
+All of these but `ClipToMedian` pass over the numbers of samples, about which a client
+may lie. Distances between updates are exact, by `ops.pairwise_sqdist`.
 
 Symbols: S clients are in the cohort, f (`num_byzantine`) of them are expected to be
 bad; d_i are their updates of P parameters each, in float32, float64, float16 or
@@ -30,6 +30,7 @@ from typing_extensions import Self
 from pflcore import ops
 from pflcore._cohort import Cohort, MixingWeights, Tensors, VoidRound
 from pflcore._device import to_device
+from pflcore._geometric_median import geometric_median_weights
 from pflcore.check import (
     ClientName,
     NonNegativeFloat,
@@ -44,11 +45,9 @@ from pflcore.check import (
     known_id,
     reject,
     require,
-    warn_caller,
 )
-from pflcore.ops._directions import cosine_matrix, length_ratios, row_lengths
+from pflcore.ops._directions import cosine_matrix, length_ratios
 from pflcore.train._random import generator_of
-from pflcore.train._workers import single_threaded
 
 __all__ = [
     "Bulyan",
@@ -59,12 +58,12 @@ __all__ = [
     "Krum",
     "Mean",
     "MeanAroundMedian",
+    "MeanInput",
     "Median",
     "MultiKrum",
     "NearestNeighborMixing",
     "Private",
     "TrimmedMean",
-    "Uploads",
     "WeightedMean",
     "bulyan",
     "centered_clipping",
@@ -80,16 +79,10 @@ __all__ = [
     "nearest_neighbor_mixing",
     "trimmed_mean",
 ]
-# The search for the geometric median ends after so many steps, or where the slope of
-# the sum of distances is so small, for each row.
-MEDIAN_STEPS = 100
-MEDIAN_TOLERANCE = 1e-9
-# A row at this distance or less, in units of the median length, is where the point is.
-COINCIDENT = 1e-8
 
 
 # values -------------------------------------------------------------------------
-class Uploads(NamedTuple):
+class MeanInput(NamedTuple):
     """The updates of one round, and the facts that a mean may look at.
 
     Attributes:
@@ -105,7 +98,8 @@ class Uploads(NamedTuple):
     state: Mapping[str, Tensor] = {}
 
 
-# Rows [R, P], and their weights [1, R] in float64, whose sum is a mean.
+# Rows [R, P] and their weights [1, R] in float64: the mean is `weights @ rows`. They
+# are the updates with a weight for each client, or the mean itself with weight 1.
 Weighed = tuple[Tensor, Tensor]
 
 
@@ -116,8 +110,8 @@ class Mean:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def weigh(self, up: Uploads) -> Weighed:
-        """The rows [R, P] and their weights [1, R], whose sum is the mean."""
+    def weigh(self, up: MeanInput) -> Weighed:
+        """The rows [R, P] and their weights [1, R]: the mean is `weights @ rows`."""
         raise NotImplementedError(f"{type(self).__name__} has no weigh.")
 
     def __call__(
@@ -139,7 +133,7 @@ class Mean:
         """
         shares = cohort.mean_weights(weighting).weight
         mean = self.fit_to(cohort)
-        rows, weight = mean.weigh(Uploads(updates, shares, cohort, state or {}))
+        rows, weight = mean.weigh(MeanInput(updates, shares, cohort, state or {}))
         mix = MixingWeights(weight)
         return rows, mix, self.new_state(rows, mix)
 
@@ -160,7 +154,7 @@ class Mean:
 
     @property
     def length(self) -> float | None:
-        """The length that updates are compared with; None for any length."""
+        """The length to which the mean shortens updates; None where it does not."""
         return None
 
     def check_rounds(
@@ -196,8 +190,8 @@ class Mean:
         return {}
 
     def __str__(self) -> str:
-        """The text that `mean_of` reads, with all options."""
-        words = [name_of(type(self))]
+        """The text with all options, which `mean_of` reads for pflcore's own means."""
+        words = [mean_name(type(self))]
         others = ""
         for f in fields(self):
             value = getattr(self, f.name)
@@ -214,7 +208,7 @@ class WeightedMean(Mean):
 
     mixes_statistics = True
 
-    def weigh(self, up: Uploads) -> Weighed:
+    def weigh(self, up: MeanInput) -> Weighed:
         return up.rows, up.shares
 
 
@@ -226,7 +220,7 @@ class ClipToMedian(Mean):
     al. 2019, with M for their fixed bound, which is `clip` of the run).
     """
 
-    def weigh(self, up: Uploads) -> Weighed:
+    def weigh(self, up: MeanInput) -> Weighed:
         norm = _lengths(up.rows)
         shares = to_device(up.shares, norm.device)
         return up.rows, shares * (norm.quantile(0.5) / norm).clamp(max=1.0)
@@ -239,7 +233,7 @@ class Median(Mean):
     Yin et al. 2018, Definition 1.
     """
 
-    def weigh(self, up: Uploads) -> Weighed:
+    def weigh(self, up: MeanInput) -> Weighed:
         return _as_weighed(coordinate_median(up.rows))
 
 
@@ -247,13 +241,13 @@ class Median(Mean):
 class GeometricMedian(Mean):
     """The row with the least sum of distances to the updates.
 
-    Pillutla et al. 2022, by steps of Weiszfeld and Newton to a sum that is 1e-8 of it
-    above the least at most. Rows are one where they are nearer to each other than 1e-8
-    of the median length, seen from the median of each coordinate. Where 100 steps do
-    not get there, a RuntimeWarning says so.
+    Pillutla et al. 2022, by steps of Weiszfeld and Newton. The sum is above the least
+    one by 1e-8 of it at most. Rows coincide where their distance is at most 1e-8 of the
+    median length of the rows, seen from the median of each coordinate. Where 100 steps
+    do not get there, a RuntimeWarning says so.
     """
 
-    def weigh(self, up: Uploads) -> Weighed:
+    def weigh(self, up: MeanInput) -> Weighed:
         return up.rows, geometric_median_weights(up.rows)
 
 
@@ -277,7 +271,7 @@ class FLTrust(Mean):
         """The ids of the clients that take part in every round."""
         return (known_id("trusted_client", self.trusted_client),)
 
-    def weigh(self, up: Uploads) -> Weighed:
+    def weigh(self, up: MeanInput) -> Weighed:
         trusted_id = known_id("trusted_client", self.trusted_client)
         row = int((up.cohort.ids == trusted_id).nonzero())
         return up.rows, _trust_weights(up.rows, row)
@@ -300,13 +294,13 @@ class CenteredClipping(Mean):
 
     @property
     def length(self) -> float | None:
-        """The length that updates are compared with."""
+        """The length to which the mean shortens updates."""
         return self.clip_norm
 
     def init(self, x0: Tensor) -> Tensors:
         return {"center": torch.zeros_like(x0)}
 
-    def weigh(self, up: Uploads) -> Weighed:
+    def weigh(self, up: MeanInput) -> Weighed:
         v = up.rows.new_zeros(1, up.rows.shape[1])
         if "center" in up.state:
             v = up.state["center"].to(up.rows)[None]
@@ -327,6 +321,9 @@ class Private(Mean):
     It is `(sum_i d_i min(1, C / |d_i|) + z C g) / E`, g [P] of independent standard
     normal numbers (McMahan et al. 2018, Algorithm 1, with the fixed-denominator
     estimator of its section 3). The divisor does not tell how many clients took part.
+    Deviations: an update is shortened once, after the local training, and all clients
+    weigh the same. The noise comes from the run's seed: whoever knows the seed can
+    subtract it, so keep it from those who see the models.
 
     Args:
         clip_norm: C, the largest length of an update in the sum.
@@ -342,7 +339,7 @@ class Private(Mean):
 
     @property
     def length(self) -> float | None:
-        """The length that updates are compared with."""
+        """The length to which the mean shortens updates."""
         return self.clip_norm
 
     def check_rounds(
@@ -366,14 +363,16 @@ class Private(Mean):
                 given,
             )
 
-    def weigh(self, up: Uploads) -> Weighed:
+    def weigh(self, up: MeanInput) -> Weighed:
         cohort = up.cohort
         expected = self.expected_clients or cohort.num_trainable
         norm = _norms(up.rows)
         factor = (self.clip_norm / norm.clamp(min=self.clip_norm)) / expected
         # Drawn on the CPU, the noise is the same on every device.
         generator = generator_of(cohort.seed, cohort.round, "noise of the sum")
-        noise = torch.randn(1, up.rows.shape[1], generator=generator).to(up.rows)
+        shape = (1, up.rows.shape[1])
+        noise = torch.randn(shape, generator=generator, dtype=torch.float32)
+        noise = noise.to(up.rows)
         scale = self.noise_multiplier * self.clip_norm / expected
         return _as_weighed(ops.aggregate(up.rows, factor[None], None, noise * scale))
 
@@ -418,7 +417,7 @@ class TrimmedMean(ByzantineMean):
     Yin et al. 2018, Definition 2. A round needs 2 f + 1 clients.
     """
 
-    def weigh(self, up: Uploads) -> Weighed:
+    def weigh(self, up: MeanInput) -> Weighed:
         return _as_weighed(ops.trimmed_mean(up.rows, self.num_byzantine))
 
 
@@ -430,7 +429,7 @@ class MeanAroundMedian(ByzantineMean):
     2 f + 1 clients.
     """
 
-    def weigh(self, up: Uploads) -> Weighed:
+    def weigh(self, up: MeanInput) -> Weighed:
         count = len(up.rows) - self.num_byzantine
         return _as_weighed(ops.mean_around_median(up.rows, count))
 
@@ -445,7 +444,7 @@ class Krum(ByzantineMean):
 
     margin = 3
 
-    def weigh(self, up: Uploads) -> Weighed:
+    def weigh(self, up: MeanInput) -> Weighed:
         count = self.num_chosen(len(up.rows))
         best = choose_by_krum(ops.pairwise_sqdist(up.rows), self.num_byzantine, count)
         device = up.rows.device
@@ -473,7 +472,8 @@ class MultiKrum(Krum):
     """The mean of the updates with the least sums of `Krum`.
 
     Args:
-        num_selected: Number of these updates; None for all but f.
+        num_selected: Number of these updates; None for all but f. A round of fewer
+            clients, as some stayed away or were left out, takes all but f, too.
     """
 
     num_selected: PositiveInt | None = None
@@ -500,7 +500,7 @@ class Bulyan(ByzantineMean):
     factor = 4
     margin = 3
 
-    def weigh(self, up: Uploads) -> Weighed:
+    def weigh(self, up: MeanInput) -> Weighed:
         f = self.num_byzantine
         selected = bulyan_selection(ops.pairwise_sqdist(up.rows), f)
         rows = up.rows[to_device(selected, up.rows.device)]
@@ -522,12 +522,13 @@ class NearestNeighborMixing(ByzantineMean):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        votes = not isinstance(self.then, WeightedMean | FLTrust | Private)
+        looks_at_clients = WeightedMean | ClipToMedian | FLTrust | Private
+        votes = not isinstance(self.then, looks_at_clients)
         require(votes, "then", "a robust mean by the updates alone", self.then)
 
     @property
     def length(self) -> float | None:
-        """The length that updates are compared with."""
+        """The length to which the mean shortens updates."""
         return self.then.length
 
     @property
@@ -541,7 +542,7 @@ class NearestNeighborMixing(ByzantineMean):
     def init(self, x0: Tensor) -> Tensors:
         return self.then.init(x0)
 
-    def weigh(self, up: Uploads) -> Weighed:
+    def weigh(self, up: MeanInput) -> Weighed:
         mixed = mix_neighbors(up.rows, self.num_byzantine)
         rows, weight = self.then.weigh(up._replace(rows=mixed))
         # These weights would not be the clients' own.
@@ -572,12 +573,12 @@ MeanOption = Annotated[Mean, OnCommandLine(str)]
 
 
 def mean_in(options: Any) -> Mean | None:
-    """The option `mean` of an algorithm or of another mean; None where it has none."""
+    """The option `mean` of an algorithm; None where it has none."""
     mean = getattr(options, "mean", None)
     return mean if isinstance(mean, Mean) else None
 
 
-def name_of(cls: type[Mean]) -> str:
+def mean_name(cls: type[Mean]) -> str:
     """The name of a mean in texts; that of the class for one of your own."""
     return next((name for name, known in MEANS.items() if known is cls), cls.__name__)
 
@@ -610,9 +611,11 @@ def mean_of(mean: Mean | str) -> Mean:
         require(option in names, "mean", f"options of {name}: {names}", option, names)
         options[option] = _value_of(value)
     if slash:
+        expected = "a mean that goes before another one, nearest_neighbor_mixing"
+        require("then" in names, "mean", expected, name)
         options["then"] = mean_of(rest)
     missing = {f.name for f in fields(cls) if f.default is MISSING} - {*options}
-    wanted = f"{name} with {', '.join(sorted(missing))}, as {name}:NUMBER"
+    wanted = f"{name} with {', '.join(sorted(missing))}, as {name}:VALUE"
     require(not missing, "mean", wanted, Words(mean))
     return cls(**options)
 
@@ -699,153 +702,6 @@ def mix_neighbors(delta: Tensor, f: int) -> Tensor:
     return ops.aggregate(delta, to_device(weight, delta.device), index)
 
 
-def geometric_median_weights(delta: Tensor) -> Tensor:
-    """The weights [1, S] of the geometric median as a mean of the updates [S, P].
-
-    The geometric median z has the least sum of distances to the updates. The search
-    knows the updates by their lengths and cosines, seen from the median of each
-    coordinate. So no update that is very far away takes digits from the others, and a
-    step costs S^3, whatever P is. A step goes to the best of three points, see
-    `_better_point`.
-
-    The search ends where the unit vectors from the updates to z cancel, but for 1e-9 of
-    their number. The updates at z itself, if there are any, count as what cancels best.
-    It also ends where rounding hides a fall of the sum. Warns where it has not ended
-    after `MEDIAN_STEPS` steps.
-    """
-    origin = coordinate_median(delta)
-    length = row_lengths(delta, origin).cpu()
-    cosine = cosine_matrix(delta, origin=origin).cpu()
-    count = len(delta)
-    weight = torch.full((count,), 1 / count, dtype=torch.float64)
-    if length.any():
-        unit = length[length > 0].quantile(0.5)
-        # Squares of longer ones overflow, and of a far update only the direction acts.
-        size = (length / unit).clamp(max=1e100)
-        with single_threaded():  # sums of several threads have other last digits
-            point = _point_of_least_sum(size, cosine)
-        is_clamped = length > size * unit
-        weight = torch.where(is_clamped, size * unit / length, 1.0) * point.weight
-    return to_device(weight[None], delta.device)
-
-
-def _point_of_least_sum(
-    size: Tensor,  # [S]
-    cosine: Tensor,  # [S, S]
-) -> _PointOfMean:
-    """The mean of rows of these lengths and cosines nearest to all of them."""
-    count = len(size)
-    weight = 1 / size.clamp(min=COINCIDENT)
-    point = _PointOfMean(weight / weight.sum(), size, cosine)
-    for _ in range(MEDIAN_STEPS):
-        if point.excess() <= MEDIAN_TOLERANCE * count:
-            return point
-        better = _better_point(point)
-        if better is None:
-            return point
-        point = better
-    # The sum falls by its slope on the way, which is 2 / S of the sum long at most.
-    gap = 2 * point.excess() / count
-    warn_caller(
-        f"geometric_median: {MEDIAN_STEPS} steps did not reach the least sum of "
-        f"distances; the sum is above it by {gap:.1g} of itself at most.",
-        RuntimeWarning,
-    )
-    return point
-
-
-class _PointOfMean:
-    """A mean of S rows, with its distances from them, and their directions.
-
-    All vectors are known by their coordinates: row i is `size_i` times a vector of
-    length 1, and `cosine` are the inner products of these.
-
-    Attributes:
-        weight: [S] the weights of the rows, which sum to 1.
-        size: [S] the rows' lengths.
-        cosine: [S, S] the rows' cosines.
-        away: [S, S] row i has the coordinates of the point minus row i.
-        distance: [S] the distances from the rows.
-        is_here: bool [S]: True for rows that coincide with the point.
-        directions: [S, S] the inner products of unit vectors from the rows to the
-            point; 0 for rows that coincide with it.
-    """
-
-    def __init__(self, weight: Tensor, size: Tensor, cosine: Tensor) -> None:
-        self.weight = weight
-        self.size = size
-        self.cosine = cosine
-        self.away = (weight - torch.eye(len(weight)).to(weight)) * size
-        inner = self.away @ cosine @ self.away.T
-        self.distance = inner.diagonal().clamp(min=0).sqrt()
-        self.is_here = self.distance <= COINCIDENT
-        self.inverse = torch.where(self.is_here, 0.0, 1 / self.distance)
-        self.directions = self.inverse[:, None] * inner * self.inverse
-
-    def move(self, weight: Tensor) -> _PointOfMean:
-        """The point of other weights [S]."""
-        return _PointOfMean(weight, self.size, self.cosine)
-
-    def pull(self) -> float:
-        """The length of the sum of unit vectors to the rows that are elsewhere."""
-        return float(self.directions.sum().clamp(min=0).sqrt())
-
-    def excess(self) -> float:
-        """The part of the pull that the rows at the point itself cannot hold.
-
-        It is 0 at the geometric median, and the slope of the sum of distances at other
-        points.
-        """
-        return max(0.0, self.pull() - int(self.is_here.sum()))
-
-    def rise(self, other: _PointOfMean) -> float:
-        """By how much the sum of distances at `other` is above that here.
-
-        `|a| - |b| = (a - b) . (a + b) / (|a| + |b|)` is exact where a distance is so
-        long that its difference is lost.
-        """
-        step = (other.weight - self.weight) * self.size
-        product = (self.away + other.away) @ (self.cosine @ step)
-        both = self.distance + other.distance
-        return float((product / both.clamp(min=COINCIDENT)).sum())
-
-
-def _better_point(point: _PointOfMean) -> _PointOfMean | None:
-    """The point of a smaller sum of distances that a step goes to; None for none.
-
-    It is the best of:
-
-    - Weiszfeld's point, whose weights are one over the distances. From a row that is
-      not the geometric median it goes only a part of the way (Vardi and Zhang 2000).
-      It always has a smaller sum, but may come on slowly.
-    - Newton's point, where Weiszfeld's is slow, at a quarter of the way until it is
-      better.
-    - the nearest row.
-    """
-    share_here = min(1.0, int(point.is_here.sum()) / max(point.pull(), 1e-300))
-    inverse = point.inverse
-    elsewhere = inverse / inverse.sum()
-    weiszfeld = (1 - share_here) * elsewhere + share_here * point.weight
-    nearest = torch.zeros_like(point.weight)
-    nearest[point.distance.argmin()] = 1.0
-    candidates = [point.move(weiszfeld), point.move(nearest)]
-    # Newton's equation for a step that is a sum of the unit vectors.
-    count = len(inverse)
-    matrix = inverse.sum() * torch.eye(count, dtype=torch.float64)
-    matrix -= inverse[:, None] * point.directions
-    ones = torch.ones(count, 1, dtype=torch.float64)
-    # gelsd: the shortest solution where the system is singular
-    factors = torch.linalg.lstsq(matrix, ones, driver="gelsd").solution[:, 0]
-    toward = factors * inverse - point.weight * (factors * inverse).sum()
-    for part in (1.0, 0.25, 0.0625):
-        candidate = point.move(point.weight + part * toward)
-        if point.rise(candidate) < 0:
-            candidates.append(candidate)
-            break
-    best = min(candidates, key=point.rise)
-    return best if point.rise(best) < 0 else None
-
-
 def _trust_weights(
     delta: Tensor,  # [S, P]
     trusted_row: int,
@@ -880,7 +736,7 @@ def _row_of(
         size = shares.double().cpu()
     cohort = Cohort(torch.arange(count), size, count)
     shares = cohort.mean_weights().weight
-    rows, weight = mean.weigh(Uploads(updates, shares, cohort, state))
+    rows, weight = mean.weigh(MeanInput(updates, shares, cohort, state))
     return ops.aggregate(rows, to_device(weight, rows.device))[0]
 
 

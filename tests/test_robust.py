@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from pflcore import robust
+from pflcore import _geometric_median, robust
 from pflcore.algorithms import Cohort, FedAdam, FedAvg, Scaffold
 
 ROWS = torch.tensor(
@@ -225,7 +225,7 @@ def test_the_length_of_far_rows_moves_no_geometric_median(dtype, seed):
 
 
 def test_a_geometric_median_that_is_not_reached_warns(monkeypatch):
-    monkeypatch.setattr(robust, "MEDIAN_STEPS", 1)
+    monkeypatch.setattr(_geometric_median, "MAX_STEPS", 1)
     with pytest.warns(RuntimeWarning, match="1 steps did not reach .* at most"):
         robust.geometric_median(ROWS)
 
@@ -380,6 +380,11 @@ def test_updates_are_shortened():
         (lambda: FedAvg(mean="krum:f=2"), "mean: expected options of krum"),
         (lambda: FedAvg(mean="private:1"), "mean: expected private with noise_multip"),
         (lambda: FedAvg(mean=2), "mean: expected a Mean, got 2"),
+        (lambda: FedAvg(mean="krum:2/median"), "mean: expected a mean that goes befo"),
+        (
+            lambda: robust.NearestNeighborMixing(2, robust.ClipToMedian()),
+            "then: expecte",
+        ),
         (
             lambda: robust.NearestNeighborMixing(2, robust.Private(1, 1)),
             "then: expecte",

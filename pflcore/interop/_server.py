@@ -522,7 +522,7 @@ class Server:
         )
         changes = serve(alg, state, result, outcome, self.averages, on_refused)
         if not outcome.void:
-            self._state = commit(state, changes)
+            self._state = commit(state, changes, outcome)
             self._record_accepted(outcome, outcome.cohort or cohort)
         return outcome
 

@@ -327,8 +327,9 @@ class Simulation:
             record: Record = {}
             error: BaseException | None = None
             try:
-                # A rank that is interrupted completes the round as the others do.
-                with defer_signals(ranks.count > 1):
+                # A signal waits for the end of the round, but while clients train or
+                # are evaluated: a round that is half written is no state.
+                with defer_signals():
                     ids = self._start_round(round)
                     self._state, outcome = step(config, self._state, ids)
                     record = describe.round_record(config, self._state, outcome)
@@ -342,6 +343,7 @@ class Simulation:
             if record:
                 # A round that was played counts, also without its evaluation.
                 record["seconds"] = float(f"{time.perf_counter() - start:.4g}")
+                self._records.append(record)
                 if ranks.is_first:
                     log_round(record, self.rounds, outcome)
                 yield record
@@ -410,12 +412,13 @@ class Simulation:
         checkpoint: Checkpoint | str | Path | None = None,
         resume: bool = False,
     ) -> History:
-        """Plays all rounds.
+        """Plays the rounds that are left.
 
-        Ctrl-C, or a callback that raises `Stop`, ends the run and keeps its rounds so
-        far. Any other exception ends it too and is passed on. The rounds so far are in
-        its attribute `history` and in the simulation's, and another `run()` continues
-        from them.
+        The history has these rounds, and those of a checkpoint or of `iterate` before
+        them. Ctrl-C, or a callback that raises `Stop`, ends the run and keeps its
+        rounds so far. Any other exception ends it too and is passed on. The rounds so
+        far are in the exception's attribute `history` and in the simulation's. Another
+        `run()` continues from them, and returns the rounds that it plays itself.
 
         Args:
             on_round: A function of (round, record), or several, that are called with
@@ -488,8 +491,8 @@ class Simulation:
         checkpoint: Checkpoint | None,
     ) -> History:
         """Plays the rounds that are left, and keeps their records."""
-        # Without a history the records are those of a checkpoint.
-        before = [] if self.history else list(self._records)
+        # Without a history the rounds so far are those of a checkpoint or of `iterate`.
+        before = [] if self.history is not None else list(self._records)
         # The header of a history is its owner's, who may add to it.
         history = History(dict(header), before, rank=self.config.ranks.rank)
         self.history = history
@@ -502,7 +505,6 @@ class Simulation:
                     # round.
                     with defer_signals():
                         history.rounds.append(record)
-                        self._records.append(record)
                         for callback in callbacks:
                             call_back(callback, record)
                     self._save_checkpoint_if_due(checkpoint, header, record)
@@ -515,7 +517,8 @@ class Simulation:
             history.end = RunEnd("interrupted", None if is_whole else reason)
         except Exception as error:
             words = str(error) or "without a message"
-            reason = f"{type(error).__name__} in round {self._state.round}: {words}"
+            kind = type(error).__name__
+            reason = f"{kind} after round {self._state.round}: {words}"
             history.end = RunEnd("failed", reason)
             error.history = history  # type: ignore[attr-defined]
             raise
@@ -598,7 +601,7 @@ class Simulation:
     def _restore_if_there(self, checkpoint: Checkpoint) -> None:
         """Takes up a checkpoint where there is one."""
         ranks = self.config.ranks
-        # The folder may be one that only the first rank sees.
+        # A rank that does not see the folder must fail, and not begin the run anew.
         exists = ranks.from_first("the checkpoint", lambda: checkpoint.exists)
         if exists:
             self.restore(checkpoint.folder)

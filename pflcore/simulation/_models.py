@@ -45,14 +45,19 @@ from pflcore.simulation._evaluate import (
 from pflcore.simulation._state import (
     RunConfig,
     State,
-    check_server_changes,
     client_rows,
     flatten_state,
     initial_state,
     unflatten_state,
 )
 from pflcore.simulation._uploads import RoundOutcome, accept
-from pflcore.simulation.round import client_changes, commit, step, train_cohort
+from pflcore.simulation.round import (
+    client_changes,
+    commit,
+    server_changes,
+    step,
+    train_cohort,
+)
 from pflcore.train import Clients, Net
 from pflcore.train._first_batch import plan_single_samples
 from pflcore.train._losses import binary_cross_entropy, hinge
@@ -591,11 +596,10 @@ def _newcomer_round(config: RunConfig, state: State) -> tuple[State, RoundOutcom
     result = train_cohort(config, state, newcomer)
     variances = config.net.variances
     result, outcome = accept(result, alg, state.server, variances=variances)
-    server_changes = alg.assign_new_client(state.server, result.up, result.cohort)
-    check_server_changes(alg, state.server, server_changes)
-    changes = {f"server.{name}": new for name, new in server_changes.items()}
+    new = alg.assign_new_client(state.server, result.up, result.cohort)
+    changes = server_changes(alg, state, new, outcome)
     changes |= client_changes(result)
-    return commit(state, changes), outcome
+    return commit(state, changes, outcome), outcome
 
 
 def with_extra_client(

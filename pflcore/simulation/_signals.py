@@ -49,18 +49,15 @@ def _let_through() -> None:
 
 
 @contextlib.contextmanager
-def defer_signals(wanted: bool = True) -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Holds back a signal that would end the program during the block.
 
     The signal comes at the end of the block; a second one comes at once. A block inside
     of another changes nothing.
-
-    Args:
-        wanted: False changes nothing.
     """
     # Python calls handlers of signals in the main thread only.
     is_main = threading.current_thread() is threading.main_thread()
-    if not wanted or not is_main or _handlers:
+    if not is_main or _handlers:
         yield
         return
     try:

@@ -28,6 +28,7 @@ from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
     Changes,
+    Cohort,
     MixingWeights,
     RowUpdate,
     VoidRound,
@@ -78,31 +79,22 @@ def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutc
     Do not use `state` afterwards: its rows are updated in place. Raises ValueError for
     a repeated client, or where a required client is missing.
     """
-    check_training(config.algorithm, config.training)
-    ids = _check_cohort(config.algorithm, ids)
-    if not len(ids):
-        return _step_without_clients(config, state, ids)
+    alg = config.algorithm
+    check_training(alg, config.training)
+    ids = _check_cohort(alg, ids)
     with single_threaded(config.fits_one_thread(len(ids))):
-        result = train_cohort(config, state, ids)
-        result, outcome = receive_uploads(config, state, result)
-        changes = serve(config.algorithm, state, result, outcome, config.averages)
+        if len(ids):
+            result = train_cohort(config, state, ids)
+            result, outcome = receive_uploads(config, state, result)
+            changes = serve(alg, state, result, outcome, config.averages)
+        else:
+            cohort = config.cohort(ids, state.round + 1)
+            outcome = RoundOutcome([], cohort=cohort)
+            new = alg.update_without_clients(state.server, cohort)
+            changes = server_changes(alg, state, new, outcome)
         # No rank commits a round in which another has failed.
         config.ranks.exchange(f"the commit of round {state.round + 1}")
-        return commit(state, changes), outcome
-
-
-def _step_without_clients(
-    config: RunConfig, state: State, ids: Tensor
-) -> tuple[State, RoundOutcome]:
-    """Plays a round in which no client takes part, and the server may act."""
-    cohort = config.cohort(ids, state.round + 1)
-    outcome = RoundOutcome([], cohort=cohort)
-    changes = config.algorithm.update_without_clients(state.server, cohort)
-    if not changes:
-        return replace(state, round=cohort.round), outcome
-    check_server_changes(config.algorithm, state.server, changes)
-    named: Changes = {f"server.{name}": new for name, new in changes.items()}
-    return commit(state, named), outcome
+        return commit(state, changes, outcome), outcome
 
 
 def _check_cohort(alg: Algorithm, ids: Tensor) -> Tensor:
@@ -214,39 +206,55 @@ def serve(
     if outcome.void:
         return {}
     try:
-        server_changes, mixing = alg.update(state.server, result.up, result.cohort)
+        new, mixing = alg.update(state.server, result.up, result.cohort)
     except VoidRound as reason:
         outcome.void = True
         outcome.void_reason = str(reason)
         return {}
     except BadUpload as bad:
+        _check_named(bad, result.cohort)
         on_refused(bad)
         result = drop_clients(result, outcome, alg.traits, bad.reasons)
         if outcome.void:
             outcome.void_reason = str(bad)
         return serve(alg, state, result, outcome, averages, on_refused)
-    check_server_changes(alg, state.server, server_changes)
-    outcome.non_finite_state = non_finite_names(state.server, server_changes)
-    outcome.void = bool(outcome.non_finite_state)
+    changes = server_changes(alg, state, new, outcome)
     if outcome.void:
         return {}
     outcome.mix = mixing
-    buffer_mixing = mixing if averages else None
-    return round_changes(result, server_changes, buffer_mixing)
-
-
-def round_changes(
-    result: CohortResult,
-    server_changes: Changes,
-    buffer_mixing: MixingWeights | None,  # None where no statistics are mixed
-) -> Changes:
-    """The changes of server and clients, named as in `flatten_state`."""
-    changes: Changes = {f"server.{name}": new for name, new in server_changes.items()}
     changes |= client_changes(result)
     buffers = result.rows.buffers
-    if buffer_mixing is not None and buffers.numel():
-        changes["batch_norm"] = mixed_buffers(buffers, buffer_mixing, result.cohort.n)
+    if averages and mixing is not None and buffers.numel():
+        changes["batch_norm"] = mixed_buffers(buffers, mixing, result.cohort.n)
     return changes
+
+
+def _check_named(bad: BadUpload, cohort: Cohort) -> None:
+    """Raises ValueError where `update` refuses the upload of no client of the round."""
+    ids = cohort.ids.tolist()
+    expected = f"numbers of clients of the round, such as {ids[0]}"
+    is_named = not bad.reasons.keys().isdisjoint(ids)
+    require(is_named, "update: BadUpload", expected, [*bad.reasons])
+
+
+def server_changes(
+    alg: Algorithm, state: State, new: Changes, outcome: RoundOutcome
+) -> Changes:
+    """The changes of the server's state, named as in `flatten_state`.
+
+    Where some are not finite, the round is void: `outcome` says so, and the result is
+    empty.
+
+    Args:
+        alg: The algorithm.
+        state: The state before the round.
+        new: The changes that a hook of the server returned.
+        outcome: The outcome of the round so far.
+    """
+    check_server_changes(alg, state.server, new)
+    outcome.non_finite_state = non_finite_names(state.server, new)
+    outcome.void = bool(outcome.non_finite_state)
+    return {} if outcome.void else {f"server.{name}": t for name, t in new.items()}
 
 
 def client_changes(result: CohortResult) -> Changes:
@@ -285,20 +293,22 @@ def mixed_buffers(
     return RowUpdate(mixing.receivers[has_weights], rows)
 
 
-def commit(state: State, changes: Changes) -> State:
+def commit(state: State, changes: Changes, outcome: RoundOutcome) -> State:
     """The state after the round.
 
-    Without changes the round is void: only the counters of rounds move on.
+    A void round moves the counters of rounds alone. A round without clients leaves the
+    number of void rounds in a row as it is.
 
     Do not use `state` afterwards: its rows are updated in place.
     """
-    if not changes:
-        round = state.round + 1
+    round = state.round + 1
+    if outcome.void:
         return replace(state, round=round, void_rounds=state.void_rounds + 1)
+    void_rounds = 0 if outcome.ids else state.void_rounds
     # A signal that ends the program between two rows would leave half a round.
     with defer_signals():
         tensors = apply(flatten_state(state), changes)
-        return unflatten_state(tensors, state.round + 1)
+        return unflatten_state(tensors, round, void_rounds)
 
 
 @checked

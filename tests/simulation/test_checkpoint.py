@@ -385,12 +385,12 @@ PLACES = {"evaluate": evaluate, "callback": noted, "update": Scaffold.update}
 ENDS = [
     ("callback", 3, Stop("That will do."), 3, "That will do[.]$"),
     ("callback", 3, PRESSED, 3, "Interrupted after round 3 of 5[.]$"),
-    ("callback", 3, KEY, 3, "KeyError in round 3: 'my own mistake'"),
+    ("callback", 3, KEY, 3, "KeyError after round 3: 'my own mistake'"),
     ("evaluate", 3, PRESSED, 3, "Interrupted after round 3 of 5[.]$"),
     ("evaluate", 5, PRESSED, 5, "Interrupted after round 5 of 5[.]$"),
-    ("evaluate", 3, KEY, 3, "KeyError in round 3: 'my own mistake'"),
-    ("update", 4, KEY, 3, "KeyError in round 3: 'my own mistake'"),
-    ("update", 4, MEMORY, 3, "MemoryError in round 3: out of memory"),
+    ("evaluate", 3, KEY, 3, "KeyError after round 3: 'my own mistake'"),
+    ("update", 4, KEY, 3, "KeyError after round 3: 'my own mistake'"),
+    ("update", 4, MEMORY, 3, "MemoryError after round 3: out of memory"),
 ]
 
 

@@ -1,17 +1,20 @@
 """The record states the reason why a run has ended early."""
 
+import pkgutil
 import re
 import signal
 import warnings
 from dataclasses import replace
 
 import pytest
+import torch
 from entry_points import sentence
 from parts.user import simulation
 from small import images, tiny_model
 
 import pflcore
 from pflcore import EarlyStopping, Simulation, Stop, Training, run_each_target
+from pflcore.simulation._state import flatten_state
 
 ROUNDS = 5
 
@@ -53,6 +56,50 @@ def test_a_run_that_is_interrupted_after_its_last_round_is_whole():
     assert history.interrupted and history.stopped is None
     assert len(history.rounds) == ROUNDS == history.state.round
     assert list(history.lines())[-1]["eval"] == whole.rounds[-1]["eval"]
+
+
+@pytest.mark.parametrize("place", ["sample_cohort", "serve", "apply", "evaluate"])
+def test_a_run_that_is_interrupted_within_a_round_goes_on(place, monkeypatch):
+    """Its state is that of a whole round, wherever Ctrl-C comes."""
+    of_loop = ("sample_cohort", "evaluate")
+    module = "_loop" if place in of_loop else "round"
+    name = f"pflcore.simulation.{module}.{place}"
+    function = pkgutil.resolve_name(name)
+    calls = []
+
+    def pressed(*given):
+        result = function(*given)
+        calls.append(place)
+        if len(calls) == 2:
+            press()
+        return result
+
+    whole = simulation("scaffold", rounds=ROUNDS)
+    want = whole.run()
+    run = simulation("scaffold", rounds=ROUNDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(name, pressed)
+        history = run.run()
+    assert history.interrupted and len(history.rounds) in (1, 2)
+    assert len(history.rounds) == run.state.round
+    # The evaluation of a round that was played may be missing.
+    history.rounds[-1]["eval"] = want.rounds[len(history.rounds) - 1]["eval"]
+    rest = run.run()
+
+    rounds = [{**r, "seconds": 0} for r in [*history.rounds, *rest.rounds]]
+    assert rounds == [{**r, "seconds": 0} for r in want.rounds]
+    for name, tensor in flatten_state(run.state).items():
+        assert torch.equal(tensor, flatten_state(whole.state)[name])
+
+
+def test_rounds_that_were_iterated_are_in_the_history_of_a_run():
+    run = simulation(rounds=ROUNDS)
+    first = [record for record, _ in zip(run.iterate(), range(2), strict=False)]
+    played = run.state.round
+    history = run.run()
+
+    assert [r["round"] for r in history.rounds] == [*range(1, ROUNDS + 1)]
+    assert history.rounds[:2] == first[:2] and played >= 2
 
 
 @pytest.mark.parametrize("target, rounds", [(0, 0), (2, 2)])

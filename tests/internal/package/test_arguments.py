@@ -201,7 +201,7 @@ OF_CLASSES = "ServerStep algorithm_options"
 # Functions that check their arguments as fields of a value.
 BY_VALUES = """bulyan centered_clipping clip_to_median geometric_median krum
 mean_around_median mean_of median multi_krum nearest_neighbor_mixing
-trimmed_mean Uploads"""
+trimmed_mean MeanInput"""
 UNCHECKED = f"{GIVEN} {IN_HOOKS} {OF_CLASSES} {BY_VALUES}".split()
 
 

@@ -35,7 +35,8 @@ data: _device check
 nn: check ops
 train: _device check ops metrics data nn
 _cohort: _device ops train
-robust: _cohort _device check ops train
+_geometric_median: _device check ops train
+robust: _cohort _device _geometric_median check ops train
 results: check metrics privacy robust
 algorithms: _cohort _device check ops data nn train robust
 simulation: _device check ops metrics data nn results train robust algorithms

@@ -44,4 +44,4 @@ def test_only_commit_writes_to_the_state(name):
     changes = serve(alg, state, result, outcome, config.averages)
 
     assert changes and same(state, before)
-    assert not same(commit(state, changes), before)
+    assert not same(commit(state, changes, outcome), before)
