@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from pflcore import _geometric_median, robust
+from pflcore import robust
 from pflcore.algorithms import Cohort, FedAdam, FedAvg, Scaffold
 
 ROWS = torch.tensor(
@@ -225,7 +225,7 @@ def test_the_length_of_far_rows_moves_no_geometric_median(dtype, seed):
 
 
 def test_a_geometric_median_that_is_not_reached_warns(monkeypatch):
-    monkeypatch.setattr(_geometric_median, "MAX_STEPS", 1)
+    monkeypatch.setattr("pflcore._geometric_median.MAX_STEPS", 1)
     with pytest.warns(RuntimeWarning, match="1 steps did not reach .* at most"):
         robust.geometric_median(ROWS)
 

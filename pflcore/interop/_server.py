@@ -256,7 +256,7 @@ class Server:
         if read and not absent:
             outcome = self._try_round(read, names, strict)
         if outcome.void:
-            self._state = commit(self._state, {})
+            self._state = commit(self._state, {}, outcome)
         self._round_started = False
         return replace(
             outcome,
