@@ -49,7 +49,7 @@ from pflcore.train import Clients, Net
 def inner_products(
     w: Tensor,  # [K, P]
     g: Tensor,  # [P]
-) -> Tensor:  # [K, K] float64, on the CPU
+) -> Tensor:  # [K, K] float64
     """FedDWA's Gram matrix (Eq. 11): inner products `(g - w_j) . (g - w_k)`.
 
     They are cosines times lengths, each as exact as float64 is, so that a model which
@@ -61,8 +61,7 @@ def inner_products(
     hundred-thousandth of that distance. ridge=0 does not.
     """
     length = ops.pairwise_sqdist(w, g[None])[:, 0].sqrt()
-    gram = length[:, None] * length * cosine_matrix(w, origin=g)
-    return gram.cpu()
+    return length[:, None] * length * cosine_matrix(w, origin=g)
 
 
 # A descent below this is only rounding: the right side of the system is at most 1.
@@ -408,7 +407,7 @@ class FedDWAQP(FedDWA):
         neighbours = ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k).index
         weight = torch.empty(neighbours.shape, dtype=torch.float64)
         for i, near in enumerate(neighbours):
-            gram = inner_products(w[near], guide[i])
+            gram = inner_products(w[near], guide[i]).cpu()
             diagonal = gram.diagonal().diag()
             blend = self.theta * gram + (1 - self.theta) * diagonal
             weight[i] = simplex_qp(blend, self.ridge)

@@ -204,6 +204,6 @@ def head_weights(
     variance: Tensor,  # [S]
 ) -> Tensor:  # [S, S] float64
     """The weights of all heads in each client's head, whose rows sum to 1."""
-    noise = variance.double().cpu().clamp(min=0).diag()
-    rows = [simplex_qp(inner_products(statistics, row) + noise) for row in statistics]
-    return torch.stack(rows)
+    noise = variance.double().clamp(min=0).diag()
+    grams = torch.stack([inner_products(statistics, row) for row in statistics])
+    return torch.stack([simplex_qp(gram) for gram in (grams + noise).cpu()])

@@ -132,6 +132,13 @@ class Claim(NamedTuple):
     most: float | Tensor = math.inf
     is_statistics: bool = False
 
+    @property
+    def is_bounded(self) -> bool:
+        """True where some numbers of the dtype may not occur."""
+        bounds = (self.low, self.high, self.most)
+        is_free = all(isinstance(b, float) and math.isinf(b) for b in bounds)
+        return self.is_whole or self.is_statistics or not is_free
+
 
 # What a server expects of one client's upload, by name: a tensor [...] of the shape and
 # the dtype of an update, or a `Claim`.

@@ -13,6 +13,7 @@ by the name of its class, and a module of one's own by its own; that is told.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import sys
 import sysconfig
@@ -196,7 +197,9 @@ class _Reader:
                 count = value.co_argcount + value.co_kwonlyargcount
                 names = (value.co_names, value.co_freevars, value.co_cellvars)
                 arguments = (value.co_flags, value.co_varnames[:count])
-                parts = (value.co_code, arguments, names, value.co_consts)
+                # Where errors are caught; before Python 3.11 it is in the code.
+                handlers = getattr(value, "co_exceptiontable", b"")
+                parts = (value.co_code, handlers, arguments, names, value.co_consts)
             case type():
                 parts = self._class(value)
             case property():
@@ -214,7 +217,9 @@ class _Reader:
                 content = numbers.view(torch.uint8).numpy().tobytes()
                 parts = (str(value.dtype), [*value.shape], content)
             case np.ndarray():
-                parts = (str(value.dtype), [*value.shape], value.tolist())
+                is_plain = not value.dtype.hasobject
+                content = value.tobytes() if is_plain else value.tolist()
+                parts = (str(value.dtype), [*value.shape], content)
             case torch.device():
                 parts = ("device",)  # where something is computed is not what
             case Mapping():
@@ -273,7 +278,8 @@ class _Reader:
         self.says_more |= callable(value)
         # `functools.lru_cache` would tell its name alone.
         yield getattr(value, "__wrapped__", None)
-        for part in value.__reduce_ex__(4):
+        reduced = value.__reduce_ex__(4)
+        for part in [reduced] if isinstance(reduced, str) else reduced:
             yield [*part] if isinstance(part, Iterator) else part
 
     def _of_module(self, module: nn.Module) -> dict[str, Any]:
@@ -329,12 +335,15 @@ def _is_installed(module: str, file: str | None) -> bool:
 
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
-    """The globals that a function, or one in it, may read."""
+    """The globals that a function, or one in it, reads."""
     codes = [function.__code__]
     names = set[str]()
     while codes:
         code = codes.pop()
-        names |= {*code.co_names}
+        for instruction in dis.get_instructions(code):
+            # `co_names` has the names of attributes, too.
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                names.add(instruction.argval)
         codes += [c for c in code.co_consts if isinstance(c, CodeType)]
     # In a fixed order: what is read first may change the digest of what holds itself.
     known = sorted(names & function.__globals__.keys())

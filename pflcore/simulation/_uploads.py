@@ -22,7 +22,6 @@ from pflcore._device import to_device
 from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
-    Bound,
     Changes,
     Claim,
     Cohort,
@@ -156,18 +155,34 @@ def accept(
         ids.tolist(),
         bytes_down=payload_bytes(result.down) + buffer_bytes,
         bytes_up=payload_bytes(result.up) + buffer_bytes,
-        train_loss=mean_train_loss(result),
         cohort=result.cohort,
     )
+    expected = algorithm.uploads(server, result.down, result.cohort)
+    claims = {
+        name: claim
+        for name, claim in expected.items()
+        if isinstance(claim, Claim) and claim.is_bounded and name in rows.up
+    }
+    # The server looks at these numbers itself.
+    losses = [] if rows.loss is None else [rows.loss]
+    seen = on_cpu([*(rows.up[name] for name in claims), *losses])
+    if losses:
+        result = result.with_rows(loss=seen.pop())
+    outcome.train_loss = mean_train_loss(result)
+    reasons: dict[int, str] = {}
+    for (name, claim), values in zip(claims.items(), seen, strict=True):
+        faults = faults_of(claim, values, rows.up, variances)
+        for client, fault in zip(outcome.ids, faults, strict=True):
+            if fault:
+                reasons.setdefault(client, f"its {name!r} {fault}; leave it out.")
     tensors = [*rows.up.values(), *rows.client_states.values(), rows.buffers]
     is_finite = finite_rows(tensors, len(ids))
     if not is_finite.all():
-        lost = ids[~is_finite].tolist()
-        reasons = dict.fromkeys(lost, NON_FINITE_REASON)
-        result = drop_clients(result, outcome, traits, reasons)
+        lost = dict.fromkeys(ids[~is_finite].tolist(), NON_FINITE_REASON)
+        result = drop_clients(result, outcome, traits, lost)
+        reasons = {i: text for i, text in reasons.items() if i not in lost}
     if outcome.void:
         return result, outcome
-    reasons = false_claims(result, algorithm, server, variances)
     if reasons:
         bad = BadUpload(reasons)
         on_refused(bad)
@@ -196,43 +211,40 @@ def accept(
 ROUNDING = 1e-5
 
 
-def false_claims(
-    result: CohortResult,
-    algorithm: Algorithm,
-    server: Tensors,
-    variances: Tensor,  # bool [b]
-) -> dict[int, str]:
-    """The reasons why clients' claims cannot be, by the clients' ids.
+def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in float64 on the CPU.
 
-    The other clients are not in the result.
+    Those of one device come together, so that each device is waited for once.
     """
-    reasons: dict[int, str] = {}
-    expected = algorithm.uploads(server, result.down, result.cohort)
-    ids = result.cohort.ids.tolist()
-    for name, claim in expected.items():
-        if not isinstance(claim, Claim) or name not in result.up:
-            continue
-        if claim.is_statistics:
-            least = torch.where(variances, 0.0, -math.inf)
-            claim = claim._replace(low=least)
-        for client, fault in zip(ids, _faults_of(claim, name, result.up), strict=True):
-            if fault:
-                reasons.setdefault(client, f"its {name!r} {fault}; leave it out.")
-    return reasons
+    copies = list(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        index = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        flat = torch.cat([tensors[i].double().flatten() for i in index]).cpu()
+        parts = flat.split([tensors[i].numel() for i in index])
+        for i, part in zip(index, parts, strict=True):
+            copies[i] = part.view(tensors[i].shape)
+    return copies
 
 
-def _faults_of(claim: Claim, name: str, up: Tensors) -> list[str]:
+def faults_of(
+    claim: Claim,
+    values: Tensor,  # [S, ...] float64, on the CPU
+    up: Tensors,  # [S, ...]
+    variances: Tensor,  # bool [b]
+) -> list[str]:
     """A clause for each client, [S], on what its numbers cannot be; "" for none."""
-    count = len(up[name])
+    if claim.is_statistics:
+        claim = claim._replace(low=torch.where(variances.cpu(), 0.0, -math.inf))
+    count = len(values)
     faults = [""] * count
-    bounds = (claim.low, claim.high, claim.most)
-    is_free = all(isinstance(bound, float) and math.isinf(bound) for bound in bounds)
-    if is_free and not claim.is_whole:
-        return faults
-    values = up[name].cpu().double()
-    low, high = (_numbers_of(bound, values, up) for bound in bounds[:2])
-    most = _numbers_of(claim.most, torch.empty(count), up)
-    values, low, high = (rows.reshape(count, -1) for rows in (values, low, high))
+    bounds = [
+        bound(up) if callable(bound) else torch.as_tensor(bound)
+        for bound in (claim.low, claim.high, claim.most)
+    ]
+    low, high, most = on_cpu(bounds)
+    low, high = (bound.expand_as(values).reshape(count, -1) for bound in (low, high))
+    most = most.expand(count)
+    values = values.reshape(count, -1)
     total = values.sum(1)
     for i in (total > most + ROUNDING * most.abs()).nonzero()[:, 0].tolist():
         faults[i] = f"sums to {total[i]:g}, expected at most {most[i]:g}"
@@ -247,12 +259,6 @@ def _faults_of(claim: Claim, name: str, up: Tensors) -> list[str]:
         expected = f"{kind} from {low[i, first]:g}{upper}"
         faults[i] = f"holds {values[i, first]:g}, expected {expected}"
     return faults
-
-
-def _numbers_of(bound: Bound, like: Tensor, up: Tensors) -> Tensor:
-    """The bound of each number of `like` [S, ...], float64 on the CPU."""
-    numbers = bound(up) if callable(bound) else torch.as_tensor(bound)
-    return numbers.cpu().double().expand_as(like)
 
 
 def mean_train_loss(result: CohortResult) -> float | None:
@@ -368,8 +374,8 @@ def update_norms(up: Tensors, origins: Tensors) -> Tensor:
             sqdist = ops.pairwise_sqdist(rows, starts, own_row)[:, 0]
         else:
             sqdist = squared_norms(rows)
-        norms.append(sqdist.sqrt().cpu())
-    return torch.stack(norms).amax(0)
+        norms.append(sqdist.sqrt())
+    return torch.stack(norms).amax(0).cpu()
 
 
 def clip_updates(

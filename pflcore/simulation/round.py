@@ -253,7 +253,7 @@ def server_changes(
     """
     check_server_changes(alg, state.server, new)
     outcome.non_finite_state = non_finite_names(state.server, new)
-    outcome.void = bool(outcome.non_finite_state)
+    outcome.void |= bool(outcome.non_finite_state)
     return {} if outcome.void else {f"server.{name}": t for name, t in new.items()}
 
 

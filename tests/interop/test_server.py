@@ -539,7 +539,7 @@ def spoilt(up, n):
     for odd in (
         value[None],
         torch.empty(0),
-        value.half() if value.is_floating_point() else value + 0.5,
+        value.half(),
         value.to_sparse(),
         nested,
         "none",

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -172,6 +173,22 @@ def test_a_value_without_digest_is_told_at_resume(tmp_path):
     run().save(tmp_path)
 
     with pytest.warns(UserWarning, match=r"training\.augment.* by name alone\.$"):
+        run().restore(tmp_path)
+
+
+def test_a_module_of_ones_own_is_told_at_resume(tmp_path, monkeypatch):
+    helpers = ModuleType("helpers")
+    helpers.double = lambda batch: 2 * batch
+    monkeypatch.setitem(globals(), "helpers", helpers)
+
+    def run():
+        return make(
+            training={"augment": lambda batch, generator: helpers.double(batch)}
+        )
+
+    run().save(tmp_path)
+
+    with pytest.warns(UserWarning, match=r"what helpers hold was compared by name"):
         run().restore(tmp_path)
 
 

@@ -141,6 +141,16 @@ def test_a_name_that_tells_all_needs_no_digest(value):
     assert not function_digest(value).says_more
 
 
+def test_a_global_with_the_name_of_an_attribute_plays_no_part(monkeypatch):
+    def augment(batch, generator):
+        return batch.mean()
+
+    want = function_digest(augment)
+    monkeypatch.setitem(globals(), "mean", torch.randn(3))
+
+    assert function_digest(augment) == want
+
+
 def test_a_function_that_calls_itself_has_a_digest():
     def odd(n):
         return n and even(n - 1)

@@ -1,15 +1,16 @@
-"""Tests that of a round's steps only `commit` writes to the state."""
+"""Tests of the steps of a round, of which only `commit` writes to the state."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
-from entry_points import held_out
+from entry_points import held_out, sentence
 from parts.states import same
-from small import images, make_setting, normed_model, swept
+from small import images, make_setting, normed_model, swept, tiny_model
 
 from pflcore import Net, Training, step
-from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms import ALGORITHMS, BadUpload, FedAvg, VoidRound
 from pflcore.simulation import Robustness
 from pflcore.simulation._attacks import Adversary
 from pflcore.simulation._uploads import accept
@@ -45,3 +46,56 @@ def test_only_commit_writes_to_the_state(name):
 
     assert changes and same(state, before)
     assert not same(commit(state, changes, outcome), before)
+
+
+@dataclass(frozen=True)
+class Idle(FedAvg):
+    """Acts in rounds without clients, and lets every other round be void."""
+
+    lost: bool = False
+
+    def update(self, state, up, cohort):
+        raise VoidRound("nobody is wanted")
+
+    def update_without_clients(self, state, cohort):
+        return {"x": torch.full_like(state["x"], torch.inf if self.lost else 2.0)}
+
+
+def idle_config(lost):
+    alg = Idle(lost=lost)
+    context = make_setting(Net(tiny_model()), images((9, 20)), Training(0.1, 10), 6)
+    return RunConfig.of(alg, context), initial_state(alg, context.net, 2)
+
+
+def test_a_round_without_clients_is_void_where_its_state_is_not_finite():
+    config, state = idle_config(lost=True)
+    x = state.server["x"].clone()
+    state, outcome = step(config, state, torch.arange(0))
+
+    assert outcome.void and outcome.non_finite_state == ["x"]
+    assert torch.equal(state.server["x"], x) and (state.round, state.void_rounds) == (
+        1,
+        1,
+    )
+
+
+def test_a_round_without_clients_leaves_the_number_of_void_rounds():
+    config, state = idle_config(lost=False)
+    state, _ = step(config, state, torch.arange(2))
+    state, outcome = step(config, state, torch.arange(0))
+
+    assert not outcome.void and (state.round, state.void_rounds) == (2, 1)
+    assert (state.server["x"] == 2).all()
+
+
+def test_refusing_the_upload_of_nobody_is_an_error():
+    @dataclass(frozen=True)
+    class Refusing(FedAvg):
+        def update(self, state, up, cohort):
+            raise BadUpload({7: "it is another one."})
+
+    alg = Refusing()
+    context = make_setting(Net(tiny_model()), images((9, 20)), Training(0.1, 10), 6)
+    config = RunConfig.of(alg, context)
+    with sentence("update: BadUpload: expected numbers of clients of the round.*7"):
+        step(config, initial_state(alg, context.net, 2), torch.arange(2))
