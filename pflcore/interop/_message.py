@@ -237,7 +237,7 @@ def convert(value: Tensor, like: Tensor, name: str) -> Tensor:
     """
     is_wide = torch.promote_types(value.dtype, like.dtype) == value.dtype
     if value.is_floating_point() and not like.is_floating_point():
-        is_wide = value.dtype is torch.float64  # others round whole numbers before here
+        is_wide = value.dtype is torch.float64  # a narrower one may have rounded
     fits = value.shape == like.shape and is_wide and not value.is_complex()
     if not fits:
         reject(name, describe_layout(like), Words(describe_layout(value)))

@@ -163,7 +163,7 @@ def accept(
         for name, claim in expected.items()
         if isinstance(claim, Claim) and claim.is_bounded and name in rows.up
     }
-    # The server looks at these numbers itself.
+    # The server reads these numbers, so they come to the CPU in one copy.
     losses = [] if rows.loss is None else [rows.loss]
     seen = on_cpu([*(rows.up[name] for name in claims), *losses])
     if losses:
