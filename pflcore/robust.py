@@ -522,9 +522,8 @@ class NearestNeighborMixing(ByzantineMean):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        looks_at_clients = WeightedMean | ClipToMedian | FLTrust | Private
-        votes = not isinstance(self.then, looks_at_clients)
-        require(votes, "then", "a robust mean by the updates alone", self.then)
+        fits = not isinstance(self.then, WeightedMean | FLTrust | Private)
+        require(fits, "then", "a robust mean by the updates alone", self.then)
 
     @property
     def length(self) -> float | None:

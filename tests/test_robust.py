@@ -382,10 +382,6 @@ def test_updates_are_shortened():
         (lambda: FedAvg(mean=2), "mean: expected a Mean, got 2"),
         (lambda: FedAvg(mean="krum:2/median"), "mean: expected a mean that goes befo"),
         (
-            lambda: robust.NearestNeighborMixing(2, robust.ClipToMedian()),
-            "then: expecte",
-        ),
-        (
             lambda: robust.NearestNeighborMixing(2, robust.Private(1, 1)),
             "then: expecte",
         ),

@@ -327,8 +327,8 @@ class Simulation:
             record: Record = {}
             error: BaseException | None = None
             try:
-                # A signal waits for the end of the round, but while clients train or
-                # are evaluated: a round that is half written is no state.
+                # A round that is half written is no state. So a signal waits for its
+                # end, but one that comes while clients train or are evaluated.
                 with defer_signals():
                     ids = self._start_round(round)
                     self._state, outcome = step(config, self._state, ids)

@@ -35,17 +35,13 @@ def _hold_back() -> None:
             signal.signal(number, _receive)
 
 
-def _let_through() -> None:
-    """Lets signals come at once from here on, and the one first that waits."""
+def _let_through() -> dict[int, Any]:
+    """Lets signals come at once from here on; returns their handlers."""
     handlers = dict(_handlers)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     _handlers.clear()
-    received = _received.copy()
-    _received.clear()
-    if len(received) == 1:
-        arguments = received[0]
-        handlers[arguments[0]](*arguments)
+    return handlers
 
 
 @contextlib.contextmanager
@@ -64,12 +60,20 @@ def defer_signals() -> Iterator[None]:
         _hold_back()
         yield
     finally:
-        _let_through()
+        handlers = _let_through()
+        received = _received.copy()
+        _received.clear()
+        if len(received) == 1:
+            arguments = received[0]
+            handlers[arguments[0]](*arguments)
 
 
 @contextlib.contextmanager
 def allow_signals() -> Iterator[None]:
-    """Lets signals come at once in a part of a block that holds them back."""
+    """Lets signals come at once in a part of a block that holds them back.
+
+    One that waits already goes on waiting for the end of the block.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or not _handlers:
         yield

@@ -113,7 +113,7 @@ class RoundOutcome:
     void_reason: str | None = None
     non_finite_state: list[str] = field(default_factory=list)
     mix: MixingWeights | None = None
-    cohort: Cohort | None = None
+    cohort: Cohort | None = field(default=None, compare=False)
     drop_reasons: dict[int, str] = field(default_factory=dict)
 
 

@@ -343,8 +343,10 @@ def sample_cohort(
     if not required:
         return drawn.sort().values
     others = [i for i in drawn.tolist() if i not in required]
-    # Required clients outside of `clients` come on top.
-    count += sum(i not in clients for i in required)
+    # Required clients outside of `clients` come on top. `in` would look at all of them.
+    wanted = torch.tensor(required)
+    place = torch.searchsorted(clients, wanted).clamp(max=len(clients) - 1)
+    count += int((clients[place] != wanted).sum())
     if callable(sampling) or (isinstance(sampling, str) and sampling == "poisson"):
         # They join those that are drawn, however many these are.
         count = len({*required, *others})

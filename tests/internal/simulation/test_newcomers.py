@@ -16,7 +16,7 @@ def test_a_newcomer_counts_in_means_over_all_clients(alg, name):
     state = initial_state(alg, net, 3)
     state.server[name] += 4
 
-    grown, _ = with_new_client(alg, state, net, 3)
+    grown, _ = with_new_client(alg, state, net, 3, torch.arange(3))
 
     assert grown.server[name].eq(3).all()
     assert torch.equal(grown.server["x"], state.server["x"])
