@@ -56,7 +56,7 @@ from pflcore.simulation.round import client_changes, commit, step, train_cohort
 from pflcore.train import Clients, Net
 from pflcore.train._first_batch import plan_single_samples
 from pflcore.train._losses import binary_cross_entropy, hinge
-from pflcore.train._validate import NoBatchAxis
+from pflcore.train._validate import MismatchError, check_rows
 
 
 def with_new_client(
@@ -297,7 +297,7 @@ class Personalized(nn.Module):
         x = self._to_samples(x)
         try:
             return self._scores(x)
-        except NoBatchAxis:
+        except MismatchError:
             raise
         except (RuntimeError, ValueError, IndexError) as e:
             raise ValueError(
@@ -346,7 +346,7 @@ class Personalized(nn.Module):
             # samples give two scores, the samples have the right shape.
             two = self(torch.cat([x[-1:]] * 2))
             if two.shape[:1] == (2,):
-                raise NoBatchAxis(last.shape)
+                check_rows(last, 1)
         scores = torch.cat(parts)
         if len(scores) != len(x):
             raise IndexError

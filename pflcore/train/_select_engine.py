@@ -29,7 +29,6 @@ import torch.nn as nn
 
 from pflcore.check import warn_caller
 from pflcore.data._federation import Federation
-from pflcore.train import _validate as validate
 from pflcore.train._chain import Chain, NotAChain, find_chain
 from pflcore.train._context import (
     CPU_BLOCK_CLIENTS,
@@ -37,7 +36,7 @@ from pflcore.train._context import (
     TrainContext,
 )
 from pflcore.train._engines import Engine
-from pflcore.train._first_batch import FIRST_BATCH_SIZE, prepare_net, spread_samples
+from pflcore.train._first_batch import prepare_net
 from pflcore.train._gpu_flags import NO_TF32_FLAGS, REPEATABLE_FLAGS
 from pflcore.train._graphs import GradientGraphs
 from pflcore.train._net import Net
@@ -138,7 +137,7 @@ def select_engine(
     does not. "loop" calls the module as plain torch does. If it does not match, the
     module is no function of its parameters, and nothing can train it.
     """
-    _check_loop(net, data, probes)
+    _check_loop(probes)
     if name == "loop":
         return Engine("loop")
     if name == "vmap":
@@ -156,15 +155,19 @@ def select_engine(
     return engine._replace(chain=trial.chain, reason=trial.reason)
 
 
-def _check_loop(net: Net, data: Federation, probes: list[EngineProbe]) -> None:
+def _check_loop(probes: list[EngineProbe]) -> None:
     """Raises MismatchError where the module is no function of its parameters."""
     # A module that counts its calls may match once by chance, but hardly twice.
     for _ in range(2):
         mismatch = first_mismatch(probes, Engine("loop"))
         if mismatch is not None:
-            x, y = spread_samples(data, FIRST_BATCH_SIZE)
-            text = validate.explain_impure_model(net, x, y, mismatch.words)
-            raise MismatchError(text)
+            raise MismatchError(
+                "model: as a function of its parameters it is not what the module "
+                f"computes: {mismatch.words}; its forward and the loss must use the "
+                "parameters where they are registered, nothing that another pass has "
+                "changed (such as a counter, a cache or a mode), and no random numbers "
+                "but those of pflcore.nn.Dropout."
+            )
 
 
 def _required_vmap(probes: list[EngineProbe]) -> Engine:

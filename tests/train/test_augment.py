@@ -228,7 +228,6 @@ WRONG = {
         lambda x, g: x[:, :1],
         "augment: <lambda> returned a tensor .*; let it return a batch of",
     ),
-    "error": (lambda x: x, "augment: <lambda> fails on samples of .*TypeError"),
     "border": (
         "crop:6",
         "augment: crop:6 has a border of 6 pixels, and the images have 6 on a side",

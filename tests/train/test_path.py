@@ -87,12 +87,12 @@ def projected():
         (
             tokens,
             federation((7,), tokens=True),
-            "its gradient is another in training mode",
+            "its gradient in training mode is another",
         ),
         (
             token,
             federation((), tokens=True),
-            "its gradient is another in training mode",
+            "its gradient in training mode is another",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_loss_in_small_units_is_tried_no_less():
     path = simulation(model=tokens, data=data, loss=loss).header()["path"]
     assert (
         path["engine"] == "loop"
-        and "its gradient is another in training mode" in path["why"]
+        and "its gradient in training mode is another" in path["why"]
     )
 
 

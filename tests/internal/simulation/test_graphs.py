@@ -178,7 +178,7 @@ def test_a_frozen_random_number_is_found_before_round_1(gpu, monkeypatch):
     monkeypatch.setattr(Chunk, "_recordable_step", frozen)
     run = play("fedavg", dropped, gpu)
 
-    assert path(run)["graphs"].startswith("eager: captured, its loss is another")
+    assert path(run)["graphs"].startswith("eager: captured, its loss in training mode")
     assert run.config.graphs.replays == 0
 
 
