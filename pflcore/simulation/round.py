@@ -168,7 +168,7 @@ def block_work(
 
     Under vmap a block takes as many steps as its largest client.
     """
-    if context.engine.name != "vmap":
+    if context.engine.autograd != "vmap":
         return num_samples
     blocks = block_numbers.unique(return_inverse=True)[1]
     largest = num_samples.new_zeros(len(num_samples))

@@ -182,7 +182,7 @@ class EngineProbe:
         if fit.buffers.numel():
             values["row of running statistics"] = fit.buffers
         # vmap is for training alone; evaluation then runs as it does with "loop".
-        if engine.name == "loop" or engine.chain:
+        if engine.autograd == "loop" or engine.chain:
             # The split "test" is computed in evaluation mode.
             values["loss in evaluation mode"] = clients.loss(self.w, "test")
             values["gradient in evaluation mode"] = clients.grad(self.w, "test")

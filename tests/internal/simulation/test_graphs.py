@@ -205,7 +205,7 @@ def test_a_model_that_copies_from_the_host_is_trained_without_graphs(gpu):
     run = play("fedavg", scaled(copied_from_host), gpu)
     want = play("fedavg", scaled(lambda x: 2.0), gpu, graphs=False)
 
-    assert path(run)["form"] == "vmap"
+    assert run.header()["engine"] == "vmap"
     assert path(run)["graphs"].startswith(
         "eager: a step makes the host wait for the GPU"
     )
