@@ -435,6 +435,7 @@ class Server:
             seed=self.seed,
             purpose=purpose,
             training=self.training,
+            participated=self._state.participated.clone(),
         )
 
     def _try_round(

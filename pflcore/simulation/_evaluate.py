@@ -196,7 +196,7 @@ def _send_and_personalize(
     config: RunConfig, state: State, ids: Tensor, block_numbers: Tensor | None
 ) -> tuple[Tensors, Clients]:
     """The models [S, ...] that the clients make of their downloads."""
-    cohort = config.cohort(ids, max(1, state.round), "evaluation")
+    cohort = config.cohort(ids, max(1, state.round), state.participated, "evaluation")
     down = config.algorithm.send(state.server, cohort)
     client_states = client_rows(config, state, ids, down)
     buffers = evaluation_buffers(config, state, ids, down, client_states)

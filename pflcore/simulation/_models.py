@@ -576,7 +576,7 @@ def _config_with_newcomer(
 def _first_statistics(config: RunConfig, state: State, client: int) -> Tensor:
     """Batch norm's statistics [b] of a client that never took part."""
     ids = torch.tensor([client])
-    cohort = config.cohort(ids, max(1, state.round), "evaluation")
+    cohort = config.cohort(ids, max(1, state.round), state.participated, "evaluation")
     down = config.algorithm.send(state.server, cohort)
     client_states = client_rows(config, state, ids, down)
     statistics: Tensor = evaluation_buffers(config, state, ids, down, client_states)[0]

@@ -97,7 +97,7 @@ def _step_without_clients(
     config: RunConfig, state: State, ids: Tensor
 ) -> tuple[State, RoundOutcome]:
     """Plays a round in which no client takes part, and the server may act."""
-    cohort = config.cohort(ids, state.round + 1)
+    cohort = config.cohort(ids, state.round + 1, state.participated)
     outcome = RoundOutcome([], cohort=cohort)
     changes = config.algorithm.update_without_clients(state.server, cohort)
     if not changes:
@@ -128,7 +128,7 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
     """
     ranks = config.ranks
     with REPEATABLE_FLAGS.set_for(config.net.w0.device):
-        cohort = config.cohort(ids, state.round + 1)
+        cohort = config.cohort(ids, state.round + 1, state.participated)
         # An algorithm may draw here for the whole cohort, so every rank does it.
         down = config.algorithm.send(state.server, cohort)
         before = kept_rows(config, state, ids, down)

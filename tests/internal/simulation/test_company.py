@@ -43,7 +43,7 @@ def of_round(setup, state, ids, at, block):
 
     They are computed as a part of the cohort `ids`.
     """
-    cohort = setup.cohort(ids, state.round + 1)
+    cohort = setup.cohort(ids, state.round + 1, state.participated)
     down = {
         k: rows_at(v, at) for k, v in setup.algorithm.send(state.server, cohort).items()
     }
