@@ -132,12 +132,12 @@ class Mocha(Algorithm):
     def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
         number = state["w"].new_empty(1)
         lr = Claim(number, low=0)
-        steps = Claim(number, low=0)
         if cohort.training is not None:
             size = cohort.training.lr_at(cohort.round, cohort.rounds)
-            fewest, most = (t[:, None] for t in step_bounds(cohort))
             lr = Claim(number, low=size, high=size)
-            steps = Claim(number, low=fewest, high=most)
+        fewest, most = (t[:, None] for t in step_bounds(cohort))
+        # A power that is not whole of a negative number would be NaN.
+        steps = Claim(number, low=fewest, high=most, is_whole=True)
         return {**super().uploads(state, down, cohort), "steps": steps, "lr": lr}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:

@@ -29,7 +29,7 @@ UNSEEN = {
     ("qfedavg", "weight"): set(),
     ("qfedavg", "h"): {1e6, 1e30},
     ("fednova", "steps"): set(),
-    ("mocha", "steps"): NOT_NEGATIVE,
+    ("mocha", "steps"): set(),
     ("mocha", "lr"): NOT_NEGATIVE,
     ("scaffold", "control"): FINITE,
     ("waffle", "control"): FINITE,

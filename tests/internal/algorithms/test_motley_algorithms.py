@@ -65,7 +65,8 @@ def test_the_stability_criterion_is_the_spectral_radius():
         radius = torch.linalg.eigvals(torch.eye(6) - e[:, None] * omega).abs().max()
         stable = bool(radius < 1) and bool((lr * 0.1 * o).max() < 2)
         rates = torch.full((6,), lr, dtype=F64)
+        steps = torch.full_like(rates, 4)
         with nullcontext() if stable else pytest.raises(Stop):
-            Mocha(lam=0.1).check_stability(omega, rates, 4 * rates, some(6, 1))
+            Mocha(lam=0.1).check_stability(omega, rates, steps, some(6, 1))
         seen.add(stable)
     assert seen == {True, False}
