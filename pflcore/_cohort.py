@@ -104,6 +104,8 @@ class Cohort(NamedTuple):
         trainable: The value of `trainable_clients`; None for all clients.
         training: The options of the clients' training. None where the server does not
             know them.
+        participated: [N] bool, the clients that took part in an earlier round. None
+            means that none did.
     """
 
     ids: Tensor  # [S]
@@ -116,6 +118,19 @@ class Cohort(NamedTuple):
     purpose: str = "send"
     trainable: Tensor | None = None  # [T]
     training: Training | None = None
+    participated: Tensor | None = None  # bool [N]
+
+    @property
+    def has_participated(self) -> Tensor:
+        """Mask bool [N] of the clients that took part in an earlier round."""
+        if self.participated is None:
+            return torch.zeros(self.n, dtype=torch.bool)
+        return self.participated
+
+    @property
+    def is_new(self) -> Tensor:
+        """Mask bool [S] of the clients that take part for the first time."""
+        return ~self.has_participated[self.ids]
 
     @property
     def trainable_clients(self) -> Tensor:

@@ -49,8 +49,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore._install import install_command
-
 __all__ = [
     "NonNegativeFloat",
     "NonNegativeInt",
@@ -59,6 +57,18 @@ __all__ = [
     "UnitFloat",
 ]
 F = TypeVar("F", bound=Callable[..., Any])
+# The package that pip installs for a module, where it is not the module's name.
+PIP_NAMES = {
+    "sklearn": "scikit-learn",
+    "flwr": "'flwr[simulation]>=1.41,<2'",
+    "material": "mkdocs-material",
+    "mkdocstrings": "'mkdocstrings[python]'",
+    "xdist": "pytest-xdist",
+    "pytest": "'pytest<9.2'",
+    "twine": "'twine<7'",
+    # Without torch's version it would bring another torch.
+    "torchvision": f"torchvision torch=={torch.__version__.partition('+')[0]}",
+}
 
 
 class Expectation(NamedTuple):
@@ -474,10 +484,15 @@ def import_optional(module: str, what: str = "This", alternative: str = "") -> A
         return importlib.import_module(module)
     except ImportError:
         name = module.partition(".")[0]
-        remedy = install_command(name) + alternative
         raise ImportError(
-            f"{what} needs {name}, which is not installed; get it with: {remedy}."
+            f"{what} needs {name}, which is not installed; get it with: "
+            f"{pip_install(name)}{alternative}."
         ) from None
+
+
+def pip_install(*modules: str) -> str:
+    """The command that installs the packages of these modules."""
+    return " ".join(["pip install", *(PIP_NAMES.get(name, name) for name in modules)])
 
 
 def import_object(place: str, what: str) -> Any:

@@ -30,6 +30,7 @@ from pflcore.algorithms._fedpac import FedPAC
 from pflcore.algorithms._gpfl import GPFL
 from pflcore.algorithms._local_losses import MOON, FedNTD
 from pflcore.algorithms._mixtures import APFL, FedALA
+from pflcore.algorithms._mocha import Mocha
 from pflcore.algorithms._peers import L2C, FedFomo
 from pflcore.algorithms._pfedgraph import PFedGraph, project_to_simplex
 from pflcore.algorithms._pfedhn import PFedHN
@@ -60,7 +61,7 @@ from pflcore.algorithms._protocol import (
 )
 from pflcore.algorithms._prototypes import FedProto
 from pflcore.algorithms._proximal import MRMTL, Ditto, FedProx, LocalOnly, PFedMe
-from pflcore.algorithms._relations import SFL, FedAMP, HeurFedAMP, Mocha
+from pflcore.algorithms._relations import SFL, FedAMP, HeurFedAMP
 from pflcore.algorithms._split import (
     FedBABU,
     FedBN,

@@ -150,11 +150,10 @@ class FedDWA(Algorithm):
     """FedDWA (Liu et al. 2023): mixes the models nearest to where a client is heading.
 
     server: x [N, P] (the personalized models), x0 [P] (the model of clients that have
-    not taken part), seen [N] (the clients that have), and with guidance="previous" last
-    [N, P] (each client's upload) · client: nothing (with guidance="kept" last [P], has
-    [1], which is 1 once the client has a last model) · down: x [S, P] (1 model, client
-    i's x_i) · up: w, g [S, P] (2 models: the trained one and the guidance; 1 with
-    "previous" and "current").
+    not taken part), and with guidance="previous" last [N, P] (each client's upload) ·
+    client: nothing (with guidance="kept" last [P], has [1], which is 1 once the client
+    has a last model) · down: x [S, P] (1 model, client i's x_i) · up: w, g [S, P] (2
+    models: the trained one and the guidance; 1 with "previous" and "current").
 
     Letters: N clients of the federation, S of them in a round's cohort, P parameters of
     a model. K models are mixed for each client: k, or S where the cohort is smaller.
@@ -263,25 +262,21 @@ class FedDWA(Algorithm):
             batch_norm=("local", "average"),  # local in the authors' code
             fixed_training=fixed,
             model_uploads=models,
-            per_client_state=("x", "seen", *cache),
+            per_client_state=("x", *cache),
             evaluation_only=("serve",),
             reported_state=("mix",),
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        state = {
-            "x0": x0,
-            "x": lazy_zeros(n, x0),
-            "seen": torch.zeros(n, dtype=torch.bool),
-        }
+        state = {"x0": x0, "x": lazy_zeros(n, x0)}
         if self.guidance == "previous":
             state["last"] = lazy_zeros(n, x0)
         return state
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         x = state["x"][cohort.ids]
-        seen = to_device(state["seen"][cohort.ids, None], x.device)
-        return {"x": torch.where(seen, x, state["x0"])}
+        is_new = to_device(cohort.is_new[:, None], x.device)
+        return {"x": torch.where(is_new, state["x0"], x)}
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         if self.guidance != "kept":
@@ -336,10 +331,10 @@ class FedDWA(Algorithm):
         ids = cohort.ids
         w = up["w"]
         guide = up.get("g", w)
-        changes = Changes(seen=RowUpdate(ids, torch.ones_like(ids, dtype=torch.bool)))
+        changes: Changes = {}
         if self.guidance == "previous":
-            has_previous = to_device(state["seen"][ids, None], w.device)
-            guide = torch.where(has_previous, state["last"][ids], w)
+            is_new = to_device(cohort.is_new[:, None], w.device)
+            guide = torch.where(is_new, w, state["last"][ids])
             changes["last"] = RowUpdate(ids, w)
         if self.stride is not None:
             guide = scale_guidance(guide, w, self.stride)

@@ -14,6 +14,7 @@ from pflcore.algorithms._adaptation import head_mask
 from pflcore.algorithms._feddwa import inner_products, simplex_qp
 from pflcore.algorithms._protocol import (
     Algorithm,
+    Changes,
     Claim,
     Cohort,
     MixingWeights,
@@ -43,8 +44,8 @@ from pflcore.train import Clients, Net, Objective
 class FedPAC(Algorithm):
     """FedPAC (Xu et al. 2023): aligned features, and heads mixed by class statistics.
 
-    server: x [K] (the body), head0 [F], head [N, F], seen [N] (the clients that have a
-    head), prototypes [C, H], known [C] (1 where a class has a prototype) · client:
+    server: x [K] (the body), head0 [F], head [N, F] (of the clients that took
+    part), prototypes [C, H], known [C] (1 where a class has a prototype) · client:
     nothing · down: x [S, K], head [S, F], prototypes [S, C, H], known [S, C] · up:
     delta [S, K], head [S, F], prototypes [S, C, H], counts [S, C], statistics [S, C *
     H] (h below), variance [S].
@@ -97,7 +98,7 @@ class FedPAC(Algorithm):
     traits = Traits(
         batch_norm=("local",),
         model_uploads={"head": "down.head", "prototypes": "down.prototypes"},
-        per_client_state=("head", "seen"),
+        per_client_state=("head",),
         reported_state=("mix",),
     )
 
@@ -110,16 +111,15 @@ class FedPAC(Algorithm):
             "x": x0,
             "head0": more["head0"],
             "head": lazy_zeros(n, more["head0"]),
-            "seen": torch.zeros(n, dtype=torch.bool),
             "prototypes": more["prototypes"],
             "known": more["prototypes"].new_zeros(len(more["prototypes"])),
         }
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         head = state["head"][cohort.ids]
-        seen = to_device(state["seen"][cohort.ids, None], head.device)
+        is_new = to_device(cohort.is_new[:, None], head.device)
         down = send_to_all(state, cohort, "x", "prototypes", "known")
-        return down | {"head": torch.where(seen, head, state["head0"])}
+        return down | {"head": torch.where(is_new, state["head0"], head)}
 
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
@@ -180,8 +180,10 @@ class FedPAC(Algorithm):
         changes = mean_prototypes(state, up, self.prototype_weighting)
         changes["x"] = mean.aggregate(up["delta"], state["x"])[0]
         changes["head"] = RowUpdate(ids, mix.aggregate(up["head"]))
-        changes["seen"] = RowUpdate(ids, torch.ones_like(ids, dtype=torch.bool))
         return changes, mix
+
+    def assign_new_client(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
+        return {"head": RowUpdate(cohort.ids, up["head"])}
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         return {"w": clients.net.join(down["x"], down["head"])}

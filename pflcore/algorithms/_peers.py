@@ -54,9 +54,9 @@ from pflcore.train._random import client_seeds, client_uniforms
 class FedFomo(Algorithm):
     """FedFomo (Zhang et al. 2021): a client moves towards the models that do better.
 
-    server: the latest models w [N, P], affinities p [N, N], weights [N, N] (what each
-    client of this round found for the others' models, before its own model's share) and
-    seen [N] (the clients that have taken part) · client: w, old [P] (its trained model,
+    server: the latest models w [N, P], affinities p [N, N] and weights [N, N] (what
+    each client of this round found for the others' models, before its own model's
+    share) · client: w, old [P] (its trained model,
     and the model before that training) · down: w [N, P] (shared rows: m other models,
     or all there are; m models) · up: w [S, P] (1 model) and a [S, N] (what was found
     for each). L is the loss on the split "val".
@@ -96,8 +96,7 @@ class FedFomo(Algorithm):
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         none = torch.zeros(n, n, dtype=torch.float64)
-        seen = torch.zeros(n, dtype=torch.bool)
-        return {"w": x0.repeat(n, 1), "p": none, "weights": none, "seen": seen}
+        return {"w": x0.repeat(n, 1), "p": none, "weights": none}
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"w": net.w0[None], "old": net.w0[None]}
@@ -108,7 +107,7 @@ class FedFomo(Algorithm):
         everyone = torch.arange(n)
         affinity = state["p"][ids]
         # [S, N]: True where the server may still send the row's client that model
-        is_free = state["seen"] & (everyone != ids[:, None])
+        is_free = cohort.has_participated & (everyone != ids[:, None])
         epsilon = max(0.0, self.epsilon - self.decay * (cohort.round - 1))
         seed = int(torch.randint(1 << 62, (1,), generator=cohort.generator))
         index = torch.empty(len(ids), 0, dtype=torch.long)
@@ -190,12 +189,10 @@ class FedFomo(Algorithm):
         gains = up["a"].to(state["p"])
         weights = torch.zeros_like(state["p"])
         weights.index_copy_(0, ids, normalize_rows(gains.clamp(min=0)))
-        seen = torch.ones_like(ids, dtype=torch.bool)
         changes: Changes = {
             "w": RowUpdate(ids, up["w"]),
             "p": RowUpdate(ids, state["p"][ids] + gains),
             "weights": weights,
-            "seen": RowUpdate(ids, seen),
         }
         return changes, None
 

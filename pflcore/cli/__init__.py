@@ -25,14 +25,8 @@ from typing import Any
 
 import torch
 
-from pflcore._install import (
-    PACKAGE,
-    install_command,
-    reinstall_command,
-    source_folder,
-)
 from pflcore.algorithms import ALGORITHMS
-from pflcore.check import require
+from pflcore.check import pip_install, require
 from pflcore.cli._data import data
 from pflcore.cli._diff import diff
 from pflcore.cli._failure import RunFailed, first_line
@@ -42,11 +36,12 @@ from pflcore.cli._report import report
 from pflcore.cli._run import compare, run
 from pflcore.cli._tune import tune_command
 from pflcore.ops import __version__, backend
-from pflcore.ops._library import other_torch
+from pflcore.ops._library import REINSTALL, other_torch
 from pflcore.results._progress import INTERRUPTED
 from pflcore.simulation._signals import ENDING_SIGNALS
 
 __all__ = ["main"]
+PACKAGE = Path(__file__).resolve().parent.parent
 # The modules of each extra of the package.
 TOML_READER = "tomllib" if sys.version_info >= (3, 11) else "tomli"
 EXTRAS = {
@@ -99,8 +94,8 @@ def info(argv: Sequence[str]) -> int:
         missing = [name for name in modules if importlib.util.find_spec(name) is None]
         facts[f"[{extra}]"] = "complete"
         if missing:
-            command = install_command(*missing)
-            facts[f"[{extra}]"] = f"without {', '.join(missing)}: {command}"
+            names = ", ".join(missing)
+            facts[f"[{extra}]"] = f"without {names}: {pip_install(*missing)}"
     facts["kernels"] = backend()
     other = other_torch()
     if other is not None:
@@ -108,7 +103,7 @@ def info(argv: Sequence[str]) -> int:
             f"the kernels were built against torch {other}, and torch "
             f"{torch.__version__} is here: did another package exchange it? They run "
             f"with any torch from 2.10 on, below 3; to build them for this torch: "
-            f"{reinstall_command()}"
+            f"{REINSTALL}"
         )
     for name, fact in facts.items():
         print(f"{name:<10}  {fact}")
@@ -127,20 +122,16 @@ def _use_sources(command: str) -> None:
         if version is not None:
             break
     else:
-        known = source_folder()
-        place = "the folder of the sources that you installed it from"
-        if known is not None and _version_of_sources(known) == __version__:
-            place = str(known)
         raise ImportError(
             f"{command}: it is part of pflcore's sources and not of the installed "
-            f"package, and {Path.cwd()} has no sources; go to {place} (version "
-            f"{__version__}) and run `pflcore {command}` there."
+            f"package, and {Path.cwd()} has no sources; go to a folder with those of "
+            f"version {__version__} and run `pflcore {command}` there."
         )
     if version != __version__:
         raise ImportError(
             f"{command}: the sources in {folder} are pflcore {version}, and the "
             f"installed package is pflcore {__version__}; go to sources of that "
-            f"version, or install these: {install_command()} {shlex.quote(str(folder))}"
+            f"version, or install these: pip install {shlex.quote(str(folder))}"
         )
     # At the end, so that nothing of the folder hides what is installed.
     if str(folder) not in sys.path:

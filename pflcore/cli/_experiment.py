@@ -99,7 +99,8 @@ class Options:
         val: fraction of each client's training samples that is kept for validation
         eval_split: split that is evaluated: test, or val to choose hyper-parameters
         eval_every: rounds between evaluations of all clients
-        engine: chain, loop, vmap, or auto by the model
+        engine: chain (by the kernels), vmap (all clients at once), loop (one after
+            another), or auto by the model
         workers: number of threads; never changes a result
         device: cpu or cuda
         clients_per_block: clients that train at once under vmap, at most; another

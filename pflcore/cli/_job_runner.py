@@ -194,8 +194,9 @@ class JobRunner:
 
 
 def plan_line(header: Facts) -> str:
-    """Text on a run: its parameters, rounds and engine."""
+    """Text on a run: its parameters, rounds and engine, with the reason."""
+    path = header["path"]
     return (
         f"{header['algorithm']}: {header['parameters']:,} parameters, "
-        f"{header['rounds']} rounds, engine {header['engine']}"
+        f"{header['rounds']} rounds, {path['how']} ({path['why']})"
     )

@@ -437,6 +437,7 @@ class Server:
             seed=self.seed,
             purpose=purpose,
             training=self.training,
+            participated=self._state.participated.clone(),
         )
 
     def _try_round(

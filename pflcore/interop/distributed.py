@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.check import Words, require
-from pflcore.ops._check import check_matrix, check_same_kind, is_int
+from pflcore.ops._check import check_like, check_tensor, is_int
 
 __all__ = ["aggregate", "pairwise_sqdist", "to_columns", "to_rows"]
 
@@ -252,8 +252,8 @@ def _call_signature(
     """
     first_name, first = next(iter(matrices.items()))
     for name, matrix in matrices.items():
-        check_matrix(op, name, matrix, "[rows, columns]")
-        check_same_kind(op, first_name, first, name, matrix)
+        check_tensor(op, name, matrix, "[rows, columns]")
+        check_like(op, first_name, first, name, matrix)
         fits = matrix.shape[1] == first.shape[1]
         wanted = f"{first.shape[1]} columns like {first_name}"
         require(fits, f"{op}({name})", wanted, matrix)

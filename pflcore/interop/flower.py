@@ -25,10 +25,10 @@ from typing import Any
 try:
     import flwr as _  # noqa: F401
 except ImportError:
-    from pflcore._install import install_command
+    from pflcore.check import pip_install
 
     raise ImportError(
-        f"pflcore.interop.flower needs Flower; {install_command('flwr')}."
+        f"pflcore.interop.flower needs Flower; {pip_install('flwr')}."
     ) from None
 
 import torch

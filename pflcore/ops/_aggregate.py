@@ -16,12 +16,11 @@ from torch import Tensor
 from pflcore.check import Words, is_dense, reject
 
 from ._check import (
-    check_floating,
     check_index,
     check_index_range,
-    check_matrix,
+    check_like,
     check_number,
-    check_same_device,
+    check_tensor,
     check_writable,
     memory_span,
     same_view,
@@ -96,12 +95,11 @@ def check_aggregate(
     """Raises ValueError or TypeError for arguments that the op does not accept."""
     op = "aggregate"
     check_number(op, "lr", lr)
-    check_matrix(op, "updates", updates, "[N, P]")
-    shape_text = "[M, N]" if index is None else "[M, K]"
-    check_matrix(op, "weight", weight, shape_text)
+    check_tensor(op, "updates", updates, "[N, P]")
+    check_tensor(op, "weight", weight, "[M, N]" if index is None else "[M, K]")
     n, p = updates.shape
     m, k = weight.shape
-    check_same_device(op, "updates", updates, "weight", weight)
+    check_like(op, "updates", updates, "weight", weight, dtype=False)
     if index is not None:
         check_index(op, "updates", updates, "index", index)
         if index.shape != weight.shape:
@@ -113,7 +111,7 @@ def check_aggregate(
             f"{op}(weight)", expected, weight, remedy="pass index to mix some rows only"
         )
     if base is not None:
-        check_floating(op, "base", base)
+        check_tensor(op, "base", base)
         if base.shape not in ((p,), (m, p)) or base.device != updates.device:
             expected = f"[{p}] or [{m}, {p}] on {updates.device}"
             reject(f"{op}(base)", expected, base)

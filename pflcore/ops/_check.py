@@ -52,12 +52,19 @@ def check_number(op: str, name: str, value: Any) -> None:
         reject(f"{op}({name})", "a number that float64 holds", value)
 
 
-def check_floating(op: str, name: str, t: Any) -> None:
-    """Raises TypeError unless `t` is a dense floating-point tensor."""
+def check_tensor(op: str, name: str, t: Any, matrix: str = "") -> None:
+    """Raises an error unless `t` is a dense floating-point tensor.
+
+    It is TypeError for another type, layout or dtype, and ValueError for another shape.
+
+    Args:
+        matrix: The shape in the words of the error, such as "[N, P]", where `t` has to
+            be a matrix; "" where it may have any shape.
+    """
     if not isinstance(t, Tensor):
         remedy = "use torch.as_tensor, or torch.stack of several"
         reject(f"{op}({name})", "a tensor", t, remedy=remedy, error=TypeError)
-    if not is_dense(t):
+    if t.layout is not torch.strided or t.is_nested:
         remedy = f"use {name}.to_dense()"
         if t.is_nested:
             remedy = "use torch.stack of its tensors"
@@ -66,29 +73,14 @@ def check_floating(op: str, name: str, t: Any) -> None:
         expected = "float32, float64, float16 or bfloat16"
         remedy = f"use {name}.float()"
         reject(f"{op}({name})", expected, t, remedy=remedy, error=TypeError)
-
-
-def check_matrix(op: str, name: str, t: Any, shape_text: str) -> None:
-    """Raises TypeError or ValueError unless `t` is a floating-point matrix.
-
-    Args:
-        shape_text: The shape in the words of the error, such as "[N, P]".
-    """
-    if (
-        type(t) is Tensor
-        and t.dtype in FLOATS
-        and t.dim() == 2
-        and t.layout is torch.strided
-        and not t.is_nested
-    ):
-        return  # The common case takes the least time.
-    check_floating(op, name, t)
-    if t.dim() != 2:
+    if matrix and t.dim() != 2:
         remedy = f"use {name}[None] for one row" if t.dim() == 1 else ""
-        reject(f"{op}({name})", f"a matrix {shape_text}", t, remedy=remedy)
+        reject(f"{op}({name})", f"a matrix {matrix}", t, remedy=remedy)
 
 
-def check_same_kind(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
+def check_like(
+    op: str, name: str, a: Tensor, other: str, b: Tensor, *, dtype: bool = True
+) -> None:
     """Raises an error unless `b` has the dtype and device of `a`.
 
     It is TypeError for another dtype, and ValueError for another device.
@@ -96,21 +88,12 @@ def check_same_kind(op: str, name: str, a: Tensor, other: str, b: Tensor) -> Non
     Args:
         name: The name of `a`.
         other: The name of `b`.
+        dtype: False where `b` may have another dtype.
     """
-    if a.dtype is not b.dtype:
+    if dtype and a.dtype is not b.dtype:
         expected = f"{str(a.dtype).removeprefix('torch.')} like {name}"
         remedy = f"use {other}.to({name}.dtype)"
         reject(f"{op}({other})", expected, b, remedy=remedy, error=TypeError)
-    check_same_device(op, name, a, other, b)
-
-
-def check_same_device(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
-    """Raises ValueError unless `b` is on the device of `a`.
-
-    Args:
-        name: The name of `a`.
-        other: The name of `b`.
-    """
     if a.device != b.device:
         expected = f"a tensor on {a.device} like {name}"
         remedy = f"use {other}.to({name}.device)"
@@ -128,7 +111,7 @@ def check_index(op: str, name: str, a: Tensor, other: str, b: Any) -> None:
     """
     if not isinstance(b, Tensor) or b.dtype != torch.int64 or not is_dense(b):
         reject(f"{op}({other})", "a dense int64 tensor", b, error=TypeError)
-    check_same_device(op, name, a, other, b)
+    check_like(op, name, a, other, b, dtype=False)
 
 
 def check_index_range(op: str, name: str, index: Tensor, n: int) -> None:

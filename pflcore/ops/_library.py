@@ -37,11 +37,13 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_map_only
 
-from pflcore._install import reinstall_command
-
 lib = torch.library.Library("pflcore", "FRAGMENT")
 references: dict[Any, Callable[..., Any]] = {}  # the default body of each op
 R = TypeVar("R")
+# Builds the kernels anew, against the torch that is there.
+REINSTALL = (
+    "pip install --force-reinstall --no-deps . (in the folder of pflcore's sources)"
+)
 
 
 def define(
@@ -175,33 +177,25 @@ def call_op(op: Callable[..., R], *arguments: Any) -> R:
     Autograd's body of an op is torch's Python. It takes some six microseconds, which is
     longer than a small op. Where no argument requires grad it only passes the call on.
     """
-    if _may_need_autograd(arguments):
-        return op(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*arguments)
-
-
-def _may_need_autograd(arguments: Sequence[Any]) -> bool:
-    """True unless autograd would only pass a call on.
-
-    Whatever stands above autograd in torch's dispatcher, or replaces a call, sees it as
-    it is: compilers, `torch.func`, tensor subclasses and modes that replace functions.
-    """
-    if (
+    # Whatever stands above autograd in torch's dispatcher, or replaces a call, sees it
+    # as it is: compilers, `torch.func`, tensor subclasses and modes that replace
+    # functions.
+    needs_autograd = (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_torch_function_mode_enabled()
-    ):
-        return True
+    )
     is_recorded = torch.is_grad_enabled()
     for argument in arguments:
         if not isinstance(argument, Tensor):
             continue
-        if type(argument) is not Tensor and type(argument) is not Parameter:
-            return True
-        if is_recorded and argument.requires_grad:
-            return True
-    return False
+        is_plain = type(argument) is Tensor or type(argument) is Parameter
+        if not is_plain or (is_recorded and argument.requires_grad):
+            needs_autograd = True
+    if needs_autograd:
+        return op(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -269,7 +263,7 @@ def _answer_without_kernels(why: str) -> tuple[None, str, str]:
     """The answer of `_load` where the kernels are missing in this package's folder."""
     hidden = _hidden_package()
     if hidden is None:
-        return None, why, reinstall_command()
+        return None, why, REINSTALL
     root = LIBRARY.parent.resolve().parent
     way = "start Python in another folder"
     if str(root) in os.environ.get("PYTHONPATH", "").split(os.pathsep):
@@ -278,7 +272,7 @@ def _answer_without_kernels(why: str) -> tuple[None, str, str]:
         None,
         f"{why}, and the pflcore in {root} hides the installed one in {hidden.parent}, "
         "which has kernels",
-        f"{way} for those, or build kernels here by {reinstall_command()}",
+        f"{way} for those, or build kernels here by {REINSTALL}",
     )
 
 
@@ -317,7 +311,7 @@ def _load() -> tuple[Any, str, str | None]:
             None,
             "the kernels do not load with this torch "
             f"({' '.join(str(error.__cause__ or error).split())})",
-            reinstall_command(),
+            REINSTALL,
         )
 
 
@@ -381,6 +375,6 @@ def warn_of_references() -> None:
     warning_is_due = False
     warnings.warn(
         f"pflcore runs its pure-PyTorch references: {_why}. To mend it: "
-        f"{_fix or reinstall_command()}",
+        f"{_fix or REINSTALL}",
         stacklevel=3,  # above this function and the op
     )

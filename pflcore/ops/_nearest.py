@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pflcore.check import NonNegativeInt, PositiveInt, Words, checked_op, reject
 
-from ._check import check_matrix, check_same_kind, is_readable, same_view
+from ._check import check_like, check_tensor, is_readable, same_view
 from ._sqdist import pairwise_sqdist
 from ._weights import feddwa_weights
 
@@ -80,9 +80,9 @@ def nearest(
         pivots: The number of groups; None for the root of N.
     """
     op = "nearest"
-    check_matrix(op, "guide", guide, "[M, P]")
-    check_matrix(op, "rows", rows, "[N, P]")
-    check_same_kind(op, "guide", guide, "rows", rows)
+    check_tensor(op, "guide", guide, "[M, P]")
+    check_tensor(op, "rows", rows, "[N, P]")
+    check_like(op, "guide", guide, "rows", rows)
     n, p = rows.shape
     if guide.shape[1] != p:
         expected = f"P = {guide.shape[1]} columns like guide"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pflcore.check import Words, reject
 
-from ._check import check_floating, check_same_kind
+from ._check import check_like, check_tensor
 from ._library import (
     define,
     in_forward_ad,
@@ -154,11 +154,11 @@ def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
         ("lam", lam, 1, "[..., F]"),
         ("w_b", w_b, 2, "[F, I]"),
     ):
-        check_floating(OP, name, t)
+        check_tensor(OP, name, t)
         if t.dim() < min_dims:
             reject(f"{OP}({name})", shape, t)
         if t is not x:
-            check_same_kind(OP, "x", x, name, t)
+            check_like(OP, "x", x, name, t)
     inputs = x.shape[-1]
     factors = w_b.shape[-2]
     if w_b.shape[-1] != inputs:

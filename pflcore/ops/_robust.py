@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pflcore.check import reject
 
-from ._check import check_matrix, is_int
+from ._check import check_tensor, is_int
 from ._library import call_op, define, in_forward_ad, lib, warn_of_references
 
 # Columns that the reference sorts together, so that their block stays in a CPU's cache.
@@ -100,7 +100,7 @@ def mean_around_median(
 
 def _check_rows_and_count(op: str, rows: Tensor, name: str, count: Any) -> None:
     """Checks the rows, and that `count`, the argument `name`, is a whole number."""
-    check_matrix(op, "rows", rows, "[N, P]")
+    check_tensor(op, "rows", rows, "[N, P]")
     if type(count) is not int and not is_int(count):
         reject(f"{op}({name})", "a whole number", count, error=TypeError)
     if rows.shape[0] == 0:

@@ -16,11 +16,9 @@ from torch import Tensor
 from pflcore.check import Words, is_dense, reject
 
 from ._check import (
-    check_floating,
-    check_matrix,
+    check_like,
     check_number,
-    check_same_device,
-    check_same_kind,
+    check_tensor,
     check_writable,
     memory_span,
     same_view,
@@ -106,7 +104,7 @@ def check_sgd(
     check_number(op, "lr", lr)
     check_number(op, "momentum", momentum)
     check_number(op, "weight_decay", weight_decay)
-    check_matrix(op, "w", w, "[S, Q]")
+    check_tensor(op, "w", w, "[S, Q]")
     if w.dtype not in (torch.float32, torch.float64):
         reject(f"{op}(w)", "float32 or float64", w, error=TypeError)
     _check_rows(op, w, "grad", grad)
@@ -125,10 +123,10 @@ def check_sgd(
         expected = f"{list(w.shape)} where momentum is {momentum}"
         reject(f"{op}(buffer)", expected, None, remedy="use torch.zeros_like(w)")
     if isinstance(mu, Tensor):
-        check_floating(op, "mu", mu)
+        check_tensor(op, "mu", mu)
         if mu.shape != w.shape[:1]:
             reject(f"{op}(mu)", f"a number or [{w.shape[0]}]", mu)
-        check_same_device(op, "w", w, "mu", mu)
+        check_like(op, "w", w, "mu", mu, dtype=False)
     else:
         check_number(op, "mu", mu)
     if anchor is None and (isinstance(mu, Tensor) or mu != 0):
@@ -150,7 +148,7 @@ def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
         reject(f"{op}({name})", "a dense tensor of rows", t, error=TypeError)
     if t.shape != w.shape and not (name == "mask" and t.shape == w.shape[1:]):
         reject(f"{op}({name})", f"{list(w.shape)} like w", t)
-    check_same_kind(op, "w", w, name, t)
+    check_like(op, "w", w, name, t)
 
 
 def _check_memory(

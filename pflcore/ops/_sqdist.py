@@ -19,8 +19,8 @@ from pflcore.check import reject
 
 from ._check import (
     check_index,
-    check_matrix,
-    check_same_kind,
+    check_like,
+    check_tensor,
     is_readable,
     value_range,
 )
@@ -92,10 +92,10 @@ def pairwise_sqdist(
 
 def check_sqdist(a: Any, b: Any, index: Any) -> None:
     """Raises ValueError or TypeError for arguments that the op does not accept."""
-    check_matrix(OP, "a", a, "[M, P]")
+    check_tensor(OP, "a", a, "[M, P]")
     if b is not None:
-        check_matrix(OP, "b", b, "[N, P]")
-        check_same_kind(OP, "a", a, "b", b)
+        check_tensor(OP, "b", b, "[N, P]")
+        check_like(OP, "a", a, "b", b)
         if b.shape[1] != a.shape[1]:
             reject(f"{OP}(b)", f"P = {a.shape[1]} columns like a", b)
     if index is not None:

@@ -16,11 +16,10 @@ from pflcore.check import reject, require
 
 from ._check import (
     MAX_INT64,
-    check_floating,
     check_index,
     check_index_range,
-    check_matrix,
     check_number,
+    check_tensor,
     is_int,
 )
 from ._library import define, warn_of_references
@@ -98,7 +97,7 @@ def waffle_weights(
 def _check_waffle(dist: Any, target: Any, omega: Any, psi: Any, tie: Any) -> None:
     """Raises ValueError or TypeError for arguments that the op does not accept."""
     op = "waffle_weights"
-    check_floating(op, "dist", dist)
+    check_tensor(op, "dist", dist)
     n = dist.shape[-1] if dist.dim() else 0
     require(n > 0, "waffle_weights(dist)", "[..., N] with N > 0", dist)
     for name, value in (("omega", omega), ("psi", psi)):
@@ -151,7 +150,7 @@ def feddwa_weights(
         if not isinstance(k, torch.SymInt):
             # Numpy's whole numbers are none for torch.
             k = min(int(k), MAX_INT64)
-    check_matrix(op, "sqdist", sqdist, "[M, N]")
+    check_tensor(op, "sqdist", sqdist, "[M, N]")
     if sqdist.shape[1] == 0:
         reject(f"{op}(sqdist)", "at least one column", sqdist)
     warn_of_references()

@@ -91,7 +91,7 @@ def describe_run(simulation: Simulation) -> Record:
         "facts": data.facts,
         "parameters": net.size,
         "initial_weights": short_digest([net.w0, net.b0]),
-        "engine": config.engine.name,
+        "engine": config.engine.kind,
         "path": describe_engine(config),
         "device": simulation.hardware.device,
         "clients_per_block": config.clients_per_block,
@@ -201,8 +201,7 @@ def difference_in_digits(there: Record, here: Record) -> str | None:
 
 def _made_with(header: Record) -> Record:
     """The entries of a header that may change last digits."""
-    entries = {name: header[name] for name in LAST_DIGITS if name in header}
-    return {**entries, "form": header.get("path", {}).get("form")}
+    return {name: header[name] for name in LAST_DIGITS if name in header}
 
 
 def _is_uniform(sampling: Any) -> bool:
@@ -246,7 +245,7 @@ def describe_engine(context: TrainContext) -> Record:
     On a GPU it also says whether local steps were captured as CUDA graphs so far.
     """
     engine = context.engine
-    path = {"engine": engine.name, "form": engine.form, "why": engine.reason}
+    path = {"how": engine.words, "why": engine.reason}
     if context.graphs is not None:
         path["graphs"] = context.graphs.summary
     return path
@@ -268,7 +267,7 @@ def round_record(config: RunConfig, state: State, outcome: RoundOutcome) -> Reco
     return {
         "round": state.round,
         "algorithm": name_of(config.algorithm),
-        "engine": config.engine.name,
+        "engine": config.engine.kind,
         "seed": config.seed,
         "seconds": 0.0,
         "cohort": outcome.ids,

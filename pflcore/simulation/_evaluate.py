@@ -176,7 +176,9 @@ def personalized_models(
     needs_others = len(makers) > len(ids)
     if not needs_others:
         makers = ids
-    cohort = config.cohort(makers, max(1, state.round), "evaluation")
+    cohort = config.cohort(
+        makers, max(1, state.round), state.participated, "evaluation"
+    )
     down = config.algorithm.send(state.server, cohort)
     client_states = client_rows(config, state, makers, down)
     buffers = evaluation_buffers(config, state, makers, down, client_states)

@@ -28,11 +28,10 @@ def log_engine(config: RunConfig) -> None:
         return
     engine = config.engine
     LOGGER.debug(
-        "%s, seed %d: engine %s (%s): %s",
+        "%s, seed %d: %s (%s)",
         name_of(config.algorithm),
         config.seed,
-        engine.name,
-        engine.form,
+        engine.words,
         engine.reason,
     )
 

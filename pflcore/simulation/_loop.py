@@ -76,7 +76,7 @@ from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.round import sample_cohort, step
 from pflcore.train import Net, Training
 from pflcore.train._losses import Loss
-from pflcore.train._validate import check_torch_modes
+from pflcore.train._validate import check_autocast
 
 # A run ends after this number of void rounds in a row: with the same data and learning
 # rate it cannot recover.
@@ -152,7 +152,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_torch_modes()
+        check_autocast()
         net, data = self._resolve_options()
         # Before anything calls a function that remembers its calls.
         self.functions = self._describe_functions(net)
@@ -433,7 +433,7 @@ class Simulation:
                 also to more rounds. Where there is none, the run begins. It needs
                 `checkpoint`.
         """
-        check_torch_modes()
+        check_autocast()
         callbacks = [on_round] if callable(on_round) else on_round or []
         if isinstance(checkpoint, str | Path):
             checkpoint = Checkpoint(checkpoint)

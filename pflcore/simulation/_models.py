@@ -61,7 +61,7 @@ from pflcore.simulation.round import (
 from pflcore.train import Clients, Net
 from pflcore.train._first_batch import plan_single_samples
 from pflcore.train._losses import binary_cross_entropy, hinge
-from pflcore.train._validate import NoBatchAxis
+from pflcore.train._validate import MismatchError, check_rows
 
 
 def with_new_client(
@@ -302,7 +302,7 @@ class Personalized(nn.Module):
         x = self._to_samples(x)
         try:
             return self._scores(x)
-        except NoBatchAxis:
+        except MismatchError:
             raise
         except (RuntimeError, ValueError, IndexError) as e:
             raise ValueError(
@@ -351,7 +351,7 @@ class Personalized(nn.Module):
             # samples give two scores, the samples have the right shape.
             two = self(torch.cat([x[-1:]] * 2))
             if two.shape[:1] == (2,):
-                raise NoBatchAxis(last.shape)
+                check_rows(last, 1)
         scores = torch.cat(parts)
         if len(scores) != len(x):
             raise IndexError
@@ -579,7 +579,7 @@ def _config_with_newcomer(
 def _first_statistics(config: RunConfig, state: State, client: int) -> Tensor:
     """Batch norm's statistics [b] of a client that never took part."""
     ids = torch.tensor([client])
-    cohort = config.cohort(ids, max(1, state.round), "evaluation")
+    cohort = config.cohort(ids, max(1, state.round), state.participated, "evaluation")
     down = config.algorithm.send(state.server, cohort)
     client_states = client_rows(config, state, ids, down)
     statistics: Tensor = evaluation_buffers(config, state, ids, down, client_states)[0]

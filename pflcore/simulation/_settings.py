@@ -70,15 +70,15 @@ class Robustness:
 class Hardware:
     """The place of a run, which never changes a result beyond the last digits.
 
-    An engine is "loop", one client after another, or "vmap", a block of clients at
-    once. Either may carry a chain of kernels, which computes the gradients of the run's
-    own loss where the kernels know every layer of the model; then the record's
-    `path.form` is "chain".
+    There are three engines: "chain" (by the kernels, where they know every layer of the
+    model and the loss is the run's own), "vmap" (all clients at once, in blocks) and
+    "loop" (one after another on each thread). A record has the engine's name as
+    `engine`, and these words with the reason as `path`.
 
-    Under engine "vmap" clients train in blocks of at most `clients_per_block`
-    neighbours by size. Blocks are made of the whole cohort, so a run's bits are the
-    same for any number of workers, and others for another `clients_per_block`. Larger
-    blocks are faster, smaller ones take less memory. With 100 clients of an MLP on a
+    Under "vmap" clients train in blocks of at most `clients_per_block` neighbours by
+    size. Blocks are made of the whole cohort, so a run's bits are the same for any
+    number of workers, and others for another `clients_per_block`. Larger blocks are
+    faster, smaller ones take less memory. With 100 clients of an MLP on a
     CPU, blocks of 64 take about 1.1 times as long as a single block. Blocks of 32 take
     1.4 times as long, of 16 twice, of 8 three times. A GPU computes one block after
     another.
@@ -90,9 +90,8 @@ class Hardware:
 
     Args:
         engine: The engine that computes the gradients. "auto" chooses by the model, and
-            takes a chain where there is one. "chain" does the same, and is an error for
-            a model with a layer that the kernels do not know. "loop" and "vmap" take
-            that engine, and never a chain.
+            takes the kernels where they know it. "chain" does the same, and is an error
+            for a model with a layer that the kernels do not know.
         workers: The number of threads, which never changes a result; None for one per
             core. A GPU has one.
         device: The device, as torch names it, for example "cpu" or "cuda:0".

@@ -112,12 +112,19 @@ class RunConfig(TrainContext):
         """The same run for this process alone, which waits for no other rank."""
         return replace(self, ranks=ONE_RANK)
 
-    def cohort(self, ids: Tensor, round: int, purpose: str = "send") -> Cohort:
-        """The cohort of the clients `ids` [S].
+    def cohort(
+        self,
+        ids: Tensor,  # [S]
+        round: int,
+        participated: Tensor,  # bool [N]
+        purpose: str = "send",
+    ) -> Cohort:
+        """The cohort of the clients `ids`.
 
         Args:
             ids: The numbers of the clients.
             round: The round, from 1.
+            participated: The mask of the clients that took part in an earlier round.
             purpose: "send" for a round, or "evaluation".
         """
         return Cohort(
@@ -130,6 +137,7 @@ class RunConfig(TrainContext):
             purpose=purpose,
             trainable=self.data.trainable_clients,
             training=self.training,
+            participated=participated.clone(),  # a state's rows change in place
         )
 
     def fits_one_thread(self, count: int) -> bool:

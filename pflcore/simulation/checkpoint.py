@@ -38,7 +38,7 @@ from pflcore.simulation._state import (
 )
 
 __all__ = ["Checkpoint", "load"]
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 FILE_NAME = "checkpoint.safetensors"
 
 

@@ -88,7 +88,7 @@ def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutc
             result, outcome = receive_uploads(config, state, result)
             changes = serve(alg, state, result, outcome, config.averages)
         else:
-            cohort = config.cohort(ids, state.round + 1)
+            cohort = config.cohort(ids, state.round + 1, state.participated)
             outcome = RoundOutcome([], cohort=cohort)
             new = alg.update_without_clients(state.server, cohort)
             changes = server_changes(alg, state, new, outcome)
@@ -118,7 +118,7 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
     """
     ranks = config.ranks
     with REPEATABLE_FLAGS.set_for(config.net.w0.device):
-        cohort = config.cohort(ids, state.round + 1)
+        cohort = config.cohort(ids, state.round + 1, state.participated)
         # An algorithm may draw here for the whole cohort, so every rank does it.
         down = config.algorithm.send(state.server, cohort)
         buffers = state.buffers[to_device(ids, state.buffers.device)]
@@ -150,7 +150,7 @@ def block_work(
 
     Under vmap a block takes as many steps as its largest client.
     """
-    if context.engine.name != "vmap":
+    if context.engine.autograd != "vmap":
         return num_samples
     blocks = block_numbers.unique(return_inverse=True)[1]
     largest = num_samples.new_zeros(len(num_samples))

@@ -241,7 +241,9 @@ def uploads_are_declared(case: Case) -> None:
             for key, value in tensors.items()
             if key.startswith("server.")
         }
-        cohort = config.cohort(torch.tensor(play.done[number].ids), number + 1)
+        cohort = config.cohort(
+            torch.tensor(play.done[number].ids), number + 1, tensors["seen"]
+        )
         with errors_as_faults("uploads", f" in round {number + 1}"):
             expected = alg.uploads(state, alg.send(state, cohort), cohort)
         _require_declared(expected, up, {"delta", *alg.traits.model_uploads})

@@ -409,7 +409,7 @@ class Clients:
                 self.context, self.num_samples, width, steps_in_python=steps_in_python
             )
             return even_parts(order, min(parts, len(order)))
-        if engine.name == "vmap":
+        if engine.autograd == "vmap":
             return split_by_block(order, self._block_numbers[order])
         single_clients: Sequence[Tensor] = order.split(1)
         return single_clients

@@ -1,14 +1,13 @@
 """Gradients of many clients' models on their minibatches.
 
-There are two engines. "loop" computes one client after another on each thread; it is
-for convolutions and large models on a CPU. "vmap" computes a block of clients at once;
-it is for linear models, MLPs and GPUs. Both differentiate the module itself.
+There are three engines. They take the same minibatches and agree up to the last digits.
 
-Either engine may carry a chain: a model whose layers the kernels of
-`pflcore.ops._chain` know. Then the record's `path.form` is "chain". The kernels compute
-what they can, which is the run's own loss, and the engine computes the rest. A user who
-asks for "loop" or "vmap" gets no chain; "auto" and "chain" look for one. All take the
-same minibatches and agree up to the last digits.
+- "chain", by the kernels: the model is a chain of layers that the kernels of
+  `pflcore.ops._chain` know. They compute the run's own loss.
+- "vmap", all clients at once: autograd differentiates the module for a block of
+  clients. It is for linear models, MLPs and GPUs.
+- "loop", one after another: autograd differentiates the module for one client after
+  another on each thread. It is for convolutions and large models on a CPU.
 
 Symbols: S clients of a cohort; s clients of a chunk or of a step; Q columns of a row (P
 weights of the model, and more where an algorithm adds some); B samples of a minibatch;
@@ -46,37 +45,46 @@ Tensors = dict[str, Tensor]
 ObjectiveLoss = Callable[[Net, Tensor, Tensor, Tensor, Tensors], Tensor]
 
 
+# The engines by the names that `Hardware.engine` has, in the words of the terminal, the
+# record and the documents.
+ENGINE_WORDS = {
+    "chain": "by the kernels",
+    "vmap": "all clients at once",
+    "loop": "one after another",
+}
+
+
 class Engine(NamedTuple):
     """The way in which the gradients of a run are computed.
 
-    A chain is no third engine. It is a field that both "loop" and "vmap" may have.
-    Where it is set, the ops of `pflcore.ops._chain` compute the losses and gradients of
-    the run's own loss: by kernels on a CPU, and by torch elsewhere. `name` then still
-    decides
+    With a chain, the ops of `pflcore.ops._chain` compute the losses and gradients of
+    the run's own loss: by kernels on a CPU, and by torch elsewhere. `autograd` then
+    still decides
 
-    - the engine of an objective with a loss of its own, which the kernels do not know,
+    - how an objective with a loss of its own is computed, which the kernels do not
+      know,
     - the blocks of clients that are computed at once (`assign_blocks`).
 
     Attributes:
-        name: "loop" (one client after another on each thread) or "vmap" (a block of
+        autograd: "loop" (one client after another on each thread) or "vmap" (a block of
             clients at once).
         chain: The model as a program for the kernels, or None.
         reason: The reason for this engine, as a phrase for the record.
     """
 
-    name: str
+    autograd: str
     chain: Chain | None = None
     reason: str = "asked for"
 
     @property
-    def form(self) -> str:
-        """The form of the model in training: "chain", "vmap" or "module".
+    def kind(self) -> str:
+        """The engine of the run's own loss: "chain", "vmap" or "loop"."""
+        return self.autograd if self.chain is None else "chain"
 
-        It is that of the run's own loss. "module" means the engine "loop".
-        """
-        if self.chain is not None:
-            return "chain"
-        return "vmap" if self.name == "vmap" else "module"
+    @property
+    def words(self) -> str:
+        """The engine in the words of `ENGINE_WORDS`."""
+        return ENGINE_WORDS[self.kind]
 
 
 class Objective(NamedTuple):
@@ -111,7 +119,7 @@ class Objective(NamedTuple):
         """
         if self.loss is None and not self.never_vmap:
             return engine
-        name = "loop" if self.never_vmap else engine.name
+        name = "loop" if self.never_vmap else engine.autograd
         return Engine(name)
 
     def terms(self, w: Tensor) -> Tensors:
@@ -418,7 +426,7 @@ class Chunk:
             y,
             self.buffers[clients],
             self.batches.seeds_of(step, which),
-            vmap=self.engine.name == "vmap",
+            vmap=self.engine.autograd == "vmap",
             train=True,
             objective_loss=self.loss,
             extra=extra,
@@ -461,7 +469,7 @@ class Chunk:
         inputs["seeds"] = batches.seeds_of(step, which)
         for name, tensor in self.extra.items():
             inputs[EXTRA_PREFIX + name] = tensor[clients]
-        vmap = self.engine.name == "vmap"
+        vmap = self.engine.autograd == "vmap"
         key = (self.net, self.loss, vmap, *pool)
         function = autograd_graph_function(
             self.net, data, vmap, self.loss, self.precision

@@ -30,7 +30,7 @@ from pflcore.train._engines import Tensors, gradients
 from pflcore.train._losses import LOSSES, fraction_correct
 from pflcore.train._net import Net
 from pflcore.train._schedule import EVAL_BATCH, even_sample_slices, split_by_block
-from pflcore.train._validate import NoBatchAxis
+from pflcore.train._validate import check_rows
 
 ALIGNMENT_BYTES = 64  # a multiple of it is where torch begins a tensor's memory
 MIN_PROBABILITY = 1e-12  # the smallest one of which a loss takes the logarithm
@@ -131,8 +131,7 @@ def _batch_scores(
         forward_context(train=False, buffers=buffers, single_client=True),
     ):
         scores = predict(client_model, context.net, x)
-    if scores.shape[:1] != places.shape:
-        raise NoBatchAxis(scores.shape)
+    check_rows(scores, len(places))
     return scores
 
 

@@ -48,14 +48,7 @@ from pflcore.train._losses import (
     ignored_label,
     resolve_loss,
 )
-from pflcore.train._module_checks import (
-    ONE_MODEL_TEXT,
-    OTHER_SHAPES_REMEDY,
-    check_hooks,
-    check_layers,
-    check_makes_one_model,
-    check_weights,
-)
+from pflcore.train._module_checks import check_copies, check_weights
 from pflcore.train._random import IsolatedDraws
 
 
@@ -144,11 +137,10 @@ class Net:
         built_module = build
         if not isinstance(built_module, nn.Module):
             built_module = self._build_module(seed)
-        self.module = _copy_module(built_module)
+        self.module = copy.deepcopy(built_module)
         self.eval_modules = start_training_mode(self.module)
         check_weights(self.module)
-        check_layers(self.module)
-        check_hooks(built_module)
+        check_copies(built_module)
         use_own_dropout(self.module)
         self._set_parameters()
         self._set_buffers()
@@ -250,15 +242,7 @@ class Net:
 
         torch's global random state is neither read nor changed.
         """
-        module = self._build_module(seed)
-        named = module.named_parameters()
-        shapes = [p.shape for _, p in named if p.requires_grad]
-        if shapes != self.shapes:
-            raise TypeError(
-                f"model: {ONE_MODEL_TEXT}, and this function makes another one when it "
-                f"is called again; {OTHER_SHAPES_REMEDY}."
-            )
-        return self.row(module)
+        return self.row(self._build_module(seed))
 
     def mask(self, *patterns: str) -> Tensor:
         """Bool [P] on the CPU: True for parameters that match a pattern.
@@ -581,13 +565,11 @@ class Net:
                 # `apply` resets children before their parent, whose own
                 # `reset_parameters` may change what theirs have drawn.
                 return copy.deepcopy(self.build).apply(_reset)
-            check_makes_one_model(self.build)
             module = self.build() if callable(self.build) else self.build
-        check_makes_one_model(module)
         if not isinstance(module, nn.Module):
             raise TypeError(
-                "build: expected an nn.Module or a function that makes one, got "
-                f"{type(module).__name__}."
+                "build: expected an nn.Module, or a function without arguments that "
+                f"makes one for all clients, got {type(module).__name__}."
             )
         return module
 
@@ -680,17 +662,3 @@ def _reset(m: nn.Module) -> None:
             f"model: {type(m).__name__} holds parameters but has no "
             "reset_parameters(); give Net a function that makes the model."
         )
-
-
-def _copy_module(module: nn.Module) -> nn.Module:
-    """A copy of a module; raises ValueError where it cannot be copied."""
-    try:
-        return copy.deepcopy(module)
-    except RuntimeError as e:
-        # `torch.nn.utils.weight_norm`, for example, keeps a tensor that is no leaf.
-        raise ValueError(
-            "build: the model cannot be copied, and every thread trains a copy; "
-            "instead of torch.nn.utils.weight_norm take "
-            "torch.nn.utils.parametrizations.weight_norm, and keep no computed tensors "
-            "in the model."
-        ) from e

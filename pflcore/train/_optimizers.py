@@ -81,7 +81,7 @@ def _trains_by_leaves(chunk: Chunk, w: Tensor) -> bool:
     that. So a run has the same bits with graphs and without them.
     """
     engine = chunk.engine
-    is_one_model = engine.name == "loop" and w.shape == (1, chunk.net.size)
+    is_one_model = engine.autograd == "loop" and w.shape == (1, chunk.net.size)
     has_run_loss = engine.chain is None and chunk.loss is None
     return is_one_model and has_run_loss and w.device.type == "cpu"
 

@@ -70,11 +70,13 @@ PROBE_SIZES = (5, 5, 2, 2)
 # A difference may be as large as this share of the largest value of the reference.
 FLOAT64_TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 1e-3
-# The values that are compared, in the order of `EngineProbe.expected`.
-VALUE_NAMES = ("loss", "gradient", "row of running statistics")
 # Rounding errors of one pass, in units of the dtype's epsilon.
 MAX_ROUNDING_ERRORS = 64
 ROUNDED_PAIRS = 4
+
+# Values of the clients by name: the losses [s] and gradients [s, P] "in training mode"
+# and "in evaluation mode", and the running statistics [s, b] behind the training step.
+Values = dict[str, Tensor]
 
 
 class Mismatch(NamedTuple):
@@ -100,8 +102,7 @@ class EngineProbe:
     Attributes:
         clients: The clients. `difference` gives them the engine that is tried.
         w: The clients' weights [s, P].
-        expected: The losses [s] and gradients [s, P] of the module, by mode: "training"
-            and "evaluation"; in training also its buffers [s, b], if it has any.
+        expected: The values of the module.
         reference: The function that gives `expected` at other weights [s, P].
         is_decisive: True where the engine's numbers count. False where only an error
             does.
@@ -109,8 +110,8 @@ class EngineProbe:
 
     clients: Clients
     w: Tensor
-    expected: dict[str, list[Tensor]]
-    reference: Callable[[Tensor], dict[str, list[Tensor]]]
+    expected: Values
+    reference: Callable[[Tensor], Values]
     is_decisive: bool = True
 
     def difference(
@@ -126,29 +127,34 @@ class EngineProbe:
         clients = replace(self.clients, context=context)
         if graphs is not None:
             replace(clients, round=1).fit(0.5 * self.w, epochs=1, lr=1.0)
+        computed = self._computed(clients)
+        if not self.is_decisive:
+            return None
         relative, absolute = self._tolerances()
-        for mode, values in self._computed(clients).items():
-            # Evaluation has no new statistics, nor has a net without batch norm.
-            triples = zip(VALUE_NAMES, values, self.expected[mode], strict=False)
-            for place, (name, got, want) in enumerate(triples):
-                gap = _describe_gap(got, want, relative, absolute)
-                if gap is not None and self.is_decisive:
-                    allowed = absolute + self.rounding[mode][place]
-                    gap = _describe_gap(got, want, relative, allowed)
-                if gap is not None:
-                    words = f"its {name} is another in {mode} mode ({gap})"
-                    return Mismatch(words, is_numeric=True)
+        for name, got in computed.items():
+            want = self.expected[name]
+            largest = float(want.abs().nan_to_num(0.0).max())
+            gap = _largest_gap(got, want)
+            same_nan = torch.equal(got.isnan(), want.isnan())
+            allowed = relative * largest + absolute
+            if same_nan and gap <= allowed:
+                continue
+            if same_nan and gap <= allowed + self.rounding[name]:
+                continue
+            sizes = f"off by {gap:.1e}, the largest is {largest:.1e}"
+            words = f"its {name} is another ({sizes})"
+            return Mismatch(words, is_numeric=True)
         return None
 
     @cached_property
-    def rounding(self) -> dict[str, list[float]]:
-        """The largest change of each expected value by rounding, by mode.
+    def rounding(self) -> dict[str, float]:
+        """The largest change of each expected value by rounding, by its name.
 
         It is measured at `ROUNDED_PAIRS` pairs of weights that are off by
         `MAX_ROUNDING_ERRORS` with random signs: of a single pair, the errors of many
         weights may cancel where it matters.
         """
-        changes: dict[str, list[float]] = {}
+        changes = dict.fromkeys(self.expected, 0.0)
         generator = torch.Generator().manual_seed(0)
         share = MAX_ROUNDING_ERRORS * torch.finfo(self.w.dtype).eps
         for _ in range(ROUNDED_PAIRS):
@@ -158,29 +164,29 @@ class EngineProbe:
             with NO_TF32_FLAGS.set_for(self.w.device):
                 upper = self.reference(self.w + errors)
                 lower = self.reference(self.w - errors)
-            for mode, values in upper.items():
-                pairs = zip(values, lower[mode], strict=True)
-                gaps = [_largest_gap(a, b) for a, b in pairs]
-                known = changes.get(mode, gaps)
-                changes[mode] = [max(c) for c in zip(gaps, known, strict=True)]
+            for name, change in changes.items():
+                changes[name] = max(change, _largest_gap(upper[name], lower[name]))
         return changes
 
-    def _computed(self, clients: Clients) -> dict[str, tuple[Tensor, ...]]:
-        """The clients' losses [s], gradients [s, P] and, in training, buffers."""
+    def _computed(self, clients: Clients) -> Values:
+        """The values that an engine computes."""
         engine = clients.context.engine
         fit = clients.fit(self.w, epochs=1, lr=1.0)
         # Each client has one batch, and takes one step of plain SGD, without momentum
         # and weight decay. With lr=1 that step subtracts the gradient, so w - fit.w is
         # the gradient, up to rounding.
-        computed: dict[str, tuple[Tensor, ...]] = {}
-        computed["training"] = (fit.loss, self.w - fit.w, fit.buffers)
+        values = {
+            "loss in training mode": fit.loss,
+            "gradient in training mode": self.w - fit.w,
+        }
+        if fit.buffers.numel():
+            values["row of running statistics"] = fit.buffers
         # vmap is for training alone; evaluation then runs as it does with "loop".
-        if engine.name == "loop" or engine.chain:
+        if engine.autograd == "loop" or engine.chain:
             # The split "test" is computed in evaluation mode.
-            loss = clients.loss(self.w, "test")
-            grad = clients.grad(self.w, "test")
-            computed["evaluation"] = (loss, grad)
-        return computed
+            values["loss in evaluation mode"] = clients.loss(self.w, "test")
+            values["gradient in evaluation mode"] = clients.grad(self.w, "test")
+        return values
 
     def _tolerances(self) -> tuple[float, float]:
         """The relative and the absolute tolerance of a difference, without `rounding`.
@@ -202,21 +208,6 @@ class EngineProbe:
         epsilon = torch.finfo(self.w.dtype).eps
         # The minimum is for tokens, whose large numbers are no sizes of values.
         return relative, min(relative, MAX_ROUNDING_ERRORS * epsilon * largest)
-
-
-def _describe_gap(
-    got: Tensor, want: Tensor, relative: float, absolute: float
-) -> str | None:
-    """Phrase on the largest difference, or None within the tolerances.
-
-    NaN matches NaN, and nothing else.
-    """
-    largest = float(want.abs().nan_to_num(0.0).max())
-    gap = _largest_gap(got, want)
-    same_nan = torch.equal(got.isnan(), want.isnan())
-    if same_nan and gap <= relative * largest + absolute:
-        return None
-    return f"off by {gap:.1e}, the largest is {largest:.1e}"
 
 
 def _largest_gap(a: Tensor, b: Tensor) -> float:
@@ -243,17 +234,20 @@ def make_probes(
         with suppress(RuntimeError, TypeError, ValueError):
             wide_net = net.to(device, torch.float64)
             probes.append(make_probe(wide_net, data))
-    probe = make_probe(net, data)
-    probe.is_decisive = not (on_gpu and probes)
-    probes.append(probe)
+    is_decisive = not (on_gpu and probes)
+    probes.append(make_probe(net, data, is_decisive=is_decisive))
     if precision is not None:
-        rounded_probe = make_probe(net, data, precision)
-        rounded_probe.is_decisive = False
-        probes.append(rounded_probe)
+        probes.append(make_probe(net, data, precision, is_decisive=False))
     return probes
 
 
-def make_probe(net: Net, data: Federation, precision: Precision = None) -> EngineProbe:
+def make_probe(
+    net: Net,
+    data: Federation,
+    precision: Precision = None,
+    *,
+    is_decisive: bool = True,
+) -> EngineProbe:
     """A probe in the dtype of `net`, at initial weights plus noise.
 
     The noise lets clients differ, and lets a weight that starts at 0 take part.
@@ -277,13 +271,13 @@ def make_probe(net: Net, data: Federation, precision: Precision = None) -> Engin
     train_index = [order[i, :size] for i, size in enumerate(sizes)]
     test_index = list(federation.lists("test"))
 
-    def reference(w: Tensor) -> dict[str, list[Tensor]]:
+    def reference(w: Tensor) -> Values:
         with autocast(precision, federation.x.device):
             trained = _reference(net, federation, w, train_index, seeds, train=True)
         evaluated = _reference(net, federation, w, test_index, seeds, train=False)
-        return {"training": trained, "evaluation": evaluated}
+        return trained | evaluated
 
-    return EngineProbe(clients, w, reference(w), reference)
+    return EngineProbe(clients, w, reference(w), reference, is_decisive)
 
 
 def _noisy_weights(net: Net, clients: int) -> Tensor:
@@ -309,7 +303,7 @@ def _probe_federation(net: Net, data: Federation, sizes: tuple[int, ...]) -> Fed
         x = x.to(net.dtype)
     if y.is_floating_point():
         y = y.to(net.dtype)
-    x = add_padding(x, net.module)
+    x = _add_padding(x, net.module)
     x = torch.cat([x, x])
     y = torch.cat([y, y])
     index = torch.arange(len(x), device=x.device)
@@ -327,52 +321,44 @@ def _reference(
     seeds: Tensor,  # [s]
     *,
     train: bool,
-) -> list[Tensor]:  # losses [s], gradients [s, P], buffers [s, b]
-    """Losses and gradients by the module itself, client after client.
+) -> Values:
+    """Losses and gradients by the module itself under plain autograd.
 
-    In training the module's buffers follow, if it has any.
+    In training the module's running statistics follow, if it has any. Each client has a
+    copy of its own, so nothing that a pass or a change of mode leaves there reaches the
+    next one.
     """
-    module = copy.deepcopy(net.module)
     losses = []
     grads = []
     buffers = []
     for row, samples, seed in zip(w, index, seeds, strict=True):
-        net.load(module, row, net.b0)
+        module = net.load(copy.deepcopy(net.module), row, net.b0)
         net.set_mode(module, train)
-        x = data.x[samples]
-        y = data.y[samples]
-        loss, grad = reference_gradient(net, module, x, y, seed)
-        losses.append(loss)
-        grads.append(grad)
+        with forward_context(train, None, seed), torch.enable_grad():
+            scores = scores_of(module(data.x[samples]))
+            loss = net.batch_loss(scores, data.y[samples])
+        parameters = dict(module.named_parameters())
+        trained = [parameters[name] for name in net.names]
+        # The gradient of a parameter that the loss does not depend on is 0.
+        gradient = torch.autograd.grad(
+            loss, trained, allow_unused=True, materialize_grads=True
+        )
+        losses.append(loss.detach())
+        grads.append(torch.cat([piece.reshape(-1) for piece in gradient]))
         named = dict(module.named_buffers())
-        pieces = [named[name].reshape(-1).clone() for name in net.buffer_names]
+        pieces = [named[name].reshape(-1) for name in net.buffer_names]
         buffers.append(torch.cat([net.b0[:0], *pieces]))
-    values = [torch.stack(losses), torch.stack(grads)]
+    mode = "training" if train else "evaluation"
+    values = {
+        f"loss in {mode} mode": torch.stack(losses),
+        f"gradient in {mode} mode": torch.stack(grads),
+    }
     if train and net.buffer_names:
-        values.append(torch.stack(buffers))
+        values["row of running statistics"] = torch.stack(buffers)
     return values
 
 
-def reference_gradient(
-    net: Net,
-    module: nn.Module,
-    x: Tensor,  # [B, ...]
-    y: Tensor,  # [B, ...]
-    seed: Tensor,  # []
-) -> tuple[Tensor, Tensor]:  # [], [P]
-    """Loss and gradient of the module by plain autograd."""
-    with forward_context(module.training, None, seed), torch.enable_grad():
-        loss = net.batch_loss(scores_of(module(x)), y)
-    parameters = dict(module.named_parameters())
-    trained = [parameters[name] for name in net.names]
-    # The gradient of a parameter that the loss does not depend on is 0.
-    grads = torch.autograd.grad(
-        loss, trained, allow_unused=True, materialize_grads=True
-    )
-    return loss.detach(), torch.cat([grad.reshape(-1) for grad in grads])
-
-
-def add_padding(x: Tensor, module: nn.Module) -> Tensor:
+def _add_padding(x: Tensor, module: nn.Module) -> Tensor:
     """`x` with a padding token at the end of every other sample.
 
     An embedding gives the row of its padding token no gradient. Samples of a probe that

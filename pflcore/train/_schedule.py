@@ -65,7 +65,7 @@ def assign_blocks(
     share the batches of a model that all of them have.
     """
     count = len(ids)
-    if context.engine.name != "vmap":
+    if context.engine.autograd != "vmap":
         if eval_samples is None:
             return torch.arange(count)
         samples_before = eval_samples.cumsum(0) - eval_samples

@@ -1,35 +1,22 @@
 """Selects the engine of a run by a trial before round 1.
 
-First one batch runs through a copy of the module, which shows whether model, data and
-loss fit together (`_first_batch`). Then each candidate computes the losses and
-gradients of the probes (`_probe`), and is used only if they match those of the module.
-
-- An engine computes the gradients of the clients' models. There are two: "loop" takes
-  one client after another on each thread, "vmap" takes a block of clients at once.
-- A chain is something extra that an engine may carry, for models whose layers the
-  project's own kernels know. The kernels compute the gradients of the run's loss, and
-  the engine computes those of any other loss. `engine="chain"` asks for either engine,
-  and insists that it carries a chain.
+First one batch runs through a copy of the module, which shows facts of the model that
+the engines need (`_first_batch`). Then each candidate computes the losses and gradients
+of the probes (`_probe`), and is used only if they match those of the module.
 
 "loop" is always tried first and must match: otherwise the module is refused, whatever
-engine the user named. "auto" then makes two choices, and times neither.
-
-1. It takes a chain if one is found and matches.
-2. Together with a chain, and for all other models, it takes "loop" on a CPU for
-   convolutions, LSTMs and models of more than `VMAP_MAX_WEIGHTS` weights; else "vmap"
-   if that matches; else "loop".
+engine the user named. "auto" makes two choices, and times neither: whether the kernels
+compute the run's own loss, and how autograd computes everything else (`Engine`).
 """
 
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
 
 import torch.nn as nn
 
 from pflcore.check import warn_caller
 from pflcore.data._federation import Federation
-from pflcore.train import _validate as validate
 from pflcore.train._chain import Chain, NotAChain, find_chain
 from pflcore.train._context import (
     CPU_BLOCK_CLIENTS,
@@ -37,7 +24,7 @@ from pflcore.train._context import (
     TrainContext,
 )
 from pflcore.train._engines import Engine
-from pflcore.train._first_batch import FIRST_BATCH_SIZE, prepare_net, spread_samples
+from pflcore.train._first_batch import prepare_net
 from pflcore.train._gpu_flags import NO_TF32_FLAGS, REPEATABLE_FLAGS
 from pflcore.train._graphs import GradientGraphs
 from pflcore.train._net import Net
@@ -96,9 +83,6 @@ def make_context(
         gradient_graphs = None
         if data.device.type == "cuda":
             gradient_graphs = verified_graphs(probes, selected, graphs)
-    note = chain_note(training)
-    if selected.chain is not None and note is not None:
-        selected = selected._replace(reason=f"{selected.reason}; {note}")
     default_clients = GPU_BLOCK_CLIENTS
     if data.device.type == "cpu":
         default_clients = CPU_BLOCK_CLIENTS
@@ -115,13 +99,6 @@ def make_context(
     )
 
 
-def chain_note(training: Training) -> str | None:
-    """The reason why the kernels of a chain do not take the steps, or None."""
-    if training.transforms:
-        return "it gives the gradients of augmented batches, and torch takes the steps"
-    return None
-
-
 def select_engine(
     net: Net,
     data: Federation,
@@ -131,64 +108,46 @@ def select_engine(
 ) -> Engine:
     """The engine called `name`; for "auto" the first one that matches.
 
-    The order of the trials is that of this file's docstring. `name` is "auto", "chain",
-    "loop" or "vmap".
-
-    Raises MismatchError where the engine of that name does not match, and where "loop"
-    does not. "loop" calls the module as plain torch does. If it does not match, the
-    module is no function of its parameters, and nothing can train it.
+    `name` is "auto", "chain", "loop" or "vmap". Raises MismatchError where the engine
+    of that name does not match, and where "loop" does not. "loop" calls the module as
+    plain torch does. If it does not match, the module is no function of its parameters,
+    and nothing can train it.
     """
-    _check_loop(net, data, probes)
-    if name == "loop":
-        return Engine("loop")
-    if name == "vmap":
-        return _required_vmap(probes)
-    trial = ChainTrial(None, NO_CHAIN_OF_BF16)
-    if training.precision is None:
-        trial = try_chain(net, data, probes, training)
-    if trial.chain is None and name == "chain":
-        raise MismatchError(
-            f"engine: 'chain' cannot train this model: {trial.reason}; take 'auto'."
-        )
-    engine = _vmap_or_loop(net, probes)
-    if trial.chain is None:
-        return engine._replace(reason=f"{engine.reason}; {trial.reason}")
-    return engine._replace(chain=trial.chain, reason=trial.reason)
-
-
-def _check_loop(net: Net, data: Federation, probes: list[EngineProbe]) -> None:
-    """Raises MismatchError where the module is no function of its parameters."""
     # A module that counts its calls may match once by chance, but hardly twice.
     for _ in range(2):
         mismatch = first_mismatch(probes, Engine("loop"))
         if mismatch is not None:
-            x, y = spread_samples(data, FIRST_BATCH_SIZE)
-            text = validate.explain_impure_model(net, x, y, mismatch.words)
-            raise MismatchError(text)
-
-
-def _required_vmap(probes: list[EngineProbe]) -> Engine:
-    """The engine "vmap"; raises MismatchError where it does not match the module."""
-    engine = Engine("vmap")
-    mismatch = first_mismatch(probes, engine)
-    if mismatch is not None:
+            raise MismatchError(
+                "model: as a function of its parameters it is not what the module "
+                f"computes: {mismatch.words}; its forward and the loss must use the "
+                "parameters where they are registered, nothing that another pass has "
+                "changed (such as a counter, a cache or a mode), and no random numbers "
+                "but those of pflcore.nn.Dropout."
+            )
+    if name == "loop":
+        return Engine("loop")
+    if name == "vmap":
+        mismatch = first_mismatch(probes, Engine("vmap"))
+        if mismatch is not None:
+            raise MismatchError(
+                f"engine: 'vmap' cannot train this model: {mismatch.words}; take "
+                "'auto' or 'loop'."
+            )
+        return Engine("vmap")
+    chain, reason = matching_chain(net, data, probes, training)
+    if chain is None and name == "chain":
         raise MismatchError(
-            f"engine: 'vmap' cannot train this model: {mismatch.words}; take 'auto' or "
-            "'loop'."
+            f"engine: 'chain' cannot train this model: {reason}; take 'auto'."
         )
-    return engine
-
-
-def _vmap_or_loop(net: Net, probes: list[EngineProbe]) -> Engine:
-    """Engine "vmap" where it is faster and matches the module, else "loop"."""
-    reason = slow_under_vmap(net)
-    if reason is not None:
-        return Engine("loop", reason=reason)
-    mismatch = first_mismatch(probes, Engine("vmap"))
-    if mismatch is not None:
-        reason = f"vmap cannot train this model: {mismatch.words}"
-        return Engine("loop", reason=reason)
-    return Engine("vmap", reason="all clients take a step at once")
+    loop_reason = slow_under_vmap(net)
+    if loop_reason is None:
+        mismatch = first_mismatch(probes, Engine("vmap"))
+        if mismatch is not None:
+            loop_reason = f"vmap cannot train this model: {mismatch.words}"
+    autograd = "vmap" if loop_reason is None else "loop"
+    if chain is None and loop_reason is not None:
+        reason = f"{loop_reason}; {reason}"
+    return Engine(autograd, chain, reason)
 
 
 def slow_under_vmap(net: Net) -> str | None:
@@ -203,38 +162,33 @@ def slow_under_vmap(net: Net) -> str | None:
     return None
 
 
-class ChainTrial(NamedTuple):
-    """The result of the search for a chain.
-
-    Attributes:
-        chain: The chain that matches the model, or None.
-        reason: The reason for either.
-    """
-
-    chain: Chain | None
-    reason: str
-
-
-def try_chain(
+def matching_chain(
     net: Net, data: Federation, probes: list[EngineProbe], training: Training
-) -> ChainTrial:
-    """The chain of the model that matches the probes, with the reason.
+) -> tuple[Chain | None, str]:
+    """The chain of the model that matches the probes, or None, and the reason.
 
     Warns where a chain was found whose numbers differ: that is an error of this
     library, while a model without a chain is not.
     """
+    if training.precision is not None:
+        return None, NO_CHAIN_OF_BF16
     try:
         chain = find_chain(net, data, training.batch_size)
     except NotAChain as error:
-        return ChainTrial(None, f"no chain of layers that the kernels know: {error}")
-    # The kernels compute these gradients, whichever engine carries the chain.
+        return None, f"no chain of layers that the kernels know: {error}"
+    # The kernels compute these gradients, whichever way autograd takes.
     mismatch = first_mismatch(probes, Engine("loop", chain))
-    if mismatch is None:
-        return ChainTrial(chain, "a chain of layers that the kernels know")
-    reason = f"the chain found for this model is not the model: {mismatch.words}"
-    if mismatch.is_numeric:
-        warn_caller(f"pflcore: {reason}; it is trained without.", UserWarning)
-    return ChainTrial(None, reason)
+    if mismatch is not None:
+        reason = f"the chain found for this model is not the model: {mismatch.words}"
+        if mismatch.is_numeric:
+            warn_caller(f"pflcore: {reason}; it is trained without.", UserWarning)
+        return None, reason
+    reason = "a chain of layers that the kernels know"
+    if training.transforms:
+        # The kernels do not take the steps then.
+        reason += "; it gives the gradients of augmented batches, and torch takes the "
+        reason += "steps"
+    return chain, reason
 
 
 def verified_graphs(

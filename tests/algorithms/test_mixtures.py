@@ -127,16 +127,17 @@ def test_golden_fedfomo(previous, candidates, before, after, want, raw):
 
 
 def test_fedfomo_downloads_the_best_models_and_explores():
-    seen = torch.tensor([1, 1, 1, 1, 1, 0]).bool()
+    participated = torch.tensor([1, 1, 1, 1, 1, 0]).bool()
     g = {
         "w": torch.zeros(6, 3),
-        "seen": seen,
         "p": torch.zeros(6, 6, dtype=torch.float64),
     }
     g["p"][0] = t([9.0, 1.0, 3.0, 2.0, -1.0, 99.0])
 
     def sent(alg, ids, seed=0, round=1):
-        return alg.send(g, some(6, round, ids)._replace(seed=seed))["w"]
+        return alg.send(
+            g, some(6, round, ids)._replace(seed=seed, participated=participated)
+        )["w"]
 
     rows, index = sent(FedFomo(m=2, epsilon=0.0), [0])
     assert index.tolist() == [[2, 3]] and rows is g["w"]

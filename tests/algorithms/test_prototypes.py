@@ -185,6 +185,16 @@ def test_samples_without_a_label_count_in_no_class():
             near(mean[1], x[2], 1e-6)
 
 
+def test_a_newcomer_of_fedpac_keeps_the_head_that_it_trained():
+    data = two_equal_clients((torch.randn(12, 3), torch.arange(12) % 3))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    history = Simulation("fedpac", model, data, Training(batch_size=4), rounds=1).run()
+
+    newcomer = history.adapt((torch.randn(9, 3), torch.arange(9) % 3), rounds=1)
+
+    assert not torch.equal(newcomer.module()[2].weight, model[2].weight)
+
+
 NEEDS_LABELS = "^(loss|data): .*(prototypes are of classes|one label for each sample)"
 
 

@@ -38,7 +38,7 @@ def test_same_losses_as_on_the_cpu(name, kind):
         played(name, model, data(kind), training, on, 3, engine)
         for on in ("cuda", "cpu")
     )
-    assert got.config.engine.form == form, got.config.engine.reason
+    assert got.config.engine.kind == form, got.config.engine.reason
     losses = (run.history.series("loss")[1] for run in (got, want))
     torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
 

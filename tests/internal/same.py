@@ -79,9 +79,9 @@ def built(model):
 def play(algorithm, **options):
     run = make_run(algorithm, **options)
     history = run.run()
-    path = run.header()["path"]
+    engine = run.config.engine
     return {
-        "engine": [path["engine"], path["form"]],
+        "engine": [engine.autograd, engine.kind],
         "rounds": kept(history.rounds),
         "models": [digest(history.model(i)) for i in range(run.data.n)],
     }

@@ -29,7 +29,7 @@ UNSEEN = {
     ("qfedavg", "weight"): set(),
     ("qfedavg", "h"): {1e6, 1e30},
     ("fednova", "steps"): set(),
-    ("mocha", "lr_sum"): NOT_NEGATIVE,
+    ("mocha", "steps"): set(),
     ("mocha", "lr"): NOT_NEGATIVE,
     ("scaffold", "control"): FINITE,
     ("waffle", "control"): FINITE,
@@ -50,7 +50,7 @@ UNSEEN = {
 # Claims that follow from the options of training.
 KNOWN = {
     ("qfedavg", "h"),
-    ("mocha", "lr_sum"),
+    ("mocha", "steps"),
     ("mocha", "lr"),
     ("weight_erosion", "passes"),
 }

@@ -374,23 +374,23 @@ def test_a_pick_of_no_model_is_named(name):
 
 
 LRS = [
-    (lr, lr_sum)
+    (lr, steps)
     for lr in (10.0, 1e30, 3.0, 1e-30, 0.0, -1.0)
-    for lr_sum in (1.0, 1e30, -1e30)
+    for steps in (1.0, 1e30, -1e30)
 ]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("lr, lr_sum", LRS)
+@pytest.mark.parametrize("lr, steps", LRS)
 @pytest.mark.parametrize("lam", [0.01, 0.5])
-def test_one_clients_word_about_its_step_size_ends_no_run(lr, lr_sum, lam):
+def test_one_clients_word_about_its_step_size_ends_no_run(lr, steps, lam):
     server, clients = apart(ALGORITHMS["mocha"](lam=lam, outer=1))
     for _ in range(3):
         ups = uploads(server, clients)
         up, n = ups[3]
         claim = {
             "lr": torch.full_like(up["lr"], lr),
-            "lr_sum": torch.full_like(up["lr"], lr_sum),
+            "steps": torch.full_like(up["lr"], steps),
         }
         done = server.aggregate(ups | {3: (up | claim, n)}, strict=False)
         assert done.dropped in ([], [3])

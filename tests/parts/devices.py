@@ -36,7 +36,7 @@ def rounds(name, model, data, device, training, engine="auto", form="chain"):
     """
     settings = {"training": training, "engine": engine, "device": str(device)}
     run = simulation(name, data, model=model, **settings)
-    assert run.config.engine.form == form, run.config.engine.reason
+    assert run.config.engine.kind == form, run.config.engine.reason
     state = run.state
     while True:
         state, _ = step(run.config, state, torch.arange(data.n))
@@ -70,7 +70,7 @@ def assert_resumed(kind, data, device, folder):
     }
     runs = [simulation("scaffold", data, model=model, **settings) for _ in range(3)]
     whole, half, rest = runs
-    assert whole.config.engine.form == form, whole.config.engine.reason
+    assert whole.config.engine.kind == form, whole.config.engine.reason
     whole.run()
     half.run(lambda round, _: half.save(folder) if round == 2 else None)
     rest.restore(folder).run()

@@ -88,7 +88,7 @@ def played(
 def same_as_by_hand(build, data=None, engine="auto"):
     """Compares a FedAvg round of one step with training by hand.
 
-    Returns engine, form and reason from the run's header.
+    Returns how autograd computes, the engine, and its reason.
     """
     torch.manual_seed(1)
     model = build()
@@ -105,4 +105,6 @@ def same_as_by_hand(build, data=None, engine="auto"):
         want += run.config.net.row(trained) * float(size[i] / size.sum())
     run.run()
     torch.testing.assert_close(run.state.server["x"], want, rtol=1e-4, atol=1e-6)
-    return tuple(run.header()["path"].values())
+    engine = run.config.engine
+    assert run.header()["path"] == {"how": engine.words, "why": engine.reason}
+    return engine.autograd, run.header()["engine"], engine.reason

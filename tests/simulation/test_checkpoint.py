@@ -570,8 +570,8 @@ def test_an_exchanged_file_is_refused(tmp_path, monkeypatch):
     b = saved(tmp_path / "b", algorithm="waffle", seed=1)
     shutil.copy(b / checkpoint.FILE_NAME, a / checkpoint.FILE_NAME)
     refused(lambda: make("waffle").restore(a), "another run: seed")
-    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 7)
-    refused(lambda: load(b), "expected format 7, got 6")
+    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 8)
+    refused(lambda: load(b), "expected format 8, got 7")
     refused(lambda: load(tmp_path), r"has no checkpoint\.safetensors")
 
 

@@ -72,7 +72,7 @@ def test_everything_is_on_the_device(name):
             f"rows of parameters that left the device: {rows}"
         )
         assert not unrepeated
-    assert got.config.engine.form == ("vmap" if kind else "chain"), (
+    assert got.config.engine.kind == ("vmap" if kind else "chain"), (
         got.config.engine.reason
     )
     for key in ("loss", "accuracy"):
@@ -90,7 +90,7 @@ def test_the_second_card_is_the_only_one_that_works(name):
     with pretended_gpu(1, cards=2) as gpu:
         run = play(name, "", gpu)
         assert contexts == {1}
-    assert run.config.engine.form == "chain"
+    assert run.config.engine.kind == "chain"
 
 
 def waits_of_a_round(name, kind, epochs, gpu, optimizer="sgd"):

@@ -69,8 +69,8 @@ def test_debug_names_the_engine_and_its_reason(messages):
     (line,) = messages(logging.DEBUG, run)
 
     path = run.header()["path"]
-    words = f"engine {path['engine']} ({path['form']}): {path['why']}"
-    assert line == f"fedavg, seed 0: {words}"
+    assert path["how"] == "by the kernels"
+    assert line == f"fedavg, seed 0: by the kernels ({path['why']})"
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "ditto", "feddwa"])

@@ -108,7 +108,6 @@ PAIRS = [(torch.randn(8, 6), torch.arange(8) % 4)] * 2
             "client 0: expected .* a dict of tensors by name",
         ),
         (lambda: losses(torch.compile(linear())), "give its _orig_mod"),
-        (lambda: losses(torch.jit.script(linear())), "scripted or traced"),
     ],
 )
 def test_what_messages_advise(call, said):

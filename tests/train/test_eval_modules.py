@@ -165,7 +165,7 @@ def test_a_train_that_freezes_parameters_does_so_before_the_run():
     assert played("fedavg", Freezing().double()).rounds
 
 
-# causes that an error names -------------------------------------------------------
+# modes that the trial finds -------------------------------------------------------
 
 
 class Peeking(nn.Module):
@@ -192,7 +192,8 @@ class Merging(nn.Module):
 
     def __init__(self, merges):
         super().__init__()
-        self.layer = nn.Linear(6, 4).requires_grad_(False)
+        self.layer = nn.Linear(6, 4)
+        self.layer.weight.requires_grad_(False)
         self.a = nn.Parameter(torch.randn(4, 1))
         self.b = nn.Parameter(torch.randn(1, 6))
         self.merges = merges
@@ -212,22 +213,14 @@ class Merging(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "bad, good, message",
+    "bad, good, value",
     [
-        (
-            Peeking(restores=False),
-            Peeking(restores=True),
-            "its forward pass leaves 'norm' ",
-        ),
-        (
-            Merging(merges=True),
-            Merging(merges=False),
-            "its eval.. changes 'layer.weight'",
-        ),
+        (Peeking(restores=False), Peeking(restores=True), "loss in training mode"),
+        (Merging(merges=True), Merging(merges=False), "loss in evaluation mode"),
     ],
 )
-def test_a_mode_of_its_own_is_named(bad, good, message):
-    with sentence(f"model: {message}"):
+def test_a_mode_that_a_pass_leaves_is_found(bad, good, value):
+    with sentence(f"model: as a function .*: its {value} .*, a cache or a mode"):
         simulation("fedavg", DATA, model=bad.double())
     # The advice works.
     assert simulation("fedavg", DATA, model=good.double(), rounds=1).run().rounds

@@ -41,13 +41,6 @@ def given():
     return m
 
 
-def old_norm():
-    m = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 4)))
-    m(torch.zeros(1, 6))
-    return m
-
-
-WORDS = torch.arange(24 * 6).view(24, 6) % 9
 DATA = {  # names in tests/golden/untrainable.json
     "labels": {},
     "two classes": {"y": torch.arange(24) % 2},
@@ -55,9 +48,7 @@ DATA = {  # names in tests/golden/untrainable.json
     "labels from 1": {"y": torch.arange(24) % 4 + 1},
     "a column": {"y": (torch.arange(24) % 4)[:, None, None]},
     "numbers": {"y": torch.arange(24.0)},
-    "shares": {"y": torch.rand(24)},
     "half": {"x": torch.zeros(24, 6).half(), "dtype": None},
-    "words": {"x": WORDS},
 }
 
 
@@ -87,61 +78,46 @@ class Hidden(nn.Module):
         return F.linear(x, self.hidden[0], self.layer.bias)
 
 
-LINEAR = nn.Linear(6, 4)
-BROKEN = [  # model, error message, loss (optional)
+IMPURE = "model: as a function of its parameters it is not what the module computes: "
+BROKEN = [  # model, error message
     (
         Own(lambda m, x: (m.layer(x), x)),
-        r"model: expected its forward pass to give one tensor of scores, alone or "
-        r"as `logits`, got a tuple",
+        r"model: expected a tensor with one row of scores .*, alone or as `logits`",
     ),
     (
         Own(lambda m, x: m.layer(x).sum(0)),
-        r"model: expected one row of scores for each of 8 samples, got shape \[4\]",
-    ),
-    (
-        LINEAR,
-        r"loss: expected one number for a batch, got shape \[8\]",
-        lambda s, y: F.cross_entropy(s, y, reduction="none"),
-    ),
-    (
-        LINEAR,
-        r"loss: it fails on scores of shape \[8, 4\] and targets of shape \[8\]",
-        lambda s, y: s @ y,
-    ),
-    (
-        Own(lambda m, x: m.layer(x).detach()),
-        r"model: the loss depends on no trainable parameter",
+        r"model: expected .* for each of 8 sample\(s\), .* got a tensor \[4\]",
     ),
     (
         Own(lambda m, x: F.dropout(m.layer(x), 0.5, m.training)),
         r"model: its forward pass draws from torch's global "
         r"generator.*pflcore.nn.Dropout",
     ),
-    (
-        Own(lambda m, x: m.layer(x) * np.random.rand()),
-        r"model: its forward pass gives other scores when it is called again.*no "
-        r"random numbers",
-    ),
-    (
-        Own(lambda m, x: m.layer(x) * random.random()),
-        r"model: its forward pass gives other scores when it is called again.*no "
-        r"random numbers",
-    ),
-    (
-        Hidden(),
-        r"model: as a function of its parameters it is not what the module computes",
-    ),
+    (Own(lambda m, x: m.layer(x) * np.random.rand()), IMPURE),
+    (Own(lambda m, x: m.layer(x) * random.random()), IMPURE),
+    (Hidden(), IMPURE),
     (hooked(), r"model: parameter 'weight' has a gradient hook"),
     (given(), r"model: Linear was given a forward of its own"),
-    (old_norm, r"build: the model cannot be copied.*parametrizations.weight_norm"),
 ]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_model_that_breaks_is_one_sentence(case):
-    model, message, *loss = case
-    refused(message, model() if model is old_norm else model, federation(), *loss)
+@pytest.mark.parametrize("model, message", BROKEN)
+def test_a_model_that_would_train_as_another_is_one_sentence(model, message):
+    refused(message, model, federation())
+
+
+UNFIT = [  # model, torch's own error, loss
+    (nn.Linear(5, 4), r"shapes cannot be multiplied \(8x6 and 5x4\)", None),
+    (nn.Linear(6, 4), "implicitly created only for scalar", lambda s, y: s.sum(1)),
+    (nn.Linear(6, 4), "size mismatch", lambda s, y: s @ y),
+    (Own(lambda m, x: m.layer(x).detach()), "does not require grad", None),
+]
+
+
+@pytest.mark.parametrize("model, words, loss", UNFIT)
+def test_what_torch_refuses_is_its_own_error_before_round_1(model, words, loss):
+    with pytest.raises(RuntimeError, match=words):
+        simulation(model=model, data=federation(), loss=loss)
 
 
 @pytest.mark.parametrize("loss", [nn.SoftMarginLoss(), F.hinge_embedding_loss])
@@ -156,19 +132,7 @@ def test_a_loss_of_signs_takes_no_labels_from_0(loss):
     simulation(model=Net(model, loss), data=federation(y=2.0 * y - 1))
 
 
-def test_modes_of_torch():
-    data = federation()
-    model = nn.Linear(6, 4)
-    run = simulation(model=model, data=data)
-    for mode, words in (
-        (torch.inference_mode(), "inference_mode"),
-        (torch.no_grad(), "no_grad"),
-        (torch.device("meta"), "the default device is meta; call torch.set"),
-    ):
-        with mode, sentence(f"torch: .*{words}"):
-            simulation(model=model, data=data)
-    with torch.inference_mode(), sentence("torch: .*inference_mode"):
-        run.run()
+def test_a_default_dtype_of_torch_changes_nothing():
     torch.set_default_dtype(F64)
     try:
         wide = federation(torch.randn(24, 6), dtype=F64)
@@ -186,7 +150,7 @@ def test_data():
             torch.zeros(2).long(),
             {"train": [torch.arange(2)]},
         )
-    assert federation(WORDS.int()).x.dtype == torch.int64
+    assert federation(torch.ones(24, 6).int()).x.dtype == torch.int64
 
 
 # an error names the real cause, and its advice works ---------------------------
@@ -224,7 +188,7 @@ class Annealed(nn.Module):
 def test_a_loss_that_counts_its_calls_is_named():
     data = federation()
     model = nn.Linear(6, 4)
-    with sentence("loss: it gives another value when it is called again .*a counter"):
+    with sentence("model: .*its forward and the loss must use .*such as a counter"):
         simulation(model=model, data=data, loss=Annealed(True))
     assert simulation(model=model, data=data, loss=Annealed(False)).run().rounds
 
@@ -239,15 +203,6 @@ def test_batch_norm_over_processes_is_named():
     assert simulation(model=model, data=federation()).run().rounds
 
 
-def test_a_model_without_numbers_is_named():
-    with torch.device("meta"):
-        model = nn.Linear(6, 4)
-    with sentence("build: the model is on the device 'meta', .*; make it on the CPU"):
-        simulation(model=model, data=federation())
-    # The advice works: the model is made on the CPU.
-    assert simulation(model=nn.Linear(6, 4), data=federation()).run().rounds
-
-
 class Squeezed(nn.Module):
     def __init__(self, axis=None):
         super().__init__()
@@ -260,9 +215,8 @@ class Squeezed(nn.Module):
 
 
 NO_AXIS = (
-    r"model: of one sample it gives scores of shape \[4\], .*; name the axis, "
-    r"as "
-    r"in squeeze\(-1\)"
+    r"model: expected .* one row of scores for each of 1 sample\(s\), .* \[4\] .*; "
+    r"keep the batch as the first axis, as squeeze\(-1\)"
 )
 
 
@@ -276,7 +230,7 @@ def clients(train, test):
 
 
 def test_an_axis_of_the_batch_that_is_lost_is_named():
-    with sentence(NO_AXIS):
+    with sentence(rf"data: client 0 .* cannot train \(MismatchError, {NO_AXIS}"):
         simulation(model=Squeezed(), data=clients(1, 4))
     with sentence(NO_AXIS):
         simulation("local", model=Squeezed(), data=clients(5, 1)).run()
@@ -298,21 +252,12 @@ def test_what_fails_on_one_sample_is_named():
         return F.cross_entropy(scores, y)
 
     with sentence(
-        r"data: client 0 \(1 samples, .* cannot train \(loss: .*two samples at least"
+        r"data: client 0 \(1 samples, .* cannot train \(ValueError, two samples"
     ):
         simulation(model=nn.Linear(6, 4), data=clients(1, 4), loss=apart)
     assert (
         simulation(model=nn.Linear(6, 4), data=clients(5, 4), loss=apart).run().rounds
     )
-
-
-def test_a_width_that_is_right_is_not_blamed():
-    class Narrow(nn.Linear):
-        def forward(self, x):
-            raise RuntimeError("another reason")
-
-    with sentence("model: Narrow fails on an input of shape .*another reason"):
-        simulation(model=Narrow(6, 4), data=federation())
 
 
 def test_whole_numbers_as_targets_are_named_where_classes_are_none():

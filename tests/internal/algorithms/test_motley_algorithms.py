@@ -14,7 +14,7 @@ from small import F64, near, some
 
 from pflcore.algorithms import Mocha, Stop
 from pflcore.algorithms._adaptation import nearest_neighbours
-from pflcore.algorithms._relations import local_steps, task_relation
+from pflcore.algorithms._mocha import task_relation
 
 KERNELS = ("exp", "inverse", "gauss_dim")
 
@@ -32,23 +32,6 @@ def test_task_relations_by_hand():
         delta = case["delta"]
         close(task_relation(w, delta, "sigma"), case["sigma"])
         close(task_relation(w, delta), case["omega"], rtol=case["rtol"])
-
-
-@pytest.mark.parametrize("lr", [1e-6, 0.01, 0.3, 7.0])
-def test_mocha_divides_by_the_step_size_to_count_steps(lr):
-    steps = torch.cat([torch.arange(3000), 10 ** torch.arange(7)])
-    lr_sum = (steps * lr).float()
-    step_size = torch.full_like(lr_sum, lr)
-
-    got = local_steps(lr_sum.double(), step_size.double())
-
-    assert torch.equal(got, steps.double())
-
-
-def test_mocha_counts_no_steps_without_a_step_size():
-    zeros = torch.zeros(2, dtype=F64)
-
-    assert torch.equal(local_steps(zeros, zeros), zeros)
 
 
 # kNN-Per --------------------------------------------------------------------
@@ -82,7 +65,8 @@ def test_the_stability_criterion_is_the_spectral_radius():
         radius = torch.linalg.eigvals(torch.eye(6) - e[:, None] * omega).abs().max()
         stable = bool(radius < 1) and bool((lr * 0.1 * o).max() < 2)
         rates = torch.full((6,), lr, dtype=F64)
+        steps = torch.full_like(rates, 4)
         with nullcontext() if stable else pytest.raises(Stop):
-            Mocha(lam=0.1).check_stability(omega, rates, 4 * rates, some(6, 1))
+            Mocha(lam=0.1).check_stability(omega, rates, steps, some(6, 1))
         seen.add(stable)
     assert seen == {True, False}

@@ -15,7 +15,6 @@ import pytest
 import torch
 from places import ROOT, ran
 
-from pflcore._install import reinstall_command
 from pflcore.ops import _library as library
 
 SETUP = importlib.util.spec_from_file_location("pflcore_setup", ROOT / "setup.py")
@@ -157,7 +156,7 @@ def test_a_library_that_does_not_fit_is_refused_in_one_sentence(
         compiler = shutil.which("c++") or pytest.skip("no C++ compiler")
         subprocess.run([compiler, "-shared", "-fPIC", source, "-o", file], check=True)
     kernels, why, fix = library._load()
-    assert kernels is None and fix == reinstall_command()
+    assert kernels is None and fix == library.REINSTALL
     lacks = {None: "", "": "pflcore_built"}.get(code, "torch_of_another_time")
     assert (
         why.startswith("the kernels do not load with this torch (") and "\n" not in why
@@ -196,14 +195,14 @@ def test_a_checkout_names_the_kernels_that_it_hides(
     assert f"the pflcore in {without_library} hides the installed one in {site}" in why
     way = f"take {without_library} out of PYTHONPATH"
     assert fix.startswith(way if by_variable else "start Python in another folder")
-    assert fix.endswith(reinstall_command())
+    assert fix.endswith(library.REINSTALL)
 
 
 def test_a_checkout_that_hides_no_kernels_names_none(without_library, tmp_path):
     (tmp_path / "site-packages" / "pflcore").mkdir(parents=True)
     sys.path.append(str(tmp_path / "site-packages"))
     _, why, fix = library._load()
-    assert "hides" not in why and fix == reinstall_command()
+    assert "hides" not in why and fix == library.REINSTALL
 
 
 @pytest.mark.parametrize("version", ["2.9.1+cpu", "3.0.0", "1.13"])

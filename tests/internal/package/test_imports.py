@@ -19,16 +19,15 @@ from parts.requirements import (
 )
 from places import ROOT, ran
 
-from pflcore._install import install_command
+from pflcore.check import pip_install
 
 PACKAGE = ROOT / "pflcore"
 # Each package, and the packages that it imports. They stand above its line.
 TABLE = """\
 _device:
-_install:
-check: _install
+check:
 _proposals: check
-ops: _install check
+ops: check
 metrics: check
 privacy: check
 data: _device check
@@ -40,10 +39,10 @@ robust: _cohort _device _geometric_median check ops train
 results: check metrics privacy robust
 algorithms: _cohort _device check ops data nn train robust
 simulation: _device check ops metrics data nn results train robust algorithms
-interop: _install check ops data train robust algorithms results simulation
+interop: check ops data train robust algorithms results simulation
 testing: check data train algorithms simulation
 tuning: _proposals check metrics data train algorithms results simulation
-cli: _install check ops data nn train robust algorithms results simulation tuning
+cli: check ops data nn train robust algorithms results simulation tuning
 """
 LAYERS = {name: {*below.split()} for name, below in re.findall(r"(\w+):(.*)", TABLE)}
 
@@ -153,7 +152,7 @@ def test_importing_the_ops_loads_the_ops_alone():
     )
     loaded = set(ran("-c", code).stdout.split())
     packages = {m.split(".")[1] for m in loaded - {"pflcore"}}
-    assert packages <= {"ops", "check", "_install"} and len(loaded) <= 20
+    assert packages <= {"ops", "check"} and len(loaded) <= 20
 
 
 @pytest.mark.deep("a subprocess")
@@ -190,8 +189,8 @@ def test_no_advice_needs_an_index_that_has_pflcore():
     ):
         assert f'"{package}' in extras
     version = torch.__version__.partition("+")[0]
-    assert install_command("tyro", "sklearn") == "pip install tyro scikit-learn"
-    assert install_command("torchvision") == f"pip install torchvision torch=={version}"
+    assert pip_install("tyro", "sklearn") == "pip install tyro scikit-learn"
+    assert pip_install("torchvision") == f"pip install torchvision torch=={version}"
 
 
 def test_the_map_names_every_file():

@@ -43,7 +43,7 @@ def of_round(setup, state, ids, at, block):
 
     They are computed as a part of the cohort `ids`.
     """
-    cohort = setup.cohort(ids, state.round + 1)
+    cohort = setup.cohort(ids, state.round + 1, state.participated)
     down = {
         k: rows_at(v, at) for k, v in setup.algorithm.send(state.server, cohort).items()
     }
@@ -86,11 +86,11 @@ def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
     block = assign_blocks(run.config, ids)
     whole = of_round(run.config, run._state, ids, EVERYBODY, block)
     # An algorithm that no chain trains is trained by vmap.
-    inside = run.config.engine.name == "vmap"
+    inside = run.config.engine.autograd == "vmap"
     for at in (
         split_by_block(EVERYBODY, block)
         if inside
-        else cut_anywhere(run.config.engine.name)
+        else cut_anywhere(run.config.engine.autograd)
     ):
         part = of_round(run.config, run._state, ids, at.sort().values, block)
         assert differing(part, whole, at.sort().values) == []

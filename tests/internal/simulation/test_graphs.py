@@ -178,7 +178,7 @@ def test_a_frozen_random_number_is_found_before_round_1(gpu, monkeypatch):
     monkeypatch.setattr(Chunk, "_recordable_step", frozen)
     run = play("fedavg", dropped, gpu)
 
-    assert path(run)["graphs"].startswith("eager: captured, its loss is another")
+    assert path(run)["graphs"].startswith("eager: captured, its loss in training mode")
     assert run.config.graphs.replays == 0
 
 
@@ -205,7 +205,7 @@ def test_a_model_that_copies_from_the_host_is_trained_without_graphs(gpu):
     run = play("fedavg", scaled(copied_from_host), gpu)
     want = play("fedavg", scaled(lambda x: 2.0), gpu, graphs=False)
 
-    assert path(run)["form"] == "vmap"
+    assert run.header()["engine"] == "vmap"
     assert path(run)["graphs"].startswith(
         "eager: a step makes the host wait for the GPU"
     )

@@ -65,7 +65,7 @@ def test_a_cohort_in_parts_has_the_bits_of_the_whole(engine, body, activation):
     block = assign_blocks(setting, EVERYBODY)
     whole = of_hooks(setting, EVERYBODY)
     assert len(block.unique()) == (
-        3 if setting.engine.name == "vmap" else len(EVERYBODY)
+        3 if setting.engine.autograd == "vmap" else len(EVERYBODY)
     )
     for at, part in of_parts(setting, block):
         assert differing(part, whole, at) == []

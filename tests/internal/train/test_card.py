@@ -80,7 +80,7 @@ def test_a_residual_net_is_trained_by_vmap_though_convolutions_round():
         differs = rounded(net, data)
         engine = make_context(net, data, Training()).engine
     assert differs is not None and differs.is_numeric, "nothing was rounded"
-    assert engine.form == "vmap", engine.reason
+    assert engine.kind == "vmap", engine.reason
 
 
 def test_float64_judges_a_large_model_on_a_card(monkeypatch):
@@ -99,7 +99,7 @@ def test_a_model_of_fixed_dtype_is_judged_without_tf32():
         differs = rounded(net, data)
         engine = make_context(net, data, Training()).engine
     assert differs is not None and differs.is_numeric, "nothing was rounded"
-    assert engine.form == "vmap", engine.reason
+    assert engine.kind == "vmap", engine.reason
     assert flags() == before
 
 
@@ -119,7 +119,7 @@ def test_an_engine_that_fails_in_the_models_dtype_is_not_taken():
     with pretended_gpu() as gpu:
         net, data = on(gpu, FLAT, Fails())
         engine = make_context(net, data, Training()).engine
-    assert engine.form == "module" and "no batching rule" in engine.reason
+    assert engine.kind == "loop" and "no batching rule" in engine.reason
 
 
 def test_a_wrong_gradient_is_refused_on_a_card_too(monkeypatch):
@@ -134,7 +134,7 @@ def test_a_wrong_gradient_is_refused_on_a_card_too(monkeypatch):
     with pretended_gpu() as gpu:
         net, data = on(gpu, FLAT)
         engine = make_context(net, data, Training()).engine
-    assert engine.form == "module" and "off by" in engine.reason
+    assert engine.kind == "loop" and "off by" in engine.reason
 
 
 # flags ------------------------------------------------------------------------
