@@ -69,9 +69,8 @@ def has_model(content: RecordDict, layout: Layout) -> bool:
 def has_samples(content: RecordDict, weight: str) -> bool:
     """True where the metric `weight` of a message's metrics is a number of samples."""
     records = [*content.metric_records.values()]
-    num_samples = records[0].get(weight) if len(records) == 1 else None
-    is_number = isinstance(num_samples, int | float)
-    return is_number and 0 < num_samples <= MAX_SAMPLES
+    num_samples: Any = records[0].get(weight) if len(records) == 1 else None
+    return isinstance(num_samples, int | float) and 0 < num_samples <= MAX_SAMPLES
 
 
 def usable_replies(

@@ -135,7 +135,7 @@ class PflStrategy(FilteredFedAvg):
     def _restore(self, folder: str | Path) -> None:
         """Takes up the checkpoint in `folder`."""
         state = read_state(folder)
-        flower = state.get("flower")
+        flower: Any = state.get("flower")
         wanted = "the checkpoint of a PflStrategy"
         require(isinstance(flower, dict), "checkpoint", wanted, folder)
         self.server.load_state_dict(state)

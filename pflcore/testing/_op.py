@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.library import CustomOpDef, opcheck
+from torch.library import opcheck
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map_only
 
