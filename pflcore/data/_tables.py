@@ -229,7 +229,7 @@ def read_tables(
         require(width > 1, str(path), "several values, with ',' between them", first)
     named = bool(cells) and have_header(list(cells.values()), list(cells), target)
     for path, table in cells.items():
-        tables[path] = table.frame(named=named, words=words)
+        tables[path] = _samples_of(table, path, words, named=named)
     return [_split_target(tables[path], target, class_names, path) for path in paths]
 
 
@@ -269,7 +269,7 @@ def read_lines(path: Path, *, named: bool) -> tuple[Any, Array]:
     if named:
         samples = _named_frame(cells, path)
     else:
-        rows = cells.frame(named=is_named, words=())
+        rows = _samples_of(cells, path, (), named=is_named)
         numbers = _number_frame(list(rows.columns), _columns_of(rows), path)
         samples = np.array(numbers)
     require(len(samples), str(path), "rows of values below the names", Words("none"))
@@ -316,6 +316,20 @@ class Cells(NamedTuple):
         if named:
             table.columns = self.first
         return table
+
+
+def _samples_of(
+    cells: Cells, path: Path, words: Sequence[str] | None, *, named: bool
+) -> Any:
+    """The frame of a CSV file's samples, of which the first line may be one."""
+    columns = [cells.rows.iloc[:, k] for k in range(len(cells.first))]
+    pairs = zip(cells.first, columns, strict=True)
+    if not named and any(
+        to_numbers([cell]) is None and column.dtype.kind in "iuf"
+        for cell, column in pairs
+    ):
+        cells = _read_csv(path, None)  # a column of words has numbers below the first
+    return cells.frame(named=named, words=words)
 
 
 def _read_parquet(path: Path) -> Any:

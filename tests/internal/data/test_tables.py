@@ -26,9 +26,12 @@ def test_cells_of_a_table_are_those_of_their_texts(named, tmp_path, monkeypatch)
     lines = [",".join(row) for row in zip(*CELLS.values(), strict=True)]
     path.write_text("\n".join([",".join(CELLS), *lines] if named else lines))
 
-    got = _tables._read_csv(path, ()).frame(named=named, words=())
+    def table():
+        return _tables._samples_of(_tables._read_csv(path, ()), path, (), named=named)
+
+    got = table()
     monkeypatch.setattr(_tables, "_read_numbers", lambda *args: None)
-    want = _tables._read_csv(path, ()).frame(named=named, words=())
+    want = table()
 
     pandas.testing.assert_frame_equal(got, want, check_exact=True, check_dtype=False)
     assert [dtype.kind for dtype in got.dtypes].count("f") == len(CELLS) - 4
