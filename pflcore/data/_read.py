@@ -113,6 +113,7 @@ def read_clients(
     require(count, "clients", "the data of at least one client", [])
     expected = f"a sample of each, of any split; leave out the {count} without"
     require(pieces, "clients", expected, "no samples at all")
+    _check_val_alone(pieces)
     columns = columns or next((p.columns for p in pieces if p.columns), None)
     pieces = [piece._replace(x=_in_order(piece, columns)) for piece in pieces]
     typed = not reader.from_files and reader.classes == "infer"
@@ -186,6 +187,17 @@ def _by_split(holder: str, entry: Any, keys: SampleKeys | None) -> dict[str, Any
     expected = "samples by split, one of 'train', 'val' and 'test' at least"
     require(known, holder, expected, list(parts))
     return parts
+
+
+def _check_val_alone(pieces: Sequence[Piece]) -> None:
+    """Raises ValueError for a client with validation samples alone.
+
+    It could neither train nor be tested, so its samples decide on nothing of its own.
+    """
+    useful = {piece.owner for piece in pieces if piece.split != "val"}
+    alone = [piece.holder for piece in pieces if piece.owner not in useful]
+    expected = "samples to train on or to test beside those of 'val'"
+    require(not alone, alone[0] if alone else "clients", expected, Words("none"))
 
 
 def _index_pieces(pieces: Sequence[Piece], count: int) -> dict[str, Ragged]:
