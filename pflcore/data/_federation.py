@@ -43,7 +43,6 @@ from pflcore.data._huggingface import read_hugging_face
 from pflcore.data._inputs import (
     IGNORED_LABEL,
     Fields,
-    has_single_step,
     mask_labels,
     to_inputs,
     to_tensor,
@@ -53,7 +52,6 @@ from pflcore.data._labels import (
     ReaderOptions,
     SampleKey,
     SampleKeys,
-    interpret_targets,
     read_targets,
 )
 from pflcore.data._picture import (
@@ -64,7 +62,12 @@ from pflcore.data._picture import (
 )
 from pflcore.data._pools import Partition
 from pflcore.data._ragged import Ragged
-from pflcore.data._read import SPLITS, names_of_labels, read_clients
+from pflcore.data._read import (
+    SPLITS,
+    interpret_pool,
+    names_of_labels,
+    read_clients,
+)
 from pflcore.data._tables import (
     column_names,
     frame_to_inputs,
@@ -643,24 +646,8 @@ class Federation:
         x, fields = to_inputs(x, "x", dtype)
         targets = read_targets(y, "y", label_names)
         lists, names = _by_client(client, len(x))
-        x = x.contiguous()
-        float_dtype = x.dtype if x.is_floating_point() else torch.float32
-        labels, num_classes, class_names = interpret_targets(
-            [targets], reader, float_dtype, single_step=has_single_step(x, fields)
-        )
-        has_columns = x.dim() == 2 and fields is None and x.is_floating_point()
-        has_columns = has_columns and columns is not None and len(columns) == x.shape[1]
-        return cls(
-            x,
-            labels,
-            {"train": lists},
-            num_classes,
-            name=name,
-            fields=fields,
-            names=names,
-            columns=_text_names(columns) if has_columns else None,
-            class_names=class_names,
-        )
+        pool = interpret_pool(x.contiguous(), [targets], reader, columns, fields)
+        return cls(**pool, index={"train": lists}, names=names, name=name)
 
     @classmethod
     @checked
@@ -720,24 +707,14 @@ class Federation:
         )
         made_of = dict(partition.pool_sizes) or list(partition.index)
         require(fits, "partition", expected, made_of)
-        float_dtype = x.dtype if x.is_floating_point() else torch.float32
-        labels, num_classes, class_names = interpret_targets(
-            targets, reader, float_dtype, single_step=has_single_step(x)
-        )
-        truth = {}
-        if partition.group is not None:
-            truth["group"] = partition.group
+        group = partition.group
         return cls(
-            x,
-            labels,
-            partition.index,
-            num_classes,
-            partition.relabel,
-            name,
-            partition.facts,
-            truth=truth,
-            columns=columns if x.is_floating_point() else None,
-            class_names=class_names,
+            **interpret_pool(x, targets, reader, columns),
+            index=partition.index,
+            relabel=partition.relabel,
+            name=name,
+            facts=partition.facts,
+            truth={} if group is None else {"group": group},
         )
 
     # other federations of the same pool ---------------------------------------
@@ -1182,13 +1159,6 @@ def _keys_of(x: Any, y: Any) -> SampleKeys | None:
     require(x is not None, "x", "the name of the inputs, as y has one", x)
     require(y is not None, "y", "the name of the targets, as x has one", y)
     return SampleKeys(x, y)
-
-
-def _text_names(names: Sequence[Any] | None) -> tuple[str, ...] | None:
-    """The names, where each is a string; numbers say nothing but the order."""
-    if not names or not all(isinstance(name, str) for name in names):
-        return None
-    return tuple(names)
 
 
 def _pool_inputs(x: Any, name: str) -> Tensor:
