@@ -56,15 +56,15 @@ def draw_counts(
     """
     num_clients, num_rows = counts.shape
     figure, axis, cell = _figure_of(num_clients, num_rows, title, names)
+    ends = np.arange(num_rows + 1) - 0.5 if edges is None else np.asarray(edges)
     if edges is None:
-        edges = np.arange(num_rows + 1) - 0.5
         axis.set_ylabel("class")
         axis.yaxis.get_major_locator().set_params(integer=True, nbins=MAX_TICKS)
     else:
         axis.set_ylabel("target")
-    axis.set_ylim(edges[0], edges[-1])
+    axis.set_ylim(ends[0], ends[-1])
     axis.grid(alpha=0.2, linewidth=0.5)
-    middles = (np.asarray(edges[1:]) + np.asarray(edges[:-1])) / 2
+    middles = (ends[1:] + ends[:-1]) / 2
     largest = max(int(counts.max()), 1)
     diameter = min(NARROW_CELLS * min(cell), WIDE_CELLS * max(cell), MAX_DIAMETER)
     # matplotlib takes squares of diameters, which are proportional to areas.
@@ -111,7 +111,7 @@ def bin_targets(
     n: int,
 ) -> tuple[Tensor, list[float]]:  # [N, C], C + 1 edges
     """Numbers of samples of each client, by bins of equal width, and the edges."""
-    bins = [np.arange(n + 1), TARGET_BINS]
+    bins: Any = [np.arange(n + 1), TARGET_BINS]
     values = targets.double().numpy()
     counts, _, edges = np.histogram2d(owners.numpy(), values, bins)
     return torch.from_numpy(counts).long(), edges.tolist()
