@@ -62,6 +62,7 @@ def federation_of(  # noqa: PLR0913 (the command line's)
     train_samples: PositiveInt | None = None,
     test_samples: PositiveInt | None = None,
     fractions: Mapping[str, HeldOut] | None = None,
+    stratify: bool = False,
     standardize: bool | None = None,
     feature_shift: FeatureShift | None = None,
     feature_shift_strength: NonNegativeFloat | None = None,
@@ -91,6 +92,8 @@ def federation_of(  # noqa: PLR0913 (the command line's)
         fractions: for data with clients, the shares "val" and "test" of each client's
             samples that are held out. None: 0.15 each where the data have no test
             split. {}: the splits that the data have.
+        stratify: True holds out the same share of each class of a client, see
+            :meth:`Federation.split`
         standardize: for data with clients, True to standardize features by each
             client's training statistics. None: for school and vehicle only.
         feature_shift: rotation, noise or brightness, or a function (client, x,
@@ -114,13 +117,13 @@ def federation_of(  # noqa: PLR0913 (the command line's)
         federation = _with_clients(data, n, seed, root, options)
         expected = f"none, as {data} has clients"
         require(not unusable, "partition and samples", expected, unusable)
-        federation = shifted(_hold_out(federation, fractions, seed))
+        federation = shifted(_hold_out(federation, fractions, seed, stratify=stratify))
         if standardize is None:
             standardize = data in TABULAR
         return _standardized(federation) if standardize else federation
-    fits = fractions is None and standardize is None
+    fits = fractions is None and standardize is None and not stratify
     expected = f"none, as a partition cuts {data!r}"
-    require(fits, "fractions and standardize", expected, fractions)
+    require(fits, "fractions, stratify and standardize", expected, fractions)
     name = partition or "A"
     defaults = options_of(name)
     expected = f"the options {', '.join(defaults)}"
@@ -222,7 +225,11 @@ def _with_clients(
 
 
 def _hold_out(
-    federation: Federation, fractions: Mapping[str, HeldOut] | None, seed: int
+    federation: Federation,
+    fractions: Mapping[str, HeldOut] | None,
+    seed: int,
+    *,
+    stratify: bool,
 ) -> Federation:
     """The federation with these shares of each client's samples held out.
 
@@ -234,4 +241,7 @@ def _hold_out(
     fits = set(shares) <= {"val", "test"}
     expected = "shares of 'val' and 'test' of each client's samples"
     require(fits, "fractions", expected, shares)
-    return federation.split(**shares, seed=seed, of=None) if shares else federation
+    if not shares:
+        require(not stratify, "stratify", "shares of samples to hold out", fractions)
+        return federation
+    return federation.split(**shares, seed=seed, of=None, stratify=stratify)

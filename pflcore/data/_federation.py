@@ -43,7 +43,6 @@ from pflcore.data._huggingface import read_hugging_face
 from pflcore.data._inputs import (
     IGNORED_LABEL,
     Fields,
-    has_single_step,
     mask_labels,
     to_inputs,
     to_tensor,
@@ -53,7 +52,6 @@ from pflcore.data._labels import (
     ReaderOptions,
     SampleKey,
     SampleKeys,
-    interpret_targets,
     read_targets,
 )
 from pflcore.data._picture import (
@@ -64,7 +62,12 @@ from pflcore.data._picture import (
 )
 from pflcore.data._pools import Partition
 from pflcore.data._ragged import Ragged
-from pflcore.data._read import SPLITS, names_of_labels, read_clients
+from pflcore.data._read import (
+    SPLITS,
+    interpret_pool,
+    names_of_labels,
+    read_clients,
+)
 from pflcore.data._tables import (
     column_names,
     frame_to_inputs,
@@ -95,6 +98,8 @@ PerClientData = Annotated[
 ]
 # From a number of samples n to the positions in 0..n-1 of each split.
 SplitRule = Callable[[int], dict[str, Tensor]]
+# Samples and their owners, in pieces, for each split.
+DealtSamples = dict[str, list[tuple[Tensor, Tensor]]]
 Split = Literal["train", "val", "test"]
 HeldOut = Momentum  # a share of samples, from 0 to below 1
 
@@ -433,6 +438,19 @@ class Federation:
             numbers[split] = int(left_out.sum())
         return {split: number for split, number in numbers.items() if number}
 
+    @property
+    def classes_note(self) -> str | None:
+        """A line for labels that could be numbers to predict, as counts are.
+
+        None where there are two classes at most, or where the classes have names.
+        """
+        if (self.classes or 0) < 3 or self.class_names is not None:
+            return None
+        return (
+            f"{self.classes} classes; --loss squared (classes=None) if their labels "
+            "are numbers to predict"
+        )
+
     def __repr__(self) -> str:
         size = f"n={self.n}, splits={list(self.splits)}, shape={list(self.shape)}"
         return f"Federation({self.name!r}, {size}, classes={self.classes})"
@@ -628,24 +646,8 @@ class Federation:
         x, fields = to_inputs(x, "x", dtype)
         targets = read_targets(y, "y", label_names)
         lists, names = _by_client(client, len(x))
-        x = x.contiguous()
-        float_dtype = x.dtype if x.is_floating_point() else torch.float32
-        labels, num_classes, class_names = interpret_targets(
-            [targets], reader, float_dtype, single_step=has_single_step(x, fields)
-        )
-        has_columns = x.dim() == 2 and fields is None and x.is_floating_point()
-        has_columns = has_columns and columns is not None and len(columns) == x.shape[1]
-        return cls(
-            x,
-            labels,
-            {"train": lists},
-            num_classes,
-            name=name,
-            fields=fields,
-            names=names,
-            columns=_text_names(columns) if has_columns else None,
-            class_names=class_names,
-        )
+        pool = interpret_pool(x.contiguous(), [targets], reader, columns, fields)
+        return cls(**pool, index={"train": lists}, names=names, name=name)
 
     @classmethod
     @checked
@@ -705,24 +707,14 @@ class Federation:
         )
         made_of = dict(partition.pool_sizes) or list(partition.index)
         require(fits, "partition", expected, made_of)
-        float_dtype = x.dtype if x.is_floating_point() else torch.float32
-        labels, num_classes, class_names = interpret_targets(
-            targets, reader, float_dtype, single_step=has_single_step(x)
-        )
-        truth = {}
-        if partition.group is not None:
-            truth["group"] = partition.group
+        group = partition.group
         return cls(
-            x,
-            labels,
-            partition.index,
-            num_classes,
-            partition.relabel,
-            name,
-            partition.facts,
-            truth=truth,
-            columns=columns if x.is_floating_point() else None,
-            class_names=class_names,
+            **interpret_pool(x, targets, reader, columns),
+            index=partition.index,
+            relabel=partition.relabel,
+            name=name,
+            facts=partition.facts,
+            truth={} if group is None else {"group": group},
         )
 
     # other federations of the same pool ---------------------------------------
@@ -735,6 +727,7 @@ class Federation:
         test: HeldOut = 0.0,
         seed: Seed32 = 0,
         of: Sequence[Split] | None = ("train",),
+        stratify: bool = False,
     ) -> Self:
         """A federation with shares of each client's samples held out.
 
@@ -753,6 +746,9 @@ class Federation:
             test: share of a client's samples for testing, from 0 to below 1
             seed: seeds the choice of the samples
             of: splits from which samples are taken; None for all
+            stratify: True takes the same share of each class, up to one sample, and
+                leaves a client a training sample of each of its classes. The targets
+                must be one label a sample.
         """
         require(test + val < 1, "val and test", "shares below 1 together", [val, test])
         shares = {"test": test, "val": val / (1 - test)}
@@ -776,7 +772,10 @@ class Federation:
                 rest = rest[order[count:]]
             return {**dealt, "train": rest}
 
-        new = self.redistribute(rule, of=of)
+        if stratify:
+            new = self._redistribute_by_class(shares, seed, of)
+        else:
+            new = self.redistribute(rule, of=of)
         missing = [split for split in shares if split not in new.index]
         expected = f"a client with enough samples for {missing}"
         require(not missing, "val and test", expected, shares)
@@ -852,7 +851,27 @@ class Federation:
             of: splits whose samples are dealt; None for all
         """
         ids = self._ids(clients)
-        parts = self._deal_by_rule(rule, ids, of)
+        return self._with_dealt(self._deal_by_rule(rule, ids, of), ids, of)
+
+    def _redistribute_by_class(
+        self, shares: Mapping[str, float], seed: int, of: Sequence[str] | None
+    ) -> Self:
+        """A federation with shares of each client's classes held out."""
+        expected = "labels, one for each sample"
+        has_labels = self.classes is not None and self.y.dim() == 1
+        require(has_labels, "stratify", expected, self.y)
+        parts: DealtSamples = {split: [] for split in SPLITS}
+        for client, rows in enumerate(self._all_lists(of)):
+            dealt = deal_by_class(self.y[rows].cpu(), shares, seed)
+            for split, positions in dealt.items():
+                owners = torch.full_like(positions, client)
+                parts[split].append((rows.cpu()[positions], owners))
+        return self._with_dealt(parts, torch.arange(self.n), of)
+
+    def _with_dealt(
+        self, parts: DealtSamples, ids: Tensor, of: Sequence[str] | None
+    ) -> Self:
+        """The federation in which these clients' samples are dealt as `parts` says."""
         is_chosen = torch.zeros(self.n, dtype=torch.bool).index_fill(0, ids, value=True)
         for split in self.splits:
             rows = self.index[split].flat.cpu()
@@ -877,10 +896,10 @@ class Federation:
 
     def _deal_by_rule(
         self, rule: SplitRule, ids: Tensor, of: Sequence[str] | None
-    ) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    ) -> DealtSamples:
         """Samples and their owners, in pieces, for each split."""
         lists = self._all_lists(of).take(ids)
-        parts: dict[str, list[tuple[Tensor, Tensor]]] = {s: [] for s in SPLITS}
+        parts: DealtSamples = {split: [] for split in SPLITS}
         for n in lists.size.unique().tolist():
             same_size = (lists.size == n).nonzero()[:, 0]
             begin = lists.begin[same_size, None]
@@ -1099,6 +1118,32 @@ def _group_by_owner(parts: list[tuple[Tensor, Tensor]], n: int) -> Ragged:
     return Ragged.from_owners(rows, owner, n)
 
 
+def deal_by_class(
+    labels: Tensor,  # [n] of one client
+    shares: Mapping[str, float],
+    seed: int,
+) -> dict[str, Tensor]:
+    """The positions of a client's samples in each split, for `Federation.split`.
+
+    The samples of a split are spread evenly over those of all classes in a row. So they
+    are of each class as many as its share, up to one. One sample of each class is left
+    out of the row, and stays in "train".
+    """
+    rest = torch.arange(len(labels))
+    dealt = {}
+    for split, share in shares.items():
+        order = rest[random_permutation(len(rest), seed)]
+        order = order[labels[order].argsort(stable=True)]
+        is_first = torch.ones(len(order), dtype=torch.bool)
+        is_first[1:] = labels[order[1:]] != labels[order[:-1]]
+        row = order[~is_first]
+        count = min(math.ceil(share * len(rest)), len(row))
+        places = (2 * torch.arange(count) + 1) * len(row) // max(2 * count, 1)
+        dealt[split] = row[places]
+        rest = rest[~torch.isin(rest, row[places])]
+    return {**dealt, "train": rest}
+
+
 def random_permutation(n: int, seed: int) -> Tensor:
     """A random permutation of 0..n-1, int64 [n], the same on every machine."""
     return torch.from_numpy(np.random.RandomState(seed).permutation(n))
@@ -1114,13 +1159,6 @@ def _keys_of(x: Any, y: Any) -> SampleKeys | None:
     require(x is not None, "x", "the name of the inputs, as y has one", x)
     require(y is not None, "y", "the name of the targets, as x has one", y)
     return SampleKeys(x, y)
-
-
-def _text_names(names: Sequence[Any] | None) -> tuple[str, ...] | None:
-    """The names, where each is a string; numbers say nothing but the order."""
-    if not names or not all(isinstance(name, str) for name in names):
-        return None
-    return tuple(names)
 
 
 def _pool_inputs(x: Any, name: str) -> Tensor:

@@ -113,6 +113,7 @@ def read_clients(
     require(count, "clients", "the data of at least one client", [])
     expected = f"a sample of each, of any split; leave out the {count} without"
     require(pieces, "clients", expected, "no samples at all")
+    _check_val_alone(pieces)
     columns = columns or next((p.columns for p in pieces if p.columns), None)
     pieces = [piece._replace(x=_in_order(piece, columns)) for piece in pieces]
     typed = not reader.from_files and reader.classes == "infer"
@@ -120,25 +121,45 @@ def read_clients(
     xs = [piece.x for piece in pieces]
     float_dtypes = (x.dtype for x in xs if x.is_floating_point())
     float_dtype = next(float_dtypes, torch.float32)
-    fields = pieces[0].fields
-    y, classes, class_names = interpret_targets(
-        [piece.y for piece in pieces],
-        reader,
-        float_dtype,
-        single_step=has_single_step(xs[0], fields),
-    )
     x = merge_inputs(xs, [piece.holder for piece in pieces], float_dtype)
+    targets = [piece.y for piece in pieces]
+    return {
+        **interpret_pool(x, targets, reader, columns, pieces[0].fields),
+        "index": _index_pieces(pieces, count),
+        "names": None if names is None else tuple(names),
+    }
+
+
+def interpret_pool(
+    x: Tensor,
+    targets: Sequence[Targets],
+    reader: ReaderOptions,
+    columns: Sequence[Any] | None = None,
+    fields: Fields | None = None,
+) -> dict[str, Any]:
+    """The arguments of a `Federation` that say what its samples mean.
+
+    Args:
+        x: inputs [n, ...] of all samples
+        targets: their targets, in parts
+        reader: options that say what targets become
+        columns: names of the inputs' columns, if they came as a table
+        fields: fields of the inputs, if they were given as a dict
+    """
+    float_dtype = x.dtype if x.is_floating_point() else torch.float32
+    y, classes, class_names = interpret_targets(
+        targets, reader, float_dtype, single_step=has_single_step(x, fields)
+    )
     # Whole numbers that stay whole are tokens, whose columns have no names.
-    has_columns = columns and x.dim() == 2 and x.is_floating_point()
-    has_columns = has_columns and len(columns or ()) == x.shape[1]
+    has_columns = columns is not None and fields is None and x.is_floating_point()
+    has_columns = has_columns and x.dim() == 2 and len(columns or ()) == x.shape[1]
+    are_names = all(isinstance(name, str) for name in columns or ())
     return {
         "x": x,
         "y": y,
-        "index": _index_pieces(pieces, count),
         "classes": classes,
         "fields": fields,
-        "names": None if names is None else tuple(names),
-        "columns": tuple(columns or ()) if has_columns else None,
+        "columns": tuple(columns or ()) if has_columns and are_names else None,
         "class_names": class_names,
     }
 
@@ -186,6 +207,17 @@ def _by_split(holder: str, entry: Any, keys: SampleKeys | None) -> dict[str, Any
     expected = "samples by split, one of 'train', 'val' and 'test' at least"
     require(known, holder, expected, list(parts))
     return parts
+
+
+def _check_val_alone(pieces: Sequence[Piece]) -> None:
+    """Raises ValueError for a client with validation samples alone.
+
+    It could neither train nor be tested, so its samples decide on nothing of its own.
+    """
+    useful = {piece.owner for piece in pieces if piece.split != "val"}
+    alone = [piece.holder for piece in pieces if piece.owner not in useful]
+    expected = "samples to train on or to test beside those of 'val'"
+    require(not alone, alone[0] if alone else "clients", expected, Words("none"))
 
 
 def _index_pieces(pieces: Sequence[Piece], count: int) -> dict[str, Ragged]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ from pflcore.check import Words, import_optional, reject, require
 from pflcore.data._read_errors import explain_read_errors, one_line
 
 Array = NDArray[Any]
+# Since this version pandas reads numbers as Python does; before, only if it is told to.
+EXACT_PANDAS = (3, 1)
 OTHER_SEPARATORS = (";", "\t", "|", " ")
 GAPS_HELP = "docs/data.md, Missing values and categories"
 # Evidence of a file's first line, from `header_evidence`.
@@ -212,13 +214,22 @@ def read_tables(
         target: the column of the targets, by number or by name
         class_names: names of the classes, if they are known
     """
-    tables = {path: _read_file(path) for path in paths}
-    for path, table in tables.items():
-        expected = "several values, with ',' between them"
-        require(table.shape[1] > 1, str(path), expected, table.iloc[0, 0])
-    cells = {path: table for path, table in tables.items() if path.suffix == ".csv"}
-    if cells and have_header(list(cells.values()), list(cells), target):
-        tables |= {path: _with_header(table) for path, table in cells.items()}
+    # A class may be called "7", so its texts are needed.
+    all_words = any(to_numbers([name]) is not None for name in class_names or ())
+    words = None if all_words else ()
+    cells = {}
+    tables = {}
+    for path in paths:
+        if path.suffix == ".csv":
+            cells[path] = _read_csv(path, words)
+            width, first = len(cells[path].first), cells[path].first[0]
+        else:
+            tables[path] = _read_parquet(path)
+            width, first = tables[path].shape[1], tables[path].iloc[0, 0]
+        require(width > 1, str(path), "several values, with ',' between them", first)
+    named = bool(cells) and have_header(list(cells.values()), list(cells), target)
+    for path, table in cells.items():
+        tables[path] = _samples_of(table, path, words, named=named)
     return [_split_target(tables[path], target, class_names, path) for path in paths]
 
 
@@ -227,23 +238,17 @@ def read_frame(path: Path, *words: str) -> Any:
 
     A column of numbers has floats; others, and the columns `words`, have texts.
     """
-    table = _read_file(path)
     if path.suffix != ".csv":
-        return table
-    return _frame_of_cells(table, path, words)
+        return _read_parquet(path)
+    return _named_frame(_read_csv(path, words), path, words)
 
 
-def _frame_of_cells(cells: Any, path: Path, words: Sequence[str]) -> Any:
-    """The data frame of a CSV file's cells, whose first line has the names."""
-    table = _with_header(cells)
-    names = list(table.columns)
+def _named_frame(cells: Cells, path: Path, words: Sequence[str] = ()) -> Any:
+    """The data frame of a CSV file whose first line has the names."""
+    names = cells.first
     twice = sorted({name for name in names if names.count(name) > 1})
     require(not twice, str(path), "each column once", twice)
-    for name in names:
-        numbers = None if name in words else to_numbers(table[name])
-        if numbers is not None:
-            table[name] = numbers
-    return table
+    return cells.frame(named=True, words=words)
 
 
 def read_lines(path: Path, *, named: bool) -> tuple[Any, Array]:
@@ -257,55 +262,166 @@ def read_lines(path: Path, *, named: bool) -> tuple[Any, Array]:
         named: True for a data frame, by the names in the first line; False for numbers,
             float64 [n, D], with or without a line of names.
     """
-    cells = _read_file(path, keep_empty=True)
-    has_values = (cells != "").any(axis=1).to_numpy()
-    filled = cells[has_values].reset_index(drop=True)
+    cells = _read_csv(path, (), keep_empty=True)
+    has_values = cells.has_values
+    is_named = named or have_header([cells], [path], -1)
     samples: Any
     if named:
-        samples = _frame_of_cells(filled, path, ())
+        samples = _named_frame(cells, path)
     else:
-        rows = _with_header(filled) if have_header([filled], [path], -1) else filled
+        rows = _samples_of(cells, path, (), named=is_named)
         numbers = _number_frame(list(rows.columns), _columns_of(rows), path)
         samples = np.array(numbers)
     require(len(samples), str(path), "rows of values below the names", Words("none"))
-    if len(samples) < len(filled):
-        below_names = int(has_values.argmax()) + 1
-        has_values = has_values[below_names:]
+    if is_named:
+        has_values = has_values[int(has_values.argmax()) + 1 :]
     return samples, has_values
 
 
-def _read_file(path: Path, *, keep_empty: bool = False) -> Any:
-    """The cells of a CSV file as texts, without a header; or a parquet file's frame.
+class Cells(NamedTuple):
+    """The cells of a CSV file.
 
-    Lines of empty cells are left out, unless `keep_empty` asks for those that stand
-    between the first line and the last that are not blank.
+    Attributes:
+        first: the texts of the first line that has one
+        rows: a data frame of the lines below that have a text; numbers where all of a
+            column are numbers, else texts
+        has_values: bool, for each line: True where it has a text
     """
+
+    first: list[str]
+    rows: Any
+    has_values: Array
+
+    def frame(self, *, named: bool, words: Sequence[str] | None) -> Any:
+        """The samples as a data frame, float64 where all of a column are numbers.
+
+        Args:
+            named: True where the first line has the names of the columns
+            words: names of columns whose texts are kept; None for all columns
+        """
+        pandas = import_optional("pandas", "data: a table")
+        columns: dict[int, Any] = {}
+        for k, cell in enumerate(self.first):
+            column = self.rows.iloc[:, k].to_numpy()
+            if column.dtype.kind in "iu":
+                column = column.astype(np.float64)
+            if not named:
+                number = to_numbers([cell]) if column.dtype.kind == "f" else None
+                first = np.array([cell], dtype=object) if number is None else number
+                column = np.concatenate([first, column])
+            is_text = column.dtype == object and words is not None and cell not in words
+            numbers = to_numbers(column) if is_text else None
+            columns[k] = column if numbers is None else numbers
+        table = pandas.DataFrame(columns)
+        if named:
+            table.columns = self.first
+        return table
+
+
+def _samples_of(
+    cells: Cells, path: Path, words: Sequence[str] | None, *, named: bool
+) -> Any:
+    """The frame of a CSV file's samples, of which the first line may be one."""
+    columns = [cells.rows.iloc[:, k] for k in range(len(cells.first))]
+    pairs = zip(cells.first, columns, strict=True)
+    if not named and any(
+        to_numbers([cell]) is None and column.dtype.kind in "iuf"
+        for cell, column in pairs
+    ):
+        cells = _read_csv(path, None)  # a column of words has numbers below the first
+    return cells.frame(named=named, words=words)
+
+
+def _read_parquet(path: Path) -> Any:
+    """The data frame of a parquet file."""
     pandas = import_optional("pandas", "data: a table")
+    with explain_read_errors(f"{path}: expected a table"):
+        require(path.is_file(), "file", "a regular one", path.name)
+        return pandas.read_parquet(path)
+
+
+def _read_csv(
+    path: Path, words: Sequence[str] | None, *, keep_empty: bool = False
+) -> Cells:
+    """The cells of a CSV file.
+
+    Args:
+        path: the file
+        words: names of columns whose texts are kept, also where they are numbers; None
+            for all columns
+        keep_empty: True where lines between the first and the last that are not blank
+            count, also without a text
+    """
+    import_optional("pandas", "data: a table")
     text = f"{path}: expected rows of values in UTF-8, all of one length, got others"
     with explain_read_errors(text):
         require(path.is_file(), "file", "a regular one", path.name)
-        if path.suffix == ".parquet":
-            return pandas.read_parquet(path)
         source: Any = path
         if keep_empty:
-            source = io.StringIO(path.read_text(encoding="utf-8-sig").strip("\n"))
-        cells = pandas.read_csv(
-            source,
-            header=None,
-            dtype=object,
-            keep_default_na=False,
-            encoding="utf-8-sig",
-            skipinitialspace=True,
-            skip_blank_lines=not keep_empty,
-        )
-        cells = cells.map(str.strip)
-        filled = cells[(cells != "").any(axis=1)].reset_index(drop=True)
-        require(len(filled), "file", "lines of values", Words("none"))
-        first = list(filled.iloc[0])
-        fits = not any(_has_separator(cell) for cell in first)
+            source = path.read_text(encoding="utf-8-sig").strip("\n")
+        cells = None if words is None else _read_numbers(source, words, keep_empty)
+        cells = cells or _read_texts(source, keep_empty)
+        fits = not any(_has_separator(cell) for cell in cells.first)
         expected = "several values, with ',' between them and a point in decimals"
-        require(fits, "line 1", expected, first)
-        return cells if keep_empty else filled
+        require(fits, "line 1", expected, cells.first)
+        return cells
+
+
+def _read_texts(source: Any, keep_empty: bool) -> Cells:
+    """The cells of a CSV file, all of them as texts."""
+    table = _parse(source, keep_empty, header=None, dtype=object).map(str.strip)
+    has_values = (table != "").any(axis=1).to_numpy()
+    filled = table[has_values].reset_index(drop=True)
+    require(len(filled), "file", "lines of values", Words("none"))
+    return Cells(list(filled.iloc[0]), filled.iloc[1:], has_values)
+
+
+def _read_numbers(source: Any, words: Sequence[str], keep_empty: bool) -> Cells | None:
+    """The cells of a CSV file, columns of numbers as numbers: many times faster.
+
+    The numbers are those of Python's `float`. None where a line may be empty, short or
+    long: only the texts tell which.
+    """
+    try:
+        first_line = _parse(source, keep_empty, header=None, dtype=object, nrows=1)
+        rows = _parse(source, keep_empty, header=0, low_memory=False)
+    except Exception:  # pandas raises errors of many kinds, which the texts explain
+        return None
+    first = [str(cell).strip() for cell in first_line.iloc[0]]
+    is_longer = type(rows.index).__name__ != "RangeIndex"  # its first cells are there
+    if not any(first) or rows.shape[1] != len(first) or is_longer:
+        return None
+    places = []
+    for k, name in enumerate(first):
+        column = rows.iloc[:, k]
+        is_number = column.dtype.kind in "iuf" and not column.isna().any()
+        if not is_number or name in words:
+            places.append(k)
+    if len(places) == len(first):
+        return None  # an empty line has no number in any column
+    if places:
+        options = {"usecols": places, "dtype": object}
+        texts = _parse(source, keep_empty, header=0, **options).map(str.strip)
+        rows.columns = range(len(first))
+        for at, k in enumerate(places):
+            rows[k] = texts.iloc[:, at].to_numpy()
+    return Cells(first, rows, np.ones(1 + len(rows), dtype=bool))
+
+
+def _parse(source: Any, keep_empty: bool, **options: Any) -> Any:
+    """The data frame that pandas reads from a file, or from the text of one."""
+    pandas = import_optional("pandas", "data: a table")
+    version = tuple(map(int, pandas.__version__.split(".")[:2]))
+    if version < EXACT_PANDAS:
+        options["float_precision"] = "round_trip"
+    return pandas.read_csv(
+        io.StringIO(source) if isinstance(source, str) else source,
+        keep_default_na=False,
+        encoding="utf-8-sig",
+        skipinitialspace=True,
+        skip_blank_lines=not keep_empty,
+        **options,
+    )
 
 
 def _has_separator(cell: str) -> bool:
@@ -315,7 +431,7 @@ def _has_separator(cell: str) -> bool:
 
 
 def have_header(
-    tables: Sequence[Any], paths: Sequence[Path], target: int | str
+    tables: Sequence[Cells], paths: Sequence[Path], target: int | str
 ) -> bool:
     """True where the first line of every file names its columns.
 
@@ -323,15 +439,15 @@ def have_header(
     first line may be names or a sample.
 
     Args:
-        tables: the cells of each file, as texts
+        tables: the cells of each file
         paths: the files, for errors
         target: the column of the targets, by number or by name
     """
-    first_lines = {tuple(table.iloc[0]) for table in tables}
+    first_lines = {tuple(table.first) for table in tables}
     remedy = "; put a line of names into every file, such as a,b,label, or into none"
     if isinstance(target, str):
         for table, path in zip(tables, paths, strict=True):
-            line = list(table.iloc[0])
+            line = table.first
             expected = f"the column {target!r} once in the first line{remedy}"
             require(line.count(target) == 1, str(path), expected, line)
         return True
@@ -342,12 +458,12 @@ def have_header(
         without = paths[next(i for i, kind in enumerate(evidence) if kind != "names")]
         named = paths[evidence.index("names")]
         expected = f"names in the first line, as {named.name} has{remedy}"
-        line = list(tables[paths.index(without)].iloc[0])
+        line = tables[paths.index(without)].first
         reject(str(without), expected, line)
     counts = "numbers in a row" in evidence
     if counts:
         place = str(paths[evidence.index("numbers in a row")])
-        line = list(tables[evidence.index("numbers in a row")].iloc[0])
+        line = tables[evidence.index("numbers in a row")].first
         # The numbers of a single file may be its sample, unless they count from 0.
         are_names = len(first_lines) == 1 and (len(tables) > 1 or line[0] == "0")
         expected = f"the same first line in every file, where one counts{remedy}"
@@ -359,26 +475,24 @@ def have_header(
 
 
 def _check_first_target(
-    tables: Sequence[Any], paths: Sequence[Path], target: int, remedy: str
+    tables: Sequence[Cells], paths: Sequence[Path], target: int, remedy: str
 ) -> None:
     """Raises ValueError where all files begin with one label that no other row has.
 
     Such a line may be the names of columns that were chosen by number.
     """
-    if not -tables[0].shape[1] <= target < tables[0].shape[1]:
+    line = tables[0].first
+    if not -len(line) <= target < len(line):
         return
-    first = tables[0].iloc[0, target]
-    is_whole = first.isdecimal()
-    others = (table.iloc[1:, target] for table in tables)
-    is_alone = is_whole and not any((cells == first).any() for cells in others)
-    labels = {cell for table in tables for cell in table.iloc[1:, target]}
-    has_labels = bool(labels) and all(label.isdecimal() for label in labels)
+    first = line[target]
+    labels = {str(cell) for table in tables for cell in table.rows.iloc[:, target]}
+    are_whole = first.isdecimal() and all(label.isdecimal() for label in labels)
+    is_alone = bool(labels) and first not in labels
     expected = f"no first line of numbers that all files have{remedy}"
-    line = list(tables[0].iloc[0])
-    require(not (is_alone and has_labels), str(paths[0]), expected, line)
+    require(not (are_whole and is_alone), str(paths[0]), expected, line)
 
 
-def header_evidence(cells: Any, target: int) -> Evidence:
+def header_evidence(cells: Cells, target: int) -> Evidence:
     """Evidence for names in the first line of a file, by all of its rows.
 
     - "names": words in every column, above numbers, or that their columns do not have
@@ -388,18 +502,18 @@ def header_evidence(cells: Any, target: int) -> Evidence:
       before, or 0 and 1, as pandas writes the names of columns without names
     - "data": anything else
     """
-    first = list(cells.iloc[0])
-    below = cells.iloc[1:]
+    first = cells.first
+    below = cells.rows
     are_words = [to_numbers([cell]) is None for cell in first]
     words = [k for k, is_word in enumerate(are_words) if is_word]
-    repeats = [(below.iloc[:, k] == cell).any() for k, cell in enumerate(first)]
-    has_numbers_below = any(to_numbers(below.iloc[:, k]) is not None for k in words)
+    repeats = [(below.iloc[:, k] == first[k]).any() for k in words]
+    has_numbers_below = any(_are_numbers(below.iloc[:, k]) for k in words)
     are_different = len({first[k] for k in words}) == len(words)
     if len(words) == len(first):
         is_new = are_different and not any(repeats)
         return "names" if is_new or (has_numbers_below and len(below)) else "data"
     if target % len(first) in words and len(words) > 1 and are_different:
-        is_new = has_numbers_below and not repeats[target]
+        is_new = has_numbers_below and not repeats[words.index(target % len(first))]
         return "names" if is_new and len(below) else "data"
     if not all(cell.isdecimal() for cell in first):
         return "data"
@@ -410,11 +524,9 @@ def header_evidence(cells: Any, target: int) -> Evidence:
     return "data"
 
 
-def _with_header(cells: Any) -> Any:
-    """The rows below the first, whose cells name the columns."""
-    table = cells.iloc[1:].reset_index(drop=True)
-    table.columns = list(cells.iloc[0])
-    return table
+def _are_numbers(column: Any) -> bool:
+    """True where all cells of a column are numbers."""
+    return column.dtype.kind in "iuf" or to_numbers(column) is not None
 
 
 def _split_target(

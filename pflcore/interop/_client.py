@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,23 @@ from pflcore.data._protocols import (
 from pflcore.data._ragged import Ragged
 from pflcore.interop._message import (
     BUFFERS_KEY,
+    CLASSES_KEY,
     MessageHeader,
     decode_message,
     download_layout,
+    encode_class_names,
     encode_message,
     fingerprint,
     prepare_net,
 )
 from pflcore.interop._sides import (
+    SideState,
+    check_identity,
+    copied,
     identity_of,
-    load_side,
-    save_side,
-    with_prefix,
-    without_prefix,
+    moved,
+    read_state,
+    write_state,
 )
 from pflcore.simulation._describe import Record
 from pflcore.simulation._models import Personalized, client_facts, embed_tensor
@@ -167,7 +172,10 @@ class Client:
         if not finite_rows([*new.values(), fit.buffers], 1).all():
             up = _spoil_upload(up)
         buffers = fit.buffers[0] if self.averages else None
-        return encode_message(up, header, buffers), int(clients.num_samples[0])
+        message = encode_message(up, header, buffers)
+        if self.data.class_names is not None:
+            message[CLASSES_KEY] = encode_class_names(self.data.class_names)
+        return message, int(clients.num_samples[0])
 
     def model(self, download: Mapping[str, Tensor]) -> Personalized:
         """The personalized model of a download.
@@ -215,66 +223,62 @@ class Client:
             values["accuracy"] = float(accuracy)
         return values
 
-    def state_dict(self) -> dict[str, Any]:
-        """The client's state between rounds, for `torch.save`."""
-        return {
-            "fingerprint": self._fingerprint,
-            "own": dict(self._client_state),
-            "statistics": self._buffers,
-            "pending": self._pending,
-        }
+    def state_dict(self) -> SideState:
+        """The client's state between rounds, for `torch.save`.
+
+        It consists of copies of tensors and of values that JSON can hold.
+        """
+        return copied(self._live_state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the state that `state_dict` returned.
 
-        Raises ValueError, and changes nothing, where the state is of another algorithm,
-        or of a model of other shapes.
+        Raises ValueError, and changes nothing, where the state is of a client with
+        another algorithm, model or option.
         """
-        is_mapping = isinstance(state, Mapping)
-        if not is_mapping or state.get("fingerprint") != self._fingerprint:
-            raise ValueError(
-                "state: expected what state_dict() of a Client of this algorithm and "
-                "model gives."
-            )
-        self._client_state = dict(state["own"])
-        self._buffers = state["statistics"]
-        self._pending = state["pending"]
+        check_identity(state, self._identity)
+        device = self._buffers.device
+        pending = None
+        if state["pending_round"] is not None:
+            statistics = state["pending_statistics"].to(device, copy=True)
+            rows = moved(state["pending"], device)
+            pending = (state["pending_round"], rows, statistics)
+        self._client_state = moved(state["own"], device)
+        self._buffers = state["statistics"].to(device, copy=True)
+        self._pending = pending
 
     def save(self, folder: str | Path) -> None:
-        """Writes a checkpoint into `folder`, in place of one that is there.
+        """Writes `state_dict()` into a file in `folder`, in place of an earlier one.
 
         Save it after `train`, before the upload is sent. Raises OSError where it cannot
-        be written; then the earlier checkpoint stands.
+        be written; then the earlier file stands.
         """
-        tensors = with_prefix("own.", self._client_state)
-        tensors["statistics"] = self._buffers
-        round = None
-        if self._pending is not None:
-            round, client_state, buffers = self._pending
-            tensors |= with_prefix("pending.", client_state)
-            tensors["pending_statistics"] = buffers
-        save_side(folder, self._identity(), tensors, {"pending": round})
+        write_state(folder, self._live_state())
 
     def restore(self, folder: str | Path) -> Client:
-        """Takes up the checkpoint in `folder`, and returns the client itself.
+        """Loads the state that `save` wrote, and returns the client itself.
 
-        Raises ValueError, and changes nothing, for a checkpoint that is absent,
-        damaged, or of a client with another algorithm, model or option.
+        Raises ValueError as `load_state_dict` does, and where the file is absent or
+        damaged.
         """
-        tensors, facts = load_side(folder, self._identity())
-        device = self._buffers.device
-        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        pending = None
-        if facts["pending"] is not None:
-            client_state = without_prefix("pending.", tensors)
-            pending = (facts["pending"], client_state, tensors["pending_statistics"])
-        self._client_state = without_prefix("own.", tensors)
-        self._buffers = tensors["statistics"]
-        self._pending = pending
+        self.load_state_dict(read_state(folder))
         return self
 
+    def _live_state(self) -> SideState:
+        """The state as in `state_dict`, with the client's own tensors."""
+        round, rows, statistics = self._pending or (None, {}, self._buffers)
+        return {
+            "identity": self._identity,
+            "own": self._client_state,
+            "statistics": self._buffers,
+            "pending": rows,
+            "pending_statistics": statistics,
+            "pending_round": round,
+        }
+
+    @cached_property
     def _identity(self) -> Record:
-        """The description by which a checkpoint tells clients apart."""
+        """The description by which a state tells clients apart."""
         context = self._context
         return identity_of(
             "client",

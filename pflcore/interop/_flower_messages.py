@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from logging import WARNING
 from typing import Any
 
+import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.supercore import log
 from torch import Tensor
 
@@ -41,105 +42,88 @@ def decode_tensors(content: RecordDict) -> Tensors | None:
         return None
 
 
-def model_layout(content: RecordDict) -> tuple[Any, bool]:
-    """A message's layout, and True if its model has possible numbers.
+Layout = dict[str, tuple[torch.Size, torch.dtype]]
 
-    The layout has names, shapes and dtypes; it is None where there is no single model.
+
+def layout_of(tensors: Tensors) -> Layout:
+    """The shape and the dtype of each tensor."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def has_model(content: RecordDict, layout: Layout) -> bool:
+    """True where a message has one model of this layout, with possible numbers.
+
     Possible numbers are finite, and no variance among them is negative.
     """
     tensors = decode_tensors(content)
-    if not tensors:
-        return None, False
-    is_possible = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    if not tensors or layout_of(tensors) != layout:
+        return False
     for name, tensor in tensors.items():
-        if name.rpartition(".")[2] == "running_var" and bool((tensor < 0).any()):
-            is_possible = False
-    layout = {key: (value.shape, value.dtype) for key, value in tensors.items()}
-    return ([*content.array_records], layout), is_possible
+        if not tensor.isfinite().all():
+            return False
+        if name.rpartition(".")[2] == "running_var" and (tensor < 0).any():
+            return False
+    return True
 
 
-def metrics_layout(content: RecordDict, weight: str) -> Any:
-    """The names of a reply's metrics, with the lengths of lists.
-
-    None where there is no single record of metrics, or the metric `weight` is no number
-    of samples.
-    """
-    records = [*content.metric_records.items()]
-    if len(records) != 1:
-        return None
-    name, metrics = records[0]
-    num_samples = metrics.get(weight)
-    is_number = isinstance(num_samples, int | float)
-    if not is_number or not 0 < num_samples <= MAX_SAMPLES:
-        return None
-    lengths = {
-        key: len(value) if isinstance(value, list) else None
-        for key, value in metrics.items()
-    }
-    return name, lengths
-
-
-def matching_positions(
-    layouts: Sequence[Any], expected_layout: Any = None
-) -> list[int]:
-    """The positions of the layouts that equal `expected_layout`.
-
-    Where no layout equals it, the most frequent one is expected. None in `layouts`
-    stands for an item without a layout, which never matches.
-    """
-    known = [layout for layout in layouts if layout]
-    expected = expected_layout
-    if expected not in known:
-        expected = max(known, key=known.count, default=None)
-    return [
-        place for place, layout in enumerate(layouts) if layout and layout == expected
-    ]
+def has_samples(content: RecordDict, weight: str) -> bool:
+    """True where the metric `weight` of a message's metrics is a number of samples."""
+    records = [*content.metric_records.values()]
+    num_samples: Any = records[0].get(weight) if len(records) == 1 else None
+    return isinstance(num_samples, int | float) and 0 < num_samples <= MAX_SAMPLES
 
 
 def usable_replies(
-    replies: Iterable[Message],
-    weight: str,
-    expected_layout: Any = None,
-    *,
-    models: bool = True,
-    finite: bool = True,
+    replies: Iterable[Message], weight: str, layout: Layout | None = None
 ) -> list[Message]:
-    """The replies with the most frequent layout; others are left out.
+    """The replies that count; the others are logged, and left out.
 
-    A usable reply has one model with the tensors of most models, and metrics with the
-    names of most metrics. Other replies are logged. The result is in the order of the
-    nodes, so that no bit depends on the node that answered first. Replies without
-    content, which report an error, are part of the result.
+    They have a number of samples and, with `layout`, a model of that layout. They are
+    in the order of the nodes, so that no bit depends on the node that answered first.
+    Replies without content, which report an error, are part of the result.
 
     Args:
         replies: The replies of a round.
         weight: The name of the metric with the number of samples.
-        expected_layout: The layout of the models, if any reply has it.
-        models: False means that a reply needs metrics only.
-        finite: False also accepts models that are not finite.
+        layout: The layout of the models; None where no model is expected.
     """
-    replies = sorted(replies, key=sender_of)
-    answers = [reply for reply in replies if reply.has_content()]
-    usable = answers
-    if models:
-        layouts = []
-        for answer in answers:
-            layout, is_possible = model_layout(answer.content)
-            if finite and not is_possible:
-                layout = None
-            layouts.append(layout)
-        places = matching_positions(layouts, expected_layout)
-        usable = [answers[place] for place in places]
-    layouts = [metrics_layout(answer.content, weight) for answer in usable]
-    usable_nodes = {sender_of(usable[place]) for place in matching_positions(layouts)}
-    odd = [sender_of(a) for a in answers if sender_of(a) not in usable_nodes]
+    usable = []
+    odd = []
+    for reply in sorted(replies, key=sender_of):
+        content = reply.content if reply.has_content() else None
+        fits = content is None or has_samples(content, weight)
+        if fits and content is not None and layout is not None:
+            fits = has_model(content, layout)
+        if fits:
+            usable.append(reply)
+        else:
+            odd.append(sender_of(reply))
     if odd:
-        wanted = "metrics of the others' names"
-        if models:
-            wanted = "finite models of the others' tensors"
-        text = "nodes %s: no %s with %r in their replies; absent"
-        log(WARNING, text, odd, wanted, weight)
-    return [reply for reply in replies if sender_of(reply) not in odd]
+        model = "" if layout is None else "a finite model as the server's, and "
+        text = "nodes %s: expected %s%r in their metrics; absent"
+        log(WARNING, text, odd, model, weight)
+    return usable
+
+
+def mean_metrics(contents: Iterable[RecordDict], weight: str) -> MetricRecord:
+    """The mean of each metric over the contents that have it, as Flower weights them.
+
+    A metric that is a number in one content and a list in another is left out.
+    """
+    values_of: dict[str, list[tuple[Any, float]]] = {}
+    for content in contents:
+        metrics = next(iter(content.metric_records.values()))
+        for name, value in metrics.items():
+            if name != weight:
+                pairs = values_of.setdefault(name, [])
+                pairs.append((np.asarray(value), metrics[weight]))
+    means = MetricRecord()
+    for name, pairs in values_of.items():
+        if len({value.shape for value, _ in pairs}) == 1:
+            total = sum(num_samples for _, num_samples in pairs)
+            parts = [value * (num_samples / total) for value, num_samples in pairs]
+            means[name] = np.sum(parts, 0).tolist()
+    return means
 
 
 def sender_of(reply: Message) -> int:

@@ -6,28 +6,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import WARNING
 from typing import Any, NamedTuple
 
-import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg, MultiKrum, Result
+from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from flwr.supercore import log
 from torch import Tensor
 
-from pflcore import ops, robust
 from pflcore.algorithms._feddwa import FedDWA
 from pflcore.algorithms._pfedgraph import PFedGraph
 from pflcore.interop._flower_messages import (
-    matching_positions,
-    model_layout,
+    Layout,
+    decode_tensors,
+    layout_of,
+    mean_metrics,
     sender_of,
     usable_replies,
 )
-from pflcore.interop._flower_sending import OneByOneGrid, OneTimeMessages
 from pflcore.interop._packing import (
     ModelTemplate,
     Shapes,
     mix_statistics,
-    pack,
     split_row,
 )
 from pflcore.interop._personalize import (
@@ -106,14 +104,29 @@ class PersonalModels(Mapping[int, ArrayRecord]):
 
 
 class FilteredFedAvg(FedAvg):  # type: ignore[misc]
-    """Flower's FedAvg, with an evaluation that leaves out replies of another layout."""
+    """Flower's FedAvg, whose metrics may differ in their names from node to node."""
+
+    def __init__(self, **flower: Any) -> None:
+        means = {
+            "train_metrics_aggr_fn": mean_metrics,
+            "evaluate_metrics_aggr_fn": mean_metrics,
+        }
+        super().__init__(**means | flower)
+
+    def _contents(self, replies: Iterable[Message], is_train: bool) -> list[RecordDict]:
+        """The contents of replies; errors are logged."""
+        replies, _ = self._check_and_log_replies(replies, is_train, validate=False)
+        return [reply.content for reply in replies]
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """The mean of the metrics of the usable replies, as in FedAvg."""
-        replies = usable_replies(replies, self.weighted_by_key, models=False)
-        return super().aggregate_evaluate(server_round, replies)  # type: ignore[no-any-return]
+        replies = usable_replies(replies, self.weighted_by_key)
+        contents = self._contents(replies, is_train=False)
+        if not contents:
+            return None
+        return self.evaluate_metrics_aggr_fn(contents, self.weighted_by_key)  # type: ignore[no-any-return]
 
 
 class PersonalStrategy(FilteredFedAvg):
@@ -121,7 +134,8 @@ class PersonalStrategy(FilteredFedAvg):
 
     `pflcore.personalize` makes the models of the clients that have trained. A client
     that has not trained yet receives the mean of the round. It works with any ClientApp
-    that FedAvg works with. Raises ValueError for models that differ in their tensors.
+    that FedAvg works with. A node whose reply has other tensors than the model that was
+    sent, or numbers that are not finite, is absent from the round.
 
     Args:
         method: A method of `pflcore.personalize`: "fedamp", "heurfedamp", "pfedgraph",
@@ -151,28 +165,22 @@ class PersonalStrategy(FilteredFedAvg):
         self._last: dict[int, ArrayRecord] = {}
         # The first model that was sent, where the method compares updates from it
         self._base: ArrayRecord | None = None
-        # The layout of the models: that of the model that was sent, or of most uploads.
-        self._expected_layout: Any = None
+        self._layout: Layout = {}  # that of the model that was sent
         self._has_advised = False
-
-    def start(self, grid: Grid, *args: Any, **options: Any) -> Result:
-        """The result of Flower's `start`, with the same arguments.
-
-        A node's message is built when it is sent.
-        """
-        return super().start(OneByOneGrid(grid), *args, **options)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> Aggregated:
         """Makes the clients' next models, and returns the mean as FedAvg does."""
-        replies = usable_replies(replies, self.weighted_by_key, self._expected_layout)
-        contents = {
-            sender_of(reply): reply.content for reply in replies if reply.has_content()
-        }
-        if contents:
-            self._personalize(contents)
-        return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]
+        weight = self.weighted_by_key
+        replies = usable_replies(replies, weight, self._layout)
+        contents = self._contents(replies, is_train=True)
+        if not contents:
+            return None, None
+        answers = [reply for reply in replies if reply.has_content()]
+        self._personalize({sender_of(reply): reply.content for reply in answers})
+        mean = aggregate_arrayrecords(contents, weight)
+        return mean, self.train_metrics_aggr_fn(contents, weight)
 
     def _personalize(self, contents: Mapping[int, RecordDict]) -> None:
         """Makes the nodes' next models from the uploads in their replies."""
@@ -185,10 +193,6 @@ class PersonalStrategy(FilteredFedAvg):
             text = "%s needs %d models, got %d; everybody keeps the one that it has."
             log(WARNING, text, self.method, least, len(uploads))
             return
-        layout, _ = model_layout(next(iter(contents.values())))
-        if layout != self._expected_layout:
-            self._expected_layout = layout
-            self._last = {}  # uploads of another layout cannot be compared
         previous = None
         if self._looks_back:
             previous = {node: self._last.get(node, uploads[node]) for node in uploads}
@@ -205,12 +209,9 @@ class PersonalStrategy(FilteredFedAvg):
     def _construct_messages(
         self, record: RecordDict, node_ids: list[int], message_type: str
     ) -> Iterable[Message]:
-        """The messages of FedAvg, each with the model of its node.
-
-        Each is built when it is read.
-        """
+        """The messages of FedAvg, each with the model of its node."""
         key = self.arrayrecord_key
-        self._expected_layout = self._expected_layout or model_layout(record)[0]
+        self._layout = self._layout or layout_of(decode_tensors(record) or {})
         if self._compares_updates and self._base is None:
             self._base = record[key]
 
@@ -219,79 +220,4 @@ class PersonalStrategy(FilteredFedAvg):
             content = RecordDict({**record, key: model})
             return Message(content, node, message_type)
 
-        return OneTimeMessages(message_of(node) for node in node_ids)
-
-
-def select_multikrum(
-    contents: list[RecordDict], num_malicious_nodes: int, num_nodes_to_select: int
-) -> list[RecordDict]:
-    """The selected contents by exact distances, best first.
-
-    It takes the place of Flower's `select_multikrum`, also in
-    `Bulyan(selection_rule=select_multikrum)`. That function expands
-    |a|^2 + |b|^2 - 2 a b in float32, with errors larger than the distances of models
-    that differ by a thousandth.
-
-    Models are compared by their floating-point tensors without running statistics. A
-    content without a model of the most frequent layout is logged and left out. A model
-    that is not finite is never selected. Raises ValueError unless 2 f + 2 < N for f
-    malicious nodes and the N contents that are left, because Krum guarantees nothing
-    there.
-
-    Args:
-        contents: The contents of the replies, each with one model.
-        num_malicious_nodes: The number f of bad nodes that Krum withstands.
-        num_nodes_to_select: The number of contents to select.
-    """
-    layouts = []
-    are_possible = []
-    for content in contents:
-        layout, is_possible = model_layout(content)
-        layouts.append(layout)
-        are_possible.append(is_possible)
-    places = matching_positions(layouts)
-    if len(places) < len(contents):
-        odd = [place for place in range(len(contents)) if place not in places]
-        log(WARNING, "contents %s: no models of the others' tensors; left out", odd)
-    models = [next(iter(contents[place].array_records.values())) for place in places]
-    rows, _ = pack(models)
-    possible_rows = torch.tensor([are_possible[place] for place in places])
-    rows[~possible_rows] = torch.nan  # Krum takes it as infinitely far from all others
-    krum = robust.MultiKrum(num_malicious_nodes, num_nodes_to_select)
-    chosen = krum.select(ops.pairwise_sqdist(rows)).tolist()
-    return [contents[places[i]] for i in chosen if possible_rows[i]]
-
-
-class ExactMultiKrum(FilteredFedAvg, MultiKrum):  # type: ignore[misc]
-    """Flower's `MultiKrum` with exact distances, and with the same arguments.
-
-    A node counts as absent if its reply has no model of the most frequent layout, or no
-    number of samples. Where too few replies are left for Krum, these absent nodes count
-    among the malicious ones, and fewer replies are selected. Where still too few are
-    left, the round is skipped with a line in the log.
-    """
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> Aggregated:
-        """The mean of the selected replies, and of their metrics."""
-        replies = list(replies)
-        usable = usable_replies(replies, self.weighted_by_key, finite=False)
-        valid, _ = self._check_and_log_replies(usable, is_train=True)
-        malicious = self.num_malicious_nodes
-        num_odd = len(replies) - len(usable)
-        f = min(malicious, (len(valid) - 3) // 2)
-        if f < max(0, malicious - num_odd):
-            text = (
-                "Krum needs %d replies for %d malicious nodes, got %d; the round is "
-                "skipped."
-            )
-            log(WARNING, text, 2 * malicious + 3, malicious, len(valid))
-            return None, None
-        m = min(self.num_nodes_to_select, len(valid) - f)
-        contents = [reply.content for reply in valid]
-        reply_of = {id(reply.content): reply for reply in valid}
-        selected = select_multikrum(contents, f, m)
-        chosen = [reply_of[id(content)] for content in selected]
-        mean = FedAvg.aggregate_train(self, server_round, chosen)
-        return mean  # type: ignore[no-any-return]
+        return [message_of(node) for node in node_ids]

@@ -5,7 +5,8 @@ client, and holds:
 
 - the tensors of the algorithm's payload, by their keys;
 - "@about": the numbers of a `MessageHeader`;
-- "@statistics": batch norm's running statistics, only where they are averaged.
+- "@statistics": batch norm's running statistics, only where they are averaged;
+- "@classes": in an upload, the names of the client's classes, if it has some.
 
 A payload's `SharedRows` with the key "w" have three tensors in the message: the rows
 that are sent ("w@rows"), a mask of the sent rows among all rows ("w@sent"), and the
@@ -20,8 +21,9 @@ are sent; M models of a client; b numbers of batch norm's statistics.
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +45,7 @@ from pflcore.train._losses import Loss
 
 HEADER_KEY = "@about"
 BUFFERS_KEY = "@statistics"
+CLASSES_KEY = "@classes"
 
 
 class MessageHeader(NamedTuple):
@@ -121,6 +124,26 @@ def _encode_shared_rows(key: str, shared: SharedRows) -> Tensors:
         f"{key}@sent": sent,
         f"{key}@index": shared.index[0].clone(),
     }
+
+
+def encode_class_names(names: Sequence[str]) -> Tensor:
+    """The names of classes 0, 1, ... as uint8, the bytes of a JSON list."""
+    return torch.frombuffer(bytearray(json.dumps(names).encode()), dtype=torch.uint8)
+
+
+def decode_class_names(encoded: Tensor, name: str) -> tuple[str, ...]:
+    """The names of classes in the tensor of `encode_class_names`.
+
+    Raises ValueError, which begins with `name`, for any other tensor.
+    """
+    try:
+        names = json.loads(bytes(encoded.cpu().numpy()))
+    except (TypeError, ValueError, RuntimeError, RecursionError):
+        names = None
+    is_list = isinstance(names, list) and all(isinstance(text, str) for text in names)
+    wanted = "the names of classes that a Client sends"
+    require(is_list, f"{name}, {CLASSES_KEY!r}", wanted, encoded)
+    return tuple(names)
 
 
 # Both sides hold some numbers for each client of the federation, so a message that

@@ -1,7 +1,7 @@
 """Clients' models as one matrix [N, P], and back.
 
-A model may be a row, a list of arrays, a state dict, a Flower record, a module or a
-file. No framework is imported to recognise its models: a Flower array, for instance, is
+A model may be a row, a list of arrays, a state dict, a Flower record or a module. No
+framework is imported to recognise its models: a Flower array, for instance, is
 recognised by its attributes.
 
 Symbols: N clients; P numbers of a model; b numbers of batch norm's running statistics;
@@ -10,13 +10,12 @@ M rows and K neighbours of a mix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,13 +27,11 @@ from pflcore.check import (
     Expectation,
     Matrix,
     Names,
-    Words,
     checked,
     is_dense,
     reject,
     require,
 )
-from pflcore.ops._check import memory_span, same_view, spans_overlap
 
 # The names of batch norm's buffers, because a state dict does not tell which tensors
 # are buffers.
@@ -139,7 +136,6 @@ def pack(
     include: Names = (),
     exclude: Names = (),
     batch_norm: Literal["local", "average"] = "local",
-    out: Matrix | None = None,  # [N, P]
 ) -> PackedModels:
     """The rows [N, P] of N clients' models, and the models' form.
 
@@ -151,24 +147,19 @@ def pack(
     Args:
         uploads: An [N, P] tensor or array, which is not copied. Or one model for each
             client, in a list or in a dict by client id: 1-D tensors, lists of arrays
-            only, state dicts, Flower ArrayRecords, `nn.Module`s or paths of safetensors
-            files. Where a value has a method `materialize()`, the method is called for
-            one client at a time.
+            only, state dicts, Flower ArrayRecords or `nn.Module`s. Where a value has a
+            method `materialize()`, the method is called for one client at a time.
         include: Shell patterns of the tensors to pack, as in `net.mask("head.*")`; by
             default all. The arrays of a list have the names "0", "1", ...
         exclude: Shell patterns of the tensors that stay each client's own.
         batch_norm: "local" leaves each client its own statistics. "average" makes
             `unpack` mix them.
-        out: Memory for the rows, with contiguous rows in the models' dtype and on their
-            device; None for new memory. A tensor that already is its place in `out`,
-            as `unpack(copy=False)` makes it, is not copied; no other tensor may share
-            memory with `out`. An error may leave some rows written.
     """
     included = [include] if isinstance(include, str) else list(include)
     excluded = [exclude] if isinstance(exclude, str) else list(exclude)
     names: dict[str, None] = {}  # the names of all tensors, in order
     if isinstance(uploads, Tensor | np.ndarray) and uploads.ndim == 2:
-        packed = _pack_matrix(uploads, out)
+        packed = _pack_matrix(uploads)
     else:
         form, models = collect_models(uploads)
         parts: list[tuple[Shapes, Tensor]] = []  # the rows and the statistics
@@ -178,9 +169,7 @@ def pack(
             chosen = _chosen_names(values, included, excluded)
             template, *tensors = _read(where, model, values, chosen, batch_norm)
             if not parts:
-                averaged = _empty(len(models), tensors[1])
-                parts = [_empty(len(models), tensors[0], out), averaged]
-            _require_apart(out, i, parts[0][0], tensors, where)
+                parts = [_empty(len(models), like) for like in tensors]
             for (columns, matrix), new in zip(parts, tensors, strict=True):
                 _fill(matrix[i], columns, new, where)
             form.models.append(template)
@@ -208,8 +197,7 @@ def unpack(
     """One model for each client from rows [N, P], in `pack`'s form.
 
     The form has the containers, dtypes, devices and client ids of that input. A model's
-    other tensors are the client's own. A file comes back as a state dict, and a module
-    as a new module.
+    other tensors are the client's own. A module comes back as a new module.
 
     Args:
         rows: The rows [N, P], mixed or not.
@@ -275,8 +263,6 @@ def tensors_by_name(model: Any, where: str) -> dict[str, Any]:
     """
     if isinstance(model, nn.Module):
         return dict(model.named_parameters()) | dict(model.named_buffers())
-    if isinstance(model, str | Path):
-        return _read_file(model, where)
     if isinstance(model, list | tuple):
         wanted = "a tensor or an array; models by client id come in a dict {id: model}"
         for i, value in enumerate(model):
@@ -288,26 +274,9 @@ def tensors_by_name(model: Any, where: str) -> dict[str, Any]:
         return {"": model}
     wanted = (
         "a 1-D tensor, a list of arrays, a dict of tensors by name, a Flower "
-        "ArrayRecord, an nn.Module or the path of a safetensors file"
+        "ArrayRecord or an nn.Module"
     )
     reject(where, wanted, model)
-
-
-def _read_file(path: str | Path, where: str) -> dict[str, Any]:
-    """The tensors of a safetensors file.
-
-    Raises ValueError where the file is not whole.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
-        reason = str(error).rstrip(".")
-        raise ValueError(
-            f"{where}: {path} is no whole safetensors file ({reason})."
-        ) from None
 
 
 def is_array(value: Any) -> bool:
@@ -394,7 +363,7 @@ def _module_with(given: nn.Module, tensors: Tensors) -> nn.Module:
     return deepcopy(given, replaced)
 
 
-def _pack_matrix(uploads: Any, out: Tensor | None) -> PackedModels:
+def _pack_matrix(uploads: Any) -> PackedModels:
     """The packed models of an [N, P] tensor or array."""
     # A tensor or an array is never read as None.
     rows = read_tensor(uploads, "uploads")[0]  # type: ignore[index]
@@ -402,13 +371,6 @@ def _pack_matrix(uploads: Any, out: Tensor | None) -> PackedModels:
     require(rows.is_floating_point() and len(rows), "uploads", wanted, rows)
     outer = "tensor" if isinstance(uploads, Tensor) else "array"
     ids = list(range(len(rows)))
-    if out is not None:
-        _require_rows(out, rows.shape, rows)
-        if not same_view(rows, out):
-            if spans_overlap(memory_span(rows), memory_span(out)):
-                _reject_shared("a part of uploads' memory")
-            out.copy_(rows)
-        rows = out
     return PackedModels(rows, ModelForm(ids, outer, {"": rows.shape[1:]}))
 
 
@@ -466,68 +428,12 @@ def _read(
     return template, packed, averaged
 
 
-def _empty(n: int, like: Tensors, out: Tensor | None = None) -> tuple[Shapes, Tensor]:
-    """The shapes of a client's tensors, and a matrix for n clients: `out`, or new."""
+def _empty(n: int, like: Tensors) -> tuple[Shapes, Tensor]:
+    """The shapes of a client's tensors, and an empty matrix for n clients."""
     first = next(iter(like.values()), torch.empty(0))
     width = sum(tensor.numel() for tensor in like.values())
     shapes = {name: tensor.shape for name, tensor in like.items()}
-    if out is None:
-        return shapes, first.new_empty(n, width)
-    _require_rows(out, torch.Size([n, width]), first)
-    return shapes, out
-
-
-def _require_rows(out: Tensor, shape: torch.Size, like: Tensor) -> None:
-    """Raises ValueError unless `out` can hold rows of this shape and `like`'s kind."""
-    kind = (shape, like.dtype, like.device)
-    wanted = f"{_describe_kind(kind)} for the models' rows"
-    require((out.shape, out.dtype, out.device) == kind, "out", wanted, out)
-    if not out.numel():
-        return
-    is_contiguous = out.shape[1] == 1 or out.stride(1) == 1
-    is_apart = len(out) == 1 or out.stride(0) >= out.shape[1]
-    got = Words(f"strides {list(out.stride())}")
-    require(
-        is_contiguous and is_apart, "out", "contiguous rows that do not overlap", got
-    )
-    got = Words("a tensor that requires grad")
-    require(not out.requires_grad, "out", "memory without a gradient", got)
-
-
-def _require_apart(
-    out: Tensor | None,
-    client: int,
-    columns: Shapes,
-    parts: Sequence[Tensors],
-    where: str,
-) -> None:
-    """Raises ValueError where a tensor shares memory with `out`, except its own place.
-
-    Args:
-        client: The number of the client's row.
-        parts: The client's tensors for the rows, and its statistics.
-    """
-    if out is None:
-        return
-    span = memory_span(out)
-    places = split_row(columns, out[client])
-    for name, tensor in [item for part in parts for item in part.items()]:
-        if not spans_overlap(span, memory_span(tensor)):
-            continue
-        if name not in places or not _is_place(places[name], tensor):
-            _reject_shared(f"memory of {where}: {name or 'row'!r}")
-
-
-def _is_place(piece: Tensor, tensor: Tensor) -> bool:
-    """True where a tensor is the whole piece of a row, in the same memory."""
-    has_size = piece.numel() == tensor.numel()
-    return has_size and same_view(piece.view(tensor.shape), tensor)
-
-
-def _reject_shared(what: str) -> NoReturn:
-    """Raises ValueError: `out` shares memory with a model."""
-    expected = "memory of its own, or models that are views of their own rows"
-    reject("out", expected, Words(what), remedy="use pack without out")
+    return shapes, first.new_empty(n, width)
 
 
 def _fill(row: Tensor, columns: Shapes, tensors: Tensors, where: str) -> None:
@@ -551,8 +457,7 @@ def _fill(row: Tensor, columns: Shapes, tensors: Tensors, where: str) -> None:
                 "exclude what is private."
             )
     for name, piece in split_row(columns, row).items():
-        if not _is_place(piece, tensors[name]):
-            piece.view(columns[name]).copy_(tensors[name])
+        piece.view(columns[name]).copy_(tensors[name])
 
 
 def _describe_kind(kind: Kind | None) -> str:

@@ -6,8 +6,8 @@ Symbols: N clients of the federation; b numbers of batch norm's statistics.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -38,10 +38,12 @@ from pflcore.check import (
 )
 from pflcore.interop._message import (
     BUFFERS_KEY,
+    CLASSES_KEY,
     MAX_CLIENTS,
     MAX_SAMPLES,
     MessageHeader,
     convert,
+    decode_class_names,
     describe_layout,
     encode_message,
     fingerprint,
@@ -49,11 +51,13 @@ from pflcore.interop._message import (
     prepare_net,
 )
 from pflcore.interop._sides import (
+    SideState,
+    check_identity,
+    copied,
     identity_of,
-    load_side,
-    save_side,
-    with_prefix,
-    without_prefix,
+    moved,
+    read_state,
+    write_state,
 )
 from pflcore.simulation._describe import Record
 from pflcore.simulation._models import with_new_client
@@ -71,9 +75,6 @@ from pflcore.train import Training
 from pflcore.train._memory import is_out_of_memory
 
 ClientCount = Annotated[int, at.Interval(ge=1, le=MAX_CLIENTS)]
-# Private attributes of a server, without the "_", that `state_dict` holds besides the
-# algorithm's state.
-SAVED_FIELDS = ("accepted", "numbers", "retired", "report")
 # Errors that an algorithm may raise where the uploads are of another algorithm.
 UNUSABLE_UPLOAD_ERRORS = (
     ArithmeticError,
@@ -92,11 +93,13 @@ class Upload(NamedTuple):
         tensors: The tensors of the upload by their keys, without a dimension of
             clients.
         num_samples: The number of samples in the client's training split.
+        class_names: The names of the client's classes; None where it sent none.
     """
 
     number: int
     tensors: Tensors
     num_samples: int
+    class_names: tuple[str, ...] | None
 
 
 class Server:
@@ -129,6 +132,10 @@ class Server:
         training: The clients' options of training, where they are known. Numbers that
             follow from them, such as FedNova's steps, are then checked by them; with
             None they need only be possible.
+        classes: The names of the classes 0, 1, ..., as those of an ImageFolder. An
+            upload of a client whose classes have other names is refused: its labels
+            mean something else. With None they are the names of the first client whose
+            upload counts, of several in a round that with the smallest number.
     """
 
     @checked
@@ -143,6 +150,7 @@ class Server:
         batch_norm: BatchNormPolicy = "auto",
         clip: PositiveFloat | None = None,
         training: Training | None = None,
+        classes: Sequence[str] | None = None,
     ) -> None:
         self.algorithm = algorithm_of(algorithm)
         self.net = prepare_net(self.algorithm, template, "cross_entropy", seed)
@@ -162,6 +170,9 @@ class Server:
         # Numbers of clients that have left. No later client receives one of them.
         self._retired: list[int] = []
         self._report: Tensors = {}
+        self.classes = None if classes is None else tuple(classes)
+        # The client that the names came from; None where they were given
+        self._named_by: Hashable | None = None
         # True once a client may train for the coming round
         self._round_started = False
 
@@ -257,6 +268,8 @@ class Server:
             outcome = self._try_round(read, names, strict)
         if outcome.void:
             self._state = commit(self._state, {}, outcome)
+        elif self.classes is None:
+            self._learn_classes(read, outcome)
         self._round_started = False
         return replace(
             outcome,
@@ -264,6 +277,17 @@ class Server:
             dropped=[names[i] for i in outcome.dropped],
             clipped=[names[i] for i in outcome.clipped],
         )
+
+    def _learn_classes(
+        self, uploads: Mapping[Any, Upload], outcome: RoundOutcome
+    ) -> None:
+        """Takes the names of classes from the first client whose upload counted."""
+        for client, upload in uploads.items():
+            counts = upload.number not in outcome.dropped
+            if counts and upload.class_names is not None:
+                self.classes = upload.class_names
+                self._named_by = client
+                return
 
     def join(self, client_id: Hashable) -> int:
         """The number of a client, where a new client receives one.
@@ -304,9 +328,13 @@ class Server:
     def leave(self, client_id: Hashable) -> None:
         """Forgets a client. Its id may name a new client later.
 
-        The algorithm's state keeps what it has of the client.
+        The algorithm's state keeps what it has of the client. Where the names of the
+        classes came from this client, they are forgotten, too.
         """
         self._retired.append(self._numbers.pop(client_id))
+        if client_id == self._named_by:
+            self.classes = None
+            self._named_by = None
 
     def report(self) -> Tensors:
         """The algorithm's report of the last round, with mixing weights [N, N].
@@ -316,100 +344,84 @@ class Server:
         """
         return self._report
 
-    def state_dict(self) -> dict[str, Any]:
-        """The server's state between rounds, for `torch.save`.
+    def state_dict(self) -> SideState:
+        """The server's state between rounds: all that the next round needs.
 
-        It consists of copies of tensors, numbers, strings and dicts, so that
+        It consists of copies of tensors and of values that JSON can hold, so that
         `torch.load` needs no pickled classes.
         """
-        return {
-            "fingerprint": self._fingerprint,
-            "state": {k: v.clone() for k, v in flatten_state(self._state).items()},
-            "round": self._state.round,
-            "void": self._state.void_rounds,
-            **{k: copy(getattr(self, f"_{k}")) for k in SAVED_FIELDS},
-        }
+        return copied(self._live_state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the state that `state_dict` returned.
 
-        Raises ValueError, and changes nothing, where the state is of another algorithm
-        or model.
+        The rounds that follow give the same numbers as those of an unbroken run. Raises
+        ValueError, and changes nothing, where the state is of a server with another
+        algorithm, model or option. `num_clients` may differ.
         """
-        is_mapping = isinstance(state, Mapping)
-        if not is_mapping or state.get("fingerprint") != self._fingerprint:
-            raise ValueError(
-                "state: expected what state_dict() of a Server of this algorithm and "
-                "model gives."
-            )
-        tensors = {k: v.clone() for k, v in state["state"].items()}
+        check_identity(state, self._identity)
+        before = flatten_state(self._state)
+        tensors = {}
+        for name, tensor in state["state"].items():
+            # A tensor that the server added during the run has no device before it.
+            device = before.get(name, self._state.buffers).device
+            tensors[name] = tensor.to(device, copy=True)
         new = unflatten_state(tensors, state["round"], state["void"])
         check_state(new, self.algorithm, self.net, len(new.participated))
+        # A server that was given a module drew its first weights anew.
+        first = moved(state["net"], self.net.w0.device)
+        net = self.net.to(self.net.w0.device)
+        net.w0 = first["w0"]
+        net.b0 = first["b0"]
+        self.net = net
         self._state = new
+        self._report = moved(state["report"], self.net.w0.device)
+        self._accepted = {i: (round, part) for i, round, part in state["accepted"]}
+        self._numbers = {client: number for client, number in state["clients"]}
+        self._retired = list(state["retired"])
+        if self.classes is None and state["classes"] is not None:
+            self.classes = tuple(state["classes"])
+            self._named_by = state["named_by"]
         self._round_started = False
-        for key in SAVED_FIELDS:
-            setattr(self, f"_{key}", copy(state[key]))
 
     def save(self, folder: str | Path) -> None:
-        """Writes a checkpoint into `folder`, in place of one that is there.
+        """Writes `state_dict()` into a file in `folder`, in place of an earlier one.
 
-        It holds all that the next round needs. Save it after each round: a client keeps
-        what it learnt as soon as a message tells it that its upload was used. Raises
-        OSError where it cannot be written; then the earlier checkpoint stands.
+        Save it after each round: a client keeps what it learnt as soon as a message
+        tells it that its upload was used. Raises OSError where it cannot be written;
+        then the earlier file stands.
         """
-        self.save_with_facts(folder, {})
+        write_state(folder, self._live_state())
 
     def restore(self, folder: str | Path) -> Server:
-        """Takes up the checkpoint in `folder`, and returns the server itself.
+        """Loads the state that `save` wrote, and returns the server itself.
 
-        The rounds that follow give the same numbers as those of an unbroken run. Raises
-        ValueError, and changes nothing, for a checkpoint that is absent, damaged, or of
-        a server with another algorithm, model or option. `num_clients` may differ.
+        Raises ValueError as `load_state_dict` does, and where the file is absent or
+        damaged.
         """
-        self.restore_with_facts(folder)
+        self.load_state_dict(read_state(folder))
         return self
 
-    def save_with_facts(self, folder: str | Path, facts: Mapping[str, Any]) -> None:
-        """Writes a checkpoint with further facts, for `restore_with_facts`."""
-        tensors = with_prefix("state.", flatten_state(self._state))
-        tensors |= with_prefix("report.", self._report)
-        tensors |= with_prefix("net.", {"w0": self.net.w0, "b0": self.net.b0})
-        accepted = [[i, *values] for i, values in self._accepted.items()]
-        numbers = [_plain_id(i) for i in self._numbers]
-        own_facts = {
+    def _live_state(self) -> SideState:
+        """The state as in `state_dict`, with the server's own tensors."""
+        numbers = self._numbers.items()
+        return {
+            "identity": self._identity,
+            "state": flatten_state(self._state),
+            "report": self._report,
+            "net": {"w0": self.net.w0, "b0": self.net.b0},
             "round": self._state.round,
             "void": self._state.void_rounds,
-            "accepted": accepted,
-            "clients": [*zip(numbers, self._numbers.values(), strict=True)],
-            "retired": self._retired,
+            "accepted": [[number, *fact] for number, fact in self._accepted.items()],
+            "clients": [[_plain_id(client), number] for client, number in numbers],
+            "retired": list(self._retired),
+            "classes": self.classes and list(self.classes),
+            "named_by": self._named_by and _plain_id(self._named_by),
         }
-        save_side(folder, self._identity(), tensors, {**facts, **own_facts})
 
-    def restore_with_facts(self, folder: str | Path) -> Record:
-        """Takes up a checkpoint as `restore` does, and returns all of its facts."""
-        tensors, facts = load_side(folder, self._identity())
-        saved = without_prefix("state.", tensors)
-        before = flatten_state(self._state)
-        # A tensor that the server added during the run has no device before it.
-        for name, tensor in saved.items():
-            saved[name] = tensor.to(before.get(name, self._state.buffers).device)
-        state = unflatten_state(saved, facts["round"], facts["void"])
-        check_state(state, self.algorithm, self.net, len(state.participated))
-        # A server that was given a module drew its first weights anew.
-        net = self.net.to(self.net.w0.device)
-        net.w0 = tensors["net.w0"].to(net.w0.device)
-        net.b0 = tensors["net.b0"].to(net.b0.device)
-        self.net = net
-        self._state = state
-        self._report = without_prefix("report.", tensors)
-        self._accepted = {i: (round, part) for i, round, part in facts["accepted"]}
-        self._numbers = {client: number for client, number in facts["clients"]}
-        self._retired = list(facts["retired"])
-        self._round_started = False
-        return facts
-
+    @cached_property
     def _identity(self) -> Record:
-        """The description by which a checkpoint tells servers apart."""
+        """The description by which a state tells servers apart."""
         return identity_of(
             "server",
             self.algorithm,
@@ -547,7 +559,32 @@ class Server:
                 read[client] = self._read_upload(client, upload, expected)
             except ValueError as error:
                 _raise_or_warn(str(error), strict)
-        return dict(sorted(read.items(), key=lambda item: item[1].number))
+        ordered = dict(sorted(read.items(), key=lambda item: item[1].number))
+        return self._with_these_classes(ordered, strict)
+
+    def _with_these_classes(
+        self, uploads: dict[Any, Upload], strict: bool
+    ) -> dict[Any, Upload]:
+        """The uploads of clients whose classes have the names of this server's."""
+        names = self.classes
+        named_by = self._named_by
+        fitting = {}
+        for client, upload in uploads.items():
+            given = upload.class_names
+            if names is None and given is not None:
+                names = given
+                named_by = client
+            if given is None or names is None or given == names:
+                fitting[client] = upload
+                continue
+            source = "" if named_by is None else f", those of client {named_by!r}"
+            _raise_or_warn(
+                f"client {client!r}: its classes are {', '.join(given)}, "
+                f"expected {', '.join(names)}{source}; read its data with classes=, or "
+                "give Server(classes=) the right names.",
+                strict,
+            )
+        return fitting
 
     def _expected_uploads(self) -> Tensors:
         """Tensors [...] of the shapes and dtypes of a client's upload, by name."""
@@ -588,10 +625,13 @@ class Server:
         fits = is_whole and 1 <= int(num_samples) <= MAX_SAMPLES
         wanted = f"a whole number from 1 to {MAX_SAMPLES}"
         require(fits, f"{name}, number of samples", wanted, num_samples)
+        class_names = None
+        if CLASSES_KEY in tensors:
+            class_names = decode_class_names(tensors.pop(CLASSES_KEY), name)
         fitting = _fit_upload(tensors, expected, name)
         device = self.net.w0.device
         fitting = {key: value.to(device) for key, value in fitting.items()}
-        return Upload(number, fitting, int(num_samples))
+        return Upload(number, fitting, int(num_samples), class_names)
 
 
 def _fit_upload(tensors: Tensors, expected: Tensors, name: str) -> Tensors:

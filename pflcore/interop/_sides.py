@@ -1,8 +1,8 @@
-"""Checkpoints of a server and of a client, each for the side that wrote it.
+"""The state of a server or a client, and the one file that holds it.
 
-A side is a `Server` or a `Client`. `pflcore.simulation.checkpoint` writes the file,
-whole or not at all. Its facts hold the identity of the side, so that another algorithm,
-model or option is refused.
+A state is a dict of tensors, dicts of tensors by name, and values that JSON can hold.
+Its "identity" describes the side that it belongs to, so that the state of another
+algorithm, model or option is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pflcore.algorithms import name_of
@@ -21,11 +22,13 @@ from pflcore.simulation._describe import Record, describe_net, first_difference
 from pflcore.simulation._functions import describe_functions
 from pflcore.train import Net
 
+SideState = dict[str, Any]
+
 
 def identity_of(
     side: str, algorithm: Algorithm, net: Net, averages: bool, **options: Any
 ) -> Record:
-    """The description by which a checkpoint tells sides apart.
+    """The description by which a state tells sides apart.
 
     Args:
         side: "server" or "client".
@@ -49,53 +52,78 @@ def identity_of(
     return record
 
 
-def save_side(
-    folder: str | Path,
-    identity: Record,
-    tensors: Mapping[str, Tensor],
-    facts: Mapping[str, Any],
-) -> None:
-    """Writes a side's checkpoint. Raises OSError where it cannot be written.
-
-    Args:
-        folder: The folder of the checkpoint.
-        identity: The result of `identity_of`.
-        tensors: Tensors [...] on any device, of which no copy is made.
-        facts: Further values that JSON can hold.
-    """
-    store.save(folder, tensors, {**facts, "identity": identity})
-
-
-def load_side(folder: str | Path, identity: Record) -> tuple[dict[str, Tensor], Record]:
-    """The tensors and facts of a side's checkpoint.
-
-    Raises ValueError where it is absent, damaged or of a side with another identity.
-    """
-    tensors, facts = store.load(folder)
-    there = facts.get("identity")
-    if not isinstance(there, dict):
-        raise ValueError(
-            f"checkpoint: {folder} holds that of a simulation, expected one of a "
-            f"{identity['side']}; give another folder."
-        )
-    difference = first_difference(there, identity)
+def check_identity(state: Any, identity: Record) -> None:
+    """Raises ValueError where a state is not that of the side with this identity."""
+    side = identity["side"]
+    there = state.get("identity") if isinstance(state, Mapping) else None
+    if not isinstance(there, Mapping):
+        raise ValueError(f"state: expected what state_dict() of a {side} gives.")
+    difference = first_difference(dict(there), identity)
     if difference is not None:
         raise ValueError(
-            f"checkpoint: {folder} holds that of another {identity['side']}: "
-            f"{difference}; give what it was made with, or another folder."
+            f"state: expected that of this {side}, got one of another: {difference}; "
+            "give what it was made with."
         )
-    return tensors, facts
 
 
-def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, with `prefix` before their names."""
-    return {prefix + name: tensor for name, tensor in tensors.items()}
+def copied(state: SideState) -> SideState:
+    """The state with copies of its tensors."""
+    copy: SideState = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            copy[name] = value.clone()
+        elif is_group(value):
+            copy[name] = {key: tensor.clone() for key, tensor in value.items()}
+        else:
+            copy[name] = value
+    return copy
 
 
-def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with `prefix`, without it."""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
+def is_group(value: Any) -> bool:
+    """True for a dict of tensors, also for an empty one."""
+    return isinstance(value, dict) and all(
+        isinstance(tensor, Tensor) for tensor in value.values()
+    )
+
+
+def write_state(folder: str | Path, state: SideState) -> None:
+    """Writes a state into `folder`, in place of one that is there.
+
+    No copy is made of a tensor on the CPU. Raises OSError where it cannot be written;
+    then the earlier file stands.
+    """
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    groups = []
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif is_group(value):
+            groups.append(name)
+            tensors |= {f"{name}.{key}": tensor for key, tensor in value.items()}
+        else:
+            values[name] = value
+    store.save(folder, tensors, {**values, "groups": groups})
+
+
+def read_state(folder: str | Path) -> SideState:
+    """The state in `folder`, with its tensors on the CPU.
+
+    Raises ValueError where there is none, or where its file is damaged.
+    """
+    tensors, values = store.load(folder)
+    state: SideState = dict(values)
+    for name in state.pop("groups", ()):
+        state[name] = {}
+    for name, tensor in tensors.items():
+        group, _, key = name.partition(".")
+        if key:
+            state.setdefault(group, {})[key] = tensor
+        else:
+            state[name] = tensor
+    return state
+
+
+def moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copies of tensors, on a device."""
+    return {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}

@@ -7,7 +7,6 @@ It needs the extra `flower`.
 - `PersonalStrategy` sends each client its own model, by a method that needs only the
   clients' models. Any ClientApp works with it unchanged.
 - `keep_private` is a mod that keeps some tensors with their client.
-- `ExactMultiKrum` is Flower's MultiKrum with exact distances.
 
 A node is a process of Flower's, known by its id. A client is the holder of the data on
 a node, known by the id that `client_app` sends.
@@ -45,17 +44,14 @@ from pflcore.interop._flower_messages import (
     decode_tensors,
     record_of,
     sender_of,
-    usable_replies,
 )
 from pflcore.interop._flower_personal import (
     Aggregated,
-    ExactMultiKrum,
     FilteredFedAvg,
     PersonalStrategy,
-    select_multikrum,
 )
-from pflcore.interop._flower_sending import OneByOneGrid, OneTimeMessages
 from pflcore.interop._server import Server
+from pflcore.interop._sides import read_state, write_state
 from pflcore.results._files import lock_folder
 from pflcore.simulation._loop import MAX_VOID_ROUNDS
 from pflcore.simulation._state import RunConfig
@@ -65,12 +61,10 @@ from pflcore.simulation.round import sample_cohort
 from pflcore.train._random import draw_without_replacement
 
 __all__ = [
-    "ExactMultiKrum",
     "PersonalStrategy",
     "PflStrategy",
     "client_app",
     "keep_private",
-    "select_multikrum",
 ]
 
 WHO_QUERY = "query.pflcore"  # the message that asks a node for its client's id
@@ -140,10 +134,11 @@ class PflStrategy(FilteredFedAvg):
 
     def _restore(self, folder: str | Path) -> None:
         """Takes up the checkpoint in `folder`."""
-        facts = self.server.restore_with_facts(folder)
-        flower: Any = facts.get("flower")
+        state = read_state(folder)
+        flower: Any = state.get("flower")
         wanted = "the checkpoint of a PflStrategy"
-        require(isinstance(flower, dict), "checkpoint", wanted, "that of a Server")
+        require(isinstance(flower, dict), "checkpoint", wanted, folder)
+        self.server.load_state_dict(state)
         self.clients = {node: client for node, client in flower["nodes"]}
         self._skipped_rounds = flower["skipped"]
         self._earlier_rounds = flower["round"]
@@ -164,7 +159,8 @@ class PflStrategy(FilteredFedAvg):
             "round": self._earlier_rounds + server_round,
         }
         try:
-            self.server.save_with_facts(self._checkpoint.folder, {"flower": flower})
+            state = {**self.server._live_state(), "flower": flower}
+            write_state(self._checkpoint.folder, state)
         except OSError as error:
             log(WARNING, "%s The run goes on.", error)
 
@@ -192,15 +188,14 @@ class PflStrategy(FilteredFedAvg):
             num_rounds = self.server.rounds - self.server.round
         default_timeout = 3600  # Flower's own
         self._timeout_options = {"timeout": options.get("timeout", default_timeout)}
-        one_by_one: Any = OneByOneGrid(grid)
         in_folder: Any = nullcontext()
         if self._checkpoint is not None:
             in_folder = lock_folder(self._checkpoint.folder, "checkpoint")
         with in_folder:
-            result = super().start(one_by_one, ArrayRecord(), num_rounds, **options)
+            result = super().start(grid, ArrayRecord(), num_rounds, **options)
             if num_rounds == 0 and self._earlier_rounds:
                 config = options.get("evaluate_config") or ConfigRecord()
-                self._evaluate_again(one_by_one, config, result)
+                self._evaluate_again(grid, config, result)
         return self._continued(result)
 
     def _evaluate_again(self, grid: Grid, config: ConfigRecord, result: Result) -> None:
@@ -255,14 +250,10 @@ class PflStrategy(FilteredFedAvg):
         outcome = self.server.aggregate(uploads, strict=False)
         self._log_outcome(server_round, outcome)
         accepted = [r for r in valid if self.clients[sender_of(r)] in outcome.ids]
-        accepted = usable_replies(accepted, self.weighted_by_key, models=False)
-        if not accepted:
+        contents = self._contents(accepted, is_train=True)
+        if not contents:
             return None
-        contents = [reply.content for reply in accepted]
-        metrics: MetricRecord = self.train_metrics_aggr_fn(
-            contents, self.weighted_by_key
-        )
-        return metrics
+        return self.train_metrics_aggr_fn(contents, self.weighted_by_key)  # type: ignore[no-any-return]
 
     def _log_outcome(self, server_round: int, outcome: RoundOutcome) -> None:
         """Logs the dropped clients, and the reason for a void round."""
@@ -284,8 +275,6 @@ class PflStrategy(FilteredFedAvg):
     ) -> Iterable[Message]:
         """The messages of a round, one for each client that takes part.
 
-        Each is built when it is read, from the server's state at that time.
-
         Args:
             kind: "train" or "evaluate".
         """
@@ -306,7 +295,7 @@ class PflStrategy(FilteredFedAvg):
             ids = self._evaluation_cohort(available, server_round)
         config["server-round"] = server_round
         nodes = [node_of[number] for number in ids.tolist()]
-        return OneTimeMessages(self._message(kind, node, config) for node in nodes)
+        return [self._message(kind, node, config) for node in nodes]
 
     def _message(self, kind: str, node: int, config: ConfigRecord) -> Message:
         """The message for one node, with its client's download."""

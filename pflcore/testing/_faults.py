@@ -14,7 +14,7 @@ MISSING = torch.empty(0, 0, 0)  # takes the place of a tensor that one side lack
 
 
 class Fault(AssertionError):
-    """A fault of an algorithm, described in one sentence."""
+    """A fault of an algorithm or an op, described in one sentence."""
 
 
 class Tolerance(NamedTuple):

@@ -223,3 +223,10 @@ def test_an_error_names_column_and_client():
     )
     with sentence(words):
         Federation.from_table(rows, "answer", "hospital", classes=CLASSES)
+
+
+def test_a_pool_may_be_a_frame_with_one_column_of_vectors():
+    y = torch.arange(8) % 2
+    vectors = pd.DataFrame({"embedding": list(np.eye(8, 3))})
+    fed = Federation.from_partition(vectors, y, partition("iid", y, n=2))
+    assert fed.shape == torch.Size([3]) and fed.columns is None

@@ -540,3 +540,61 @@ def test_a_file_and_a_pair_where_they_do_not_belong_are_named():
     pair = (torch.randn(4, 2), torch.arange(4) % 2)
     with pytest.raises(ValueError, match=r"without them a pair.*arrays in a tup"):
         Federation.from_clients([pair, pair], x="a", y="b")
+
+
+def unbalanced(sizes=((40, 10, 1), (3, 30, 0), (1, 1, 1))):
+    """A federation whose clients have these numbers of samples of three classes."""
+    clients = []
+    for counts in sizes:
+        y = torch.arange(3).repeat_interleave(torch.tensor(counts))
+        clients.append((torch.randn(len(y), 2), y))
+    return Federation.from_clients(clients, classes=3)
+
+
+def test_a_stratified_split_holds_out_the_share_of_each_class():
+    fed = unbalanced().split(val=0.1, test=0.2, seed=3, stratify=True)
+    assert fed.counts("test").tolist() == [[9, 2, 0], [0, 7, 0], [0, 0, 0]]
+    assert fed.counts("val").tolist() == [[4, 1, 0], [0, 4, 0], [0, 0, 0]]
+    total = sum(fed.counts(split) for split in fed.splits)
+    assert total.tolist() == [[40, 10, 1], [3, 30, 0], [1, 1, 1]]
+
+
+@given(
+    counts=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(sum),
+    share=st.floats(0.05, 0.9),
+    seed=st.integers(0, 99),
+)
+def test_a_stratified_split_keeps_every_class_in_training(counts, share, seed):
+    y = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    other = torch.zeros(60, dtype=torch.long)
+    pairs = [(torch.randn(len(y), 1), y), (torch.randn(60, 1), other)]
+    fed = Federation.from_clients(pairs, classes=len(counts))
+
+    got = fed.split(test=share, seed=seed, stratify=True)
+
+    had = fed.counts()[0]
+    held = got.counts("test")[0]
+    assert ((got.counts()[0] > 0) == (had > 0)).all()
+    free = (had - 1).clamp(min=0)
+    count = min(int(np.ceil(share * int(had.sum()))), int(free.sum()))
+    assert held.sum() == count
+    even = free * count / max(int(free.sum()), 1)
+    assert ((held - even).abs() < 1).all()
+    assert torch.equal(got.counts()[0] + held, had)
+
+
+def test_a_stratified_split_needs_labels():
+    fed = Federation.from_clients([(torch.randn(9, 2), torch.randn(9))])
+    with sentence("stratify: expected labels, one for each sample, got"):
+        fed.split(test=0.3, stratify=True)
+
+
+def test_labels_that_may_be_counts_are_said():
+    visits = Federation.from_clients([(torch.randn(80, 2), torch.arange(80) % 78)])
+    assert visits.classes_note == (
+        "78 classes; --loss squared (classes=None) if their labels are numbers to "
+        "predict"
+    )
+    words = Federation.from_clients([(torch.randn(6, 2), [*"abcabc"])])
+    assert words.classes_note is None
+    assert unbalanced(((2, 2, 0),)).classes_note is not None

@@ -283,3 +283,11 @@ def test_one_table_of_all_clients(tmp_path):
     data = federation_of(f"table:{path}", client="site", label="died", fractions={})
     assert data.names == ("007", "7") and data.columns == ("age",)
     assert words(data, "007") == ["yes", "yes"]
+
+
+def test_a_client_with_validation_samples_alone_is_refused():
+    pair = (torch.randn(6, 2), torch.arange(6) % 2)
+    clients = {"ann": pair, "bob": {"val": pair}}
+    with sentence("client bob: expected samples to train on or to test beside those"):
+        Federation.from_clients(clients)
+    assert Federation.from_clients({**clients, "bob": {"test": pair}}).n == 2

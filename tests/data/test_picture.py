@@ -35,7 +35,7 @@ def dots(figure):
     """From (client, row) to the area of the dot there."""
     (axis,) = figure.axes
     drawn = axis.collections[-1]
-    places = [(int(x), int(y)) for x, y in drawn.get_offsets().tolist()]
+    places = [tuple(place) for place in drawn.get_offsets().tolist()]
     return dict(zip(places, drawn.get_sizes().tolist(), strict=True))
 
 
@@ -111,24 +111,16 @@ def test_numbers_are_drawn_in_bins_of_equal_width():
 
     figure = fed.plot()
 
-    assert set(dots(figure)) == {(0, 0), (0, 19), (1, 19), (1, 10)}
-    assert dots(figure)[0, 0] == pytest.approx(2 * dots(figure)[1, 10])
-    assert figure.axes[0].get_ylabel() == "target"
-    ticks = figure.axes[0]
-    places = dict(
-        zip(
-            [t.get_text() for t in ticks.get_yticklabels()],
-            ticks.get_yticks(),
-            strict=True,
-        )
-    )
-    assert places["0"] == -0.5 and places["10"] == 19.5
+    assert set(dots(figure)) == {(0, 0.25), (0, 9.75), (1, 9.75), (1, 5.25)}
+    assert dots(figure)[0, 0.25] == pytest.approx(2 * dots(figure)[1, 5.25])
+    (axis,) = figure.axes
+    assert axis.get_ylabel() == "target" and axis.get_ylim() == (0, 10)
 
 
 def test_equal_numbers_are_one_bin():
     pytest.importorskip("matplotlib")
     fed = Federation.from_clients([(torch.zeros(2, 1), torch.full((2,), 3.5))] * 2)
-    assert set(dots(fed.plot())) == {(0, 0), (1, 0)}
+    assert len(dots(fed.plot())) == 2
 
 
 def test_targets_of_several_numbers_show_sizes():

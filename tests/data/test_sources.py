@@ -205,7 +205,7 @@ def test_idx_files_are_read_normalised_and_cut_by_class(tiny_mnist, monkeypatch)
         ),
         (
             lambda: federation_of(source, fractions={"val": 0.5}),
-            "fractions and standardize: exp",
+            "fractions, stratify and standardize: exp",
         ),
     ):
         sentence(ValueError, call, message)

@@ -105,7 +105,7 @@ def check_killed_run(name, part, lives, answers_first):
 
     got = strategy.server.state_dict()
     assert got["round"] == want["round"] == ROUNDS
-    assert got["numbers"] == want["numbers"]
+    assert got["clients"] == want["clients"]
     assert_equal(got["state"], want["state"])
     assert models.keys() == want_models.keys()
     for number, state in want_models.items():
@@ -203,7 +203,7 @@ def test_a_checkpoint_of_another_run_is_refused(words, tmp_path):
     alg, template = options.pop("alg"), options.pop("template")
     server = Server(alg, template, N, **options)
     before = server.state_dict()
-    with sentence(f"checkpoint: .* holds that of another server: .*({words})"):
+    with sentence(f"state: expected that of this server, got one .*({words})"):
         PflStrategy(server, checkpoint=tmp_path / "server")
     assert server.round == 0
     assert_equal(server.state_dict()["state"], before["state"])
@@ -212,9 +212,7 @@ def test_a_checkpoint_of_another_run_is_refused(words, tmp_path):
 def test_checkpoints_of_other_things_are_refused(tmp_path):
     Simulation("ditto", model, DATA, TRAINING, 1).save(tmp_path / "simulation")
     server = Server("ditto", model, N)
-    with sentence(
-        "checkpoint: .* holds that of a simulation, expected one of a server"
-    ):
+    with sentence("checkpoint: expected the checkpoint of a PflStrategy"):
         PflStrategy(server, checkpoint=tmp_path / "simulation")
     server.save(tmp_path / "alone")
     with sentence("checkpoint: expected the checkpoint of a PflStrategy"):

@@ -233,19 +233,6 @@ def test_bfloat16_and_foreign_memory():
     same(unpack(rows, form), odd)
 
 
-def test_files(tmp_path):
-    save = pytest.importorskip("safetensors.torch").save_file
-    models = [net(i).state_dict() for i in range(2)]
-    paths = [tmp_path / f"{i}.safetensors" for i in range(2)]
-    for path, model in zip(paths, models, strict=True):
-        save(model, path)
-    back = unpack(*pack({"a": paths[0], "b": str(paths[1])}))
-    for i, model in zip("ab", models, strict=True):
-        same(dict(sorted(back[i].items())), dict(sorted(model.items())))
-    with sentence("client 1: .* is no whole safetensors file"):
-        pack([paths[0], tmp_path / "none.safetensors"])
-
-
 def test_flowers_own_records():
     app = pytest.importorskip("flwr.app")
     records = [app.ArrayRecord(net(i).state_dict()) for i in range(2)]

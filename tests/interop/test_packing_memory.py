@@ -1,4 +1,4 @@
-"""Rows in a given memory, models that are views of rows, and what a round needs."""
+"""Models that are views of rows, and the memory that a round needs."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from entry_points import sentence
 from hypothesis import given
 from parts.memory import in_a_process, resident
 from small import layers
+from torch import nn
 from ugly import randn
 
 from pflcore import aggregate, feddwa_weights, pack, pairwise_sqdist, unpack
@@ -31,38 +31,10 @@ def states(shapes, dtype=torch.float64):
     return models
 
 
-def matrix(n, p, gap=0, dtype=torch.float64):
-    """Memory [n, p] with `gap` columns between its rows."""
-    return torch.full((n, p + gap), torch.nan, dtype=dtype)[:, :p]
-
-
-@given(shapes=SHAPES, gap=st.integers(0, 2), as_array=st.booleans())
-def test_rows_in_a_given_memory_are_those_in_a_new_one(shapes, gap, as_array):
-    uploads = states(shapes)
-    if as_array:
-        uploads = [[t.numpy() for t in model.values()] for model in uploads]
-    want, form = pack(uploads)
-    out = matrix(*want.shape, gap)
-
-    got, other_form = pack(uploads, out=out)
-
-    assert got is out
-    assert torch.equal(got, want)
-    assert other_form.columns == form.columns
-
-
-@pytest.mark.parametrize("make", [torch.from_numpy, lambda array: array])
-def test_a_matrix_is_written_into_a_given_memory(make):
-    uploads = make(np.arange(6.0).reshape(2, 3))
-    out = matrix(2, 3)
-    assert pack(uploads, out=out).rows is out
-    assert out.tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
 @given(shapes=SHAPES, gap=st.integers(0, 2))
 def test_views_are_equal_to_copies_and_follow_the_rows(shapes, gap):
-    uploads = states(shapes)
-    rows, form = pack(uploads, out=matrix(*pack(uploads).rows.shape, gap))
+    packed, form = pack(states(shapes))
+    rows = nn.functional.pad(packed, (0, gap))[:, : packed.shape[1]]
     copies = unpack(rows, form)
 
     views = unpack(rows, form, copy=False)
@@ -90,21 +62,6 @@ def test_what_cannot_be_a_view_is_a_copy():
         views = unpack(other, form, copy=False)
         assert views[1]["0"].dtype == torch.float32
         assert torch.equal(views[1]["0"], uploads[1]["0"])
-
-
-@given(shapes=SHAPES)
-def test_views_are_packed_again_without_a_copy(shapes):
-    rows, form = pack(states(shapes))
-    models = unpack(rows, form, copy=False)
-    models[1][str(len(shapes))].fill_(7.0)
-    want = rows.clone()
-    version = rows._version
-
-    got, _ = pack(models, out=rows)
-
-    assert got is rows
-    assert torch.equal(rows, want)
-    assert rows._version == version  # counts the writes into the memory
 
 
 def net(seed):
@@ -147,48 +104,9 @@ def test_shared_parameters_stay_shared():
 
 def test_statistics_that_are_averaged_come_with_views():
     uploads = [net(1), net(3)]
-    rows, form = pack(uploads, batch_norm="average", out=pack(uploads).rows)
+    rows, form = pack(uploads, batch_norm="average")
     for model in unpack(rows, form, copy=False):
         assert model[1].running_mean.tolist() == [2.0] * 3
-
-
-def test_memory_of_another_row_is_refused():
-    rows, form = pack(states([(3,)]))
-    first, second, third = unpack(rows, form, copy=False)
-    want = rows.clone()
-    with sentence(
-        "out: expected memory of its own.*, got memory of client 0: '0'; use"
-    ):
-        pack([second, first, third], out=rows)
-    with sentence(
-        "out: expected memory of its own.*, got memory of client 1: '0'; use"
-    ):
-        pack([first, first, third], out=rows)
-    with sentence(
-        "out: expected memory of its own.*, got a part of uploads' memory; use"
-    ):
-        pack(rows[:2], out=rows[1:])
-    assert torch.equal(rows, want)
-
-
-BAD = {
-    "shape": (matrix(3, 4), r"a tensor .*\[3, 4\]"),
-    "dtype": (matrix(3, 5, dtype=torch.float32), "a tensor .*float32"),
-    "columns": (matrix(5, 3).T, r"strides \[1, 3\]"),
-    "rows": (torch.zeros(5, dtype=torch.float64).expand(3, 5), r"strides \[0, 1\]"),
-    "gradient": (matrix(3, 5).requires_grad_(), "a tensor that requires grad"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("as_matrix", [False, True])
-def test_memory_that_cannot_hold_the_rows_is_refused(name, as_matrix):
-    out, got = BAD[name]
-    uploads = states([(3,)])
-    if as_matrix:
-        uploads = pack(uploads).rows
-    with sentence(f"out: expected .*, got {got}"):
-        pack(uploads, out=out)
 
 
 def mix_in_place(rows, near):

@@ -22,13 +22,14 @@ from parts.interop import (
     model,
     whole,
 )
-from small import images, near, swept, tiny_model
+from small import images, layers, near, swept, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pflcore import (
     Adversary,
     Client,
+    Federation,
     Robustness,
     Server,
     Simulation,
@@ -149,18 +150,18 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes():
     server_states = [other.state_dict() for other, _ in others]
     client_states = [other[0].state_dict() for _, other in others]
     for part, kind, states in (
-        (server, "Server", [{}, None, *server_states]),
-        (clients[0], "Client", [{"own": {}}, None, *client_states]),
+        (server, "server", server_states),
+        (clients[0], "client", client_states),
     ):
+        for state in ({}, {"own": {}}, None):
+            with sentence(rf"state: expected what state_dict\(\) of a {kind} gives"):
+                part.load_state_dict(state)
         for state in states:
-            with sentence(
-                rf"state: expected what state_dict\(\) of a {kind} of this algorithm "
-                rf"and"
-            ):
+            with sentence(f"state: expected that of this {kind}, got one of another: "):
                 part.load_state_dict(state)
     assert unchanged(server, before) and torch.equal(view(server, clients, 0), started)
     looking_back = Server(ALGORITHMS["feddwa"](guidance="previous"), model, 4)
-    with sentence("state: expected a state of FedDWA with the server.last"):
+    with sentence("state: expected that of this server, .*: guidance is"):
         looking_back.load_state_dict(Server("feddwa", model, 4).state_dict())
 
 
@@ -594,6 +595,82 @@ def test_an_upload_that_does_not_fit_is_named_and_a_round_goes_on_without_it(nam
         with pytest.warns(RuntimeWarning, match=r"client 3[:,]"):
             done = server.aggregate(ups | {3: (up | unfit, n)}, strict=False)
         assert done.ids == [0, 1, 2] and not done.void
+
+
+def plain_model():
+    return layers("Linear 6 5, ReLU, Linear 5 3")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
+@pytest.mark.parametrize("name", swept(set(ALGORITHMS) - {"local"}))
+def test_one_dtype_of_an_upload_changes_nothing_for_others(name, dtype):
+    """A wider dtype is converted, and another one refused, alone and in company."""
+    for ids in ([0], ALL):
+        for strict in (True, False):
+            server, clients = apart(name, plain_model)
+            ups = uploads(server, clients, ids)
+            up, n = ups[0]
+            odd = {k: v.to(dtype) for k, v in up.items() if v.dtype == torch.float32}
+            assert odd
+            given = {**ups, 0: ({**up, **odd}, n)}
+            if dtype == torch.float64:
+                twin = apart(name, plain_model)[0]
+                play(twin, clients, ids)
+                server.aggregate(given, strict)
+                assert unchanged(server, twin.state_dict())
+            elif strict:
+                with sentence("client 0, '.*': expected .* float32, got"):
+                    server.aggregate(given)
+            else:
+                assert 0 not in server.aggregate(given, strict).ids
+            play(server, clients, ALL)
+
+
+def named_client(names, number, **options):
+    """A client whose classes have these names."""
+    x, _ = DATA.client(number)
+    y = [names[i % len(names)] for i in range(len(x))]
+    data = Federation.from_clients([(x, y)], **options)
+    return Client("fedavg", model, data, TRAINING, **SETTING)
+
+
+def test_a_client_whose_classes_have_other_names_is_refused():
+    server = Server("fedavg", model, 3, seed=SEED)
+    same = ["covid", "normal", "pneumonia"]
+    clients = [named_client(same, 0), named_client(same[1:], 1), named_client(same, 2)]
+    ups = uploads(server, clients, [0, 1, 2])
+    before = server.state_dict()
+    words = (
+        "client 1: its classes are normal, pneumonia, expected covid, normal, "
+        "pneumonia, those of client 0; read its data with classes="
+    )
+    with sentence(words):
+        server.aggregate(ups)
+    assert unchanged(server, before) and server.classes is None
+    with pytest.warns(RuntimeWarning, match=words):
+        assert server.aggregate(ups, strict=False).ids == [0, 2]
+    later = Server("fedavg", model, 3, seed=SEED)
+    later.load_state_dict(again(server.state_dict()))
+    with sentence(words):
+        later.aggregate(uploads(later, clients, [1]))
+    clients[1] = named_client(same[1:], 1, classes=same)
+    assert not later.aggregate(uploads(later, clients, [1])).void
+    later.leave(0)
+    assert later.classes is None
+
+
+def test_the_names_that_a_server_was_given_count():
+    server = Server("fedavg", model, 2, seed=SEED, classes=["a", "b", "c"])
+    clients = [named_client(["b", "c", "d"], 0), named_client(["a", "b", "c"], 1)]
+    ups = uploads(server, clients, [0, 1])
+    with sentence("client 0: its classes are b, c, d, expected a, b, c; read"):
+        server.aggregate(ups)
+    assert server.aggregate({1: ups[1]}).ids == [1]
+    for odd in (torch.zeros(2), torch.tensor([200, 1], dtype=torch.uint8)):
+        up, n = uploads(server, clients, [1])[1]
+        with sentence("client 1, '@classes': expected the names of classes that a"):
+            server.aggregate({1: (up | {"@classes": odd}, n)})
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedfomo", "l2c", "hypcluster"])

@@ -44,6 +44,13 @@ def assert_equal(got, want):
         assert torch.equal(got[name], value), name
 
 
+def assert_same_state(server, other):
+    got, want = server.state_dict(), other.state_dict()
+    for group in ("state", "report", "net"):
+        assert_equal(got.pop(group), want.pop(group))
+    assert got == want
+
+
 @pytest.mark.parametrize("name", swept())
 def test_saved_sides_go_on_without_a_difference(name, tmp_path):
     """Both sides are saved in the middle of a round, after the clients' work."""
@@ -64,10 +71,7 @@ def test_saved_sides_go_on_without_a_difference(name, tmp_path):
 
     for one, parts in ((server, clients), (restored, again)):
         play(one, parts, [0, 1, 3])
-    got, want = restored.state_dict(), server.state_dict()
-    assert_equal(got.pop("state"), want.pop("state"))
-    assert_equal(got.pop("report"), want.pop("report"))
-    assert got == want
+    assert_same_state(restored, server)
     for i in ALL:
         assert_equal(personal(restored, again, i), personal(server, clients, i))
 
@@ -99,10 +103,7 @@ def test_a_server_with_any_clients_comes_back(name, events):
             with tempfile.TemporaryDirectory() as folder:
                 server.save(Path(folder))
                 restored = new_server(name, 1).restore(folder)
-            got, want = restored.state_dict(), server.state_dict()
-            assert_equal(got.pop("state"), want.pop("state"))
-            assert_equal(got.pop("report"), want.pop("report"))
-            assert got == want
+            assert_same_state(restored, server)
             server = restored
 
 
@@ -151,9 +152,9 @@ def test_a_side_of_something_else_is_refused(words, other, tmp_path):
     name = options.pop("name")
     server, client = new_server(name, **options), new_client(name, 0, **options)
     for side, kind in ((server, "server"), (client, "client")):
-        with sentence(f"checkpoint: .* holds that of another {kind}: {words}; give"):
+        with sentence(f"state: expected that of this {kind}, got .*: {words}; give"):
             side.restore(tmp_path / kind)
-    with sentence("checkpoint: .* holds that of another client: side is 'server' ther"):
+    with sentence("state: expected that of this client, .*: side is 'server' there"):
         client.restore(tmp_path / "server")
     with sentence("checkpoint: expected a folder that holds one, got"):
         server.restore(tmp_path / "nothing")

@@ -50,19 +50,16 @@ import torch
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Bulyan
 from torch import Tensor, nn
 
 import pflcore
 from pflcore.algorithms import Cohort, Tensors, apply
 from pflcore.interop import Client, lowrank
 from pflcore.interop.flower import (
-    ExactMultiKrum,
     PersonalStrategy,
     PflStrategy,
     client_app,
     keep_private,
-    select_multikrum,
 )
 
 state_dicts: dict[str, Tensors]
