@@ -7,11 +7,9 @@ parser checks options, wherever they come from.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,8 @@ from pflcore.results._files import atomic_write
 
 CONFIG_FILE = "run.toml"
 CHOICE_FILE = "tuned.toml"  # what `pflcore tune` has chosen
-CONFIG_FILES = "run*.toml"  # with those of later calls
 # Options that say how a folder is treated or what is shown, and not what is played.
-NOT_REPEATED = ("config", "out", "resume", "overwrite", "dry_run", "quiet", "tuned")
+NOT_REPEATED = ("config", "out", "overwrite", "dry_run", "quiet", "tuned")
 Facts = Mapping[str, Any]
 
 
@@ -197,30 +194,14 @@ def _toml_value(value: Any) -> Any:
 
 
 def write_config(folder: Path, text: str) -> None:
-    """Writes the options of a command beside its record.
+    """Writes the options of a run beside its record.
 
-    The file is run.toml, or run-2.toml, ... where a file of that name has other
-    options: those of an earlier call that played a part of the record, or a user's.
-    Options that differ in the number of rounds alone are those of runs that have gone
-    on, and are replaced. Raises ValueError where the file cannot be written.
+    Raises ValueError where the file cannot be written.
     """
-    for number in count(1):
-        path = folder / (CONFIG_FILE if number == 1 else f"run-{number}.toml")
-        if not path.exists():
-            break
-        earlier = path.read_text(encoding="utf-8", errors="replace")
-        if earlier == text:
-            return
-        if _without_rounds(earlier) == _without_rounds(text):
-            break
     try:
-        with atomic_write(path) as part:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder / CONFIG_FILE) as part:
             part.write_bytes(text.encode())
     except OSError as e:
         words = Words(f"{folder} ({e.strerror or e})")
-        reject("out", f"a folder with room for {path.name}", words)
-
-
-def _without_rounds(text: str) -> str:
-    """The options of a command as TOML, without the number of rounds."""
-    return re.sub(r"^rounds = .*\n", "", text, flags=re.MULTILINE)
+        reject("out", f"a folder with room for {CONFIG_FILE}", words)

@@ -559,24 +559,6 @@ def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     }
 
 
-def describe_command(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
-    """The facts of a command: those that all runs of a folder share, and each run's.
-
-    Args:
-        todo: The jobs of the command.
-        cut: The options of the partition, or of the reader of files.
-        shape: The options of the model.
-    """
-    common = describe_jobs(todo, cut, shape)
-    for key in ("runs", "seed", "seeds", "training", "options"):
-        del common[key]
-    runs = {}
-    for job in todo:
-        options = dict(job.algorithm_options)
-        runs[job.name] = {"options": options, "training": asdict(job.training)}
-    return {"common": common, "runs": runs}
-
-
 def make_jobs(
     algorithms: Sequence[str],
     options: Options,

@@ -12,29 +12,11 @@ from pflcore.check import (
     PositiveInt,
     checked,
 )
-from pflcore.cli._config import CONFIG_FILE
 from pflcore.cli._track import TrackerName
-from pflcore.results import _run_pictures as pictures
-from pflcore.results._pictures import FORMATS
 from pflcore.results.table import Format
 
-CHECKPOINTS = "checkpoints"  # the folder of the runs' checkpoints
-RECORD_FILE = "record.jsonl"
 FEDERATION_PICTURE = "federation.png"  # which client holds which samples
-# The file of the table in each format, and the start of what `write_report` writes
-# into it.
-TABLE_FILES = {
-    "md": ("table.md", "### "),
-    "latex": ("table.tex", "% pflcore"),
-    "csv": ("table.csv", "setting,"),
-}
-OUTPUT_FILES = (
-    RECORD_FILE,
-    CONFIG_FILE,
-    *(name for name, _ in TABLE_FILES.values()),
-    *(FEDERATION_PICTURE.replace(".png", suffix) for suffix in FORMATS),
-    *(name + suffix for name in pictures.PICTURE_NAMES for suffix in FORMATS),
-)
+TABLE_FILES = {"md": "table.md", "latex": "table.tex", "csv": "table.csv"}
 
 
 @checked
@@ -55,9 +37,6 @@ class ReportOptions:
         privacy_delta: delta of the line below the table that has the epsilon of
             runs with --mean private; one over the number of clients with training
             samples if not said
-        overwrite: begin anew in a folder that is not empty; its record, its checkpoints
-            and a table that belongs to no record are moved to names that end in .1,
-            .2, ...
     """
 
     out: Path | None = None
@@ -66,38 +45,39 @@ class ReportOptions:
     format: Format = "md"
     columns: tuple[str, ...] = ()
     privacy_delta: OpenUnitFloat | None = None
-    overwrite: bool = False
 
     @property
     def table_file(self) -> str:
         """The name of the table's file."""
-        return TABLE_FILES[self.format][0]
+        return TABLE_FILES[self.format]
 
 
 @checked
 @dataclass(frozen=True)
 class OutputOptions(ReportOptions):
-    """The folder of record.jsonl, table and the pictures, and its checkpoints.
+    """The folder of the runs, the table and the pictures.
+
+    Each run has a folder of its own in it, such as ditto-seed0. The same command again
+    skips whole runs and goes on with those that were broken off. With more --rounds a
+    run that is over goes on, too.
 
     Args:
-        resume: go on with the record in the folder, from its last checkpoint; begin
-            where the folder has no record; with more --rounds a run that is over goes
-            on, too
+        overwrite: remove the records and checkpoints of the runs, and begin them anew
         checkpoint_every: rounds between checkpoints; 0: by time alone
         checkpoint_minutes: minutes between checkpoints; 0: by rounds alone
         keep_checkpoint: keep the last checkpoint of a run that is over, from which it
             can go on to more rounds; it has the rows of all clients that took part
         track: service that gets each round's numbers, too: tensorboard (into
-            tensorboard/ of the folder), wandb (WANDB_PROJECT, WANDB_MODE) or mlflow
-            (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME)
-        export: write every client's personalized model into models/ of the folder, for
-            `pflcore predict`; not those of runs that --resume finds complete
+            tensorboard/ of the run's folder), wandb (WANDB_PROJECT, WANDB_MODE) or
+            mlflow (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME)
+        export: write every client's personalized model into models/ of the run's
+            folder, for `pflcore predict`; not those of runs that are whole already
         quiet: show no progress bar
         dry_run: print what would run, where the clients' rows would be and the memory
             that it takes; write nothing
     """
 
-    resume: bool = False
+    overwrite: bool = False
     checkpoint_every: NonNegativeInt = 0
     checkpoint_minutes: NonNegativeFloat = 10.0
     keep_checkpoint: bool = True

@@ -36,7 +36,7 @@ class PredictOptions:
 
     Args:
         folder: folder that History.export has written; or the folder of a run with
-            --export, where it holds the models of one run alone
+            --export, or one that holds the models of one run alone
         data: CSV file with a line of names, of which those of the model's columns are
             taken; for models without names of columns CSV of numbers, .npy or .npz
             (array x)
@@ -89,7 +89,7 @@ def models_folder(folder: Path) -> Path:
     if (folder / MANIFEST_FILE).exists():
         return folder
     found = []
-    for pattern in ("*", f"{MODELS_FOLDER}/*"):
+    for pattern in (MODELS_FOLDER, f"*/{MODELS_FOLDER}", "*"):
         manifests = sorted(folder.glob(f"{pattern}/{MANIFEST_FILE}"))
         found += [path.parent for path in manifests]
     if len(found) > 1:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from pflcore.check import require
 from pflcore.cli._failure import RunFailed
-from pflcore.cli._folder import check_folder, move_outputs_aside
 from pflcore.cli._options import parse
 from pflcore.cli._output import FEDERATION_PICTURE, ReportOptions
 from pflcore.data import Federation
@@ -40,10 +39,6 @@ def report(argv: Sequence[str]) -> int:
     if folder is None:
         first = Path(places[0])
         folder = first if first.is_dir() else first.parent
-    check_folder(folder, options)
-    moved = move_outputs_aside(folder, options, complete_record=False)
-    if moved:
-        print(moved, file=sys.stderr)
     write_report(runs, folder, options)
     return 0
 

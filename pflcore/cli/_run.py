@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
@@ -35,7 +35,6 @@ from pflcore.cli._groups import (
 from pflcore.cli._jobs import run_jobs
 from pflcore.cli._options import allow_own_modules, flags_of, option_fields, parse
 from pflcore.cli._output import OutputOptions
-from pflcore.cli._resume import recorded_command
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES
 from pflcore.nn.models import MODELS
 from pflcore.results.record import Line
@@ -143,9 +142,7 @@ def _run_command(
     values = parse(prog, about, groups, words, prefixed, defaults=defaults)
     if not is_run:
         values["compare"]["algorithms"] = tuple(names)
-    named = {"algorithm": names[0]} if is_run else {}
-    text = config_text(values, flags, f"pflcore {command.__name__}", **named)
-    return _run_values(values, algorithms, text)
+    return _run_values(values, algorithms)
 
 
 def _require_names(command: Callable[..., int], names: Sequence[str]) -> None:
@@ -198,14 +195,12 @@ def _about(command: Callable[..., int], classes: Sequence[type] = ()) -> str:
 def _run_values(
     values: Mapping[str, Line],
     algorithms: Mapping[str, str],
-    config: str,
 ) -> int:
     """Plays the runs with these options, and returns the exit code.
 
     Args:
         values: The values of each group of options.
         algorithms: The name of each algorithm, by the group of its options.
-        config: The options as TOML.
     """
     options = Options(**values["run"])
     training = Training(**values["training"])
@@ -219,17 +214,21 @@ def _run_values(
     jobs = experiment.make_jobs(names, options, training, hyper, own_training)
     cut = cut_of(options, values)
     output = OutputOptions(**values["output"])
-    if "compare" in values and _adds_runs(jobs, output):
-        output = replace(output, resume=True)
-    return run_jobs(jobs, cut, values.get("model", {}), output, config)
+    configs = {job.name: _config_of(job, values) for job in jobs}
+    return run_jobs(jobs, cut, values.get("model", {}), output, configs)
 
 
-def _adds_runs(jobs: Sequence[Job], output: OutputOptions) -> bool:
-    """True where the folder holds other runs of a comparison than these alone.
-
-    Then the command adds the runs that the folder lacks.
-    """
-    if output.overwrite:
-        return False
-    runs = recorded_command(output.out).get("runs", {})
-    return bool(runs) and any(job.name not in runs for job in jobs)
+def _config_of(job: Job, values: Mapping[str, Line]) -> str:
+    """The options of one run as TOML, by which `pflcore run` repeats it."""
+    title = name_of(job.algorithm)
+    groups: dict[str, type] = {"run": Options, "training": Training}
+    groups |= {"output": OutputOptions, **chosen_groups(values["run"])}
+    groups |= {title: class_of(job.algorithm)}
+    own_values = {
+        **values,
+        "run": {**vars(job.options), "seeds": 1},
+        "training": vars(job.training),
+    }
+    return config_text(
+        own_values, flags_of(groups), "pflcore run", algorithm=job.algorithm
+    )
