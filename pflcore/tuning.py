@@ -42,8 +42,8 @@ from pflcore.check import (
 from pflcore.data._protocols import StudyProtocol
 from pflcore.metrics import Metric, is_higher_better, metrics_of
 from pflcore.results._files import lock_folder
-from pflcore.results._render import markdown_table
 from pflcore.results.record import to_json
+from pflcore.results.table import markdown_table
 from pflcore.simulation import Simulation
 from pflcore.simulation._describe import content_digest, decisive_entries
 from pflcore.simulation._evaluate import evaluate

@@ -50,7 +50,7 @@ __all__ = ["main"]
 # The modules of each extra of the package.
 TOML_READER = "tomllib" if sys.version_info >= (3, 11) else "tomli"
 EXTRAS = {
-    "cli": ("tyro", "tqdm", "tomli_w", TOML_READER),
+    "cli": ("tyro", "tqdm", "tomli_w", "pandas", TOML_READER),
     "data": ("mlxtend", "sklearn", "scipy"),
     "hf": ("datasets",),
     "vision": ("torchvision",),

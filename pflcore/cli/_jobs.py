@@ -22,10 +22,10 @@ from pflcore.cli._predict import MODELS_FOLDER
 from pflcore.cli._report import write_report
 from pflcore.cli._track import require_tracker, tracker_of
 from pflcore.data import Federation
-from pflcore.results._columns import column_names, require_columns
 from pflcore.results._files import lock_folder
 from pflcore.results._progress import Progress
 from pflcore.results.record import Facts, Line, OnRound, RecordWriter
+from pflcore.results.table import column_names, require_columns
 from pflcore.simulation import History, Simulation
 from pflcore.simulation._per_target import target_folder
 from pflcore.simulation._ranks import Ranks
@@ -313,7 +313,8 @@ def _check_goes_on(folder: RunFolder, job: Job, simulation: Simulation) -> None:
     run = folder.recorded()
     path = folder.path
     if job.for_each:
-        path = target_folder(path, getattr(simulation.algorithm, "target"))  # noqa: B009
+        target = getattr(simulation.algorithm, "target")  # noqa: B009
+        path = target_folder(path, target)
     if Checkpoint(path).exists:
         simulation.check_checkpoint(path)
         return

@@ -565,7 +565,7 @@ class History:
         return export.frame(self.header, self.rounds, per)
 
     def to_csv(self, path: str | Path, per: Per = "round") -> None:
-        """Writes the rows of `to_pandas` into a CSV file; needs no pandas."""
+        """Writes the rows of `to_pandas` into a CSV file."""
         export.to_csv(self.header, self.rounds, path, per)
 
     def to_tensorboard(self, folder: str | Path, clients: bool = False) -> None:
