@@ -21,6 +21,7 @@ from pflcore.cli import _experiment as experiment
 from pflcore.cli._config import (
     CHOICE_FILE,
     ConfigOptions,
+    config_path,
     config_text,
     read_config,
     tables_text,
@@ -28,7 +29,12 @@ from pflcore.cli._config import (
 )
 from pflcore.cli._experiment import Job, Options, options_subset
 from pflcore.cli._folder import new_folder
-from pflcore.cli._groups import chosen_groups, cut_of
+from pflcore.cli._groups import (
+    chosen_groups,
+    chosen_names,
+    cut_of,
+    passed_over_keys,
+)
 from pflcore.cli._options import allow_own_modules, flags_of, parse
 from pflcore.data import SOURCES, TABULAR
 from pflcore.data._protocols import StudyProtocol, cross_silo
@@ -101,24 +107,21 @@ def tune_command(argv: Sequence[str]) -> int:
     about = inspect.getdoc(tune_command) or ""
     groups: dict[str, type] = {"config": ConfigOptions, "tune": TuneOptions}
     groups |= {"run": options_subset(RUN_OPTIONS), "training": Training}
-    first = parse("pflcore tune", about, groups, rest, complete=False)
-    config = read_config(first["config"]["config"])
+    config = read_config(config_path(rest))
     named = config.values.pop("algorithm", None)
     if named is not None and not names:
         names = [str(named)]
-    words = [*config.words(flags_of(groups)), *rest]
-    first = parse("pflcore tune", about, groups, words, complete=False)
-    allow_own_modules([*names, *words])
-    is_help = bool({"-h", "--help"} & {*rest})
-    if not is_help:
+    allow_own_modules([*names, *rest, *map(str, config.values.values())])
+    if not {"-h", "--help"} & {*rest}:
         expected = f"the name of an algorithm first ({', '.join(ALGORITHMS)})"
         require(names, "tune", expected, names)
-    groups |= chosen_groups(first["run"])
+    groups |= chosen_groups(chosen_names(rest, config))
     groups |= {name_of(name): class_of(name) for name in names}
     prog = f"pflcore tune {names[0] if names else 'ALGORITHM'}"
     flags = flags_of(groups)
-    config.check_keys(flags, prog)
-    values = parse(prog, about, groups, [*config.words(flags), *rest])
+    config = config.without_table([*map(name_of, names)])
+    config.check_keys(flags, passed_over_keys(names, config), prog)
+    values = parse(prog, about, groups, rest, defaults=config.defaults(flags))
     text = config_text(values, flags, "pflcore tune", algorithm=names[0])
     return _tune_values(names[0], values, text)
 
