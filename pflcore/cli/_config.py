@@ -31,7 +31,7 @@ CHOICE_FILE = "tuned.toml"  # what `pflcore tune` has chosen
 # Options that say how a folder is treated or what is shown, and not what is played.
 NOT_REPEATED = (
     *("config", "out", "overwrite", "dry_run", "quiet", "tuned"),
-    *("baseline", "last", "format", "columns", "privacy_delta"),
+    *("baseline", "per", "last", "format", "columns", "privacy_delta"),
 )
 Facts = Mapping[str, Any]
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pflcore.algorithms import name_of
 from pflcore.check import require
 from pflcore.cli import _experiment as experiment
@@ -27,6 +29,7 @@ from pflcore.results._progress import Progress
 from pflcore.results.record import Facts, Line, OnRound, RecordWriter
 from pflcore.results.table import column_names, require_columns
 from pflcore.simulation import History, Simulation
+from pflcore.simulation._evaluate import correct_samples
 from pflcore.simulation._per_target import target_folder
 from pflcore.simulation._ranks import Ranks
 from pflcore.simulation.checkpoint import Checkpoint
@@ -278,6 +281,8 @@ class JobPlayer:
                 warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
                 history = record.run(header, play, on_round)
                 tracker.take_end(history.end)
+                if self.ranks.is_first and _has_outcomes(job, history):
+                    record.write({"samples": _outcomes(simulation, history)})
         except Exception as e:
             raise RunFailed(_failure(job, folder, e)) from e
         progress.skip(job.num_rounds(self.data.n) - played)
@@ -306,6 +311,28 @@ class JobPlayer:
             return False
         progress.say(f"{job.name}: models in {folder.path / MODELS_FOLDER}")
         return True
+
+
+def _has_outcomes(job: Job, history: History) -> bool:
+    """True where a record gets the outcome of each sample.
+
+    The run is over, its clients have accuracies, and one state serves all of them.
+    """
+    is_over = not (history.interrupted or history.failed)
+    has_accuracies = history.last_evaluation.get("accuracy") is not None
+    return is_over and has_accuracies and not job.for_each
+
+
+def _outcomes(simulation: Simulation, history: History) -> Line:
+    """The outcome of each sample after the last round, for the record."""
+    split = simulation.evaluation.split
+    config = simulation.config.in_process
+    ids = simulation.eval_clients
+    if ids is None:
+        ids = torch.arange(config.data.n)
+    ids = ids[config.data.size(split)[ids] > 0]
+    correct = correct_samples(config, history.state, split, ids)
+    return {"round": history.state.round, "split": split, "correct": correct}
 
 
 def _check_goes_on(folder: RunFolder, job: Job, simulation: Simulation) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pflcore.check import (
     NonNegativeFloat,
@@ -16,6 +17,7 @@ from pflcore.cli._track import TrackerName
 from pflcore.results.table import Format
 
 FEDERATION_PICTURE = "federation.png"  # which client holds which samples
+CLIENT_FILES = {"md": "clients.md", "csv": "clients.csv"}
 TABLE_FILES = {"md": "table.md", "latex": "table.tex", "csv": "table.csv"}
 
 
@@ -28,6 +30,8 @@ class ReportOptions:
         out: folder; if not said, a new one below runs/, or the first record's
         baseline: an algorithm; adds to the table the percent of clients that are worse
             off than with it
+        per: "client" makes the table of clients: for each of them the difference to the
+            baseline with its interval, and whether it is helped or hurt
         last: number of rounds in "mean of last"
         format: format of the table: md for table.md, latex for table.tex (package
             booktabs), csv for table.csv (mean and deviation in columns of their own)
@@ -41,6 +45,7 @@ class ReportOptions:
 
     out: Path | None = None
     baseline: str | None = None
+    per: Literal["method", "client"] = "method"
     last: PositiveInt = 10
     format: Format = "md"
     columns: tuple[str, ...] = ()

@@ -11,12 +11,13 @@ from pathlib import Path
 from pflcore.check import require
 from pflcore.cli._failure import RunFailed
 from pflcore.cli._options import parse
-from pflcore.cli._output import FEDERATION_PICTURE, ReportOptions
+from pflcore.cli._output import CLIENT_FILES, FEDERATION_PICTURE, ReportOptions
 from pflcore.data import Federation
 from pflcore.results import _run_pictures as pictures
 from pflcore.results import table
 from pflcore.results._files import write_text
 from pflcore.results._pictures import save
+from pflcore.results.clients import client_table
 from pflcore.results.record import Runs, read
 from pflcore.simulation import History
 
@@ -39,8 +40,24 @@ def report(argv: Sequence[str]) -> int:
     if folder is None:
         first = Path(places[0])
         folder = first if first.is_dir() else first.parent
+    if options.per == "client":
+        _write_client_report(runs, folder, options)
+        return 0
     write_report(runs, folder, options)
     return 0
+
+
+def _write_client_report(runs: Runs, folder: Path, options: ReportOptions) -> None:
+    """Prints the table of clients, and writes it."""
+    name = CLIENT_FILES.get(options.format)
+    require(name, "format", "md or csv for --per client", options.format)
+    words = "the algorithm that others are compared with, such as local"
+    require(options.baseline, "baseline", words, options.baseline)
+    text = client_table(runs, options.baseline, options.format)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / str(name), text)
+    print(text)
+    print(f"In {folder}: {name}", file=sys.stderr)
 
 
 def write_report(

@@ -161,12 +161,14 @@ def _run_of_line(runs: Sequence[History], line: Facts) -> History:
 
 def _add_line(runs: list[History], line: Line, run: History) -> None:
     """Adds a line to its run, and a new run to `runs`."""
-    if not {"header", "round", "stopped"} & {*line}:
+    if not {"header", "round", "stopped", "samples"} & {*line}:
         return
     if not runs or run is not runs[-1]:
         runs.append(run)
     if "stopped" in line:
         run.end = _end_of_line(line)
+    if "samples" in line:
+        run.samples = line["samples"]
     if "round" in line:
         run.rounds.append(line)
 
