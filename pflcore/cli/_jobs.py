@@ -60,11 +60,16 @@ def run_jobs(
     with ranks.together("the check of the command's options"):
         if ranks.is_first:
             _check_output(jobs, output)
-        data = experiment.load_federation(options, cut)
-        jobs = [job.with_ids(data) for job in jobs]
+        federations = {}
+        for job in jobs:
+            seed = job.options.cut_seed
+            if seed not in federations:
+                federations[seed] = experiment.load_federation(job.options, cut)
+        data = federations[jobs[0].options.cut_seed]
+        jobs = [job.with_ids(federations[job.options.cut_seed]) for job in jobs]
         model = experiment.make_model(options, data, shape)
         fields = {"partition_options": cut, "model_options": shape}
-        player = JobPlayer(data, model, fields, output, ranks)
+        player = JobPlayer(federations, model, fields, output, ranks)
         whole: set[str] = set()
         if ranks.is_first:
             whole = player.check(jobs)
@@ -123,14 +128,14 @@ class JobPlayer:
     """Plays the jobs of a command in turn.
 
     Attributes:
-        data: The federation of all jobs.
+        federations: The federation of each seed of a cut.
         model: The function that makes the model.
         header_fields: Fields of each header in addition to those of a job.
         output: The options of the folder.
         ranks: The processes that play the jobs together; the first one alone writes.
     """
 
-    data: Federation
+    federations: Mapping[int, Federation]
     model: Callable[[], Any]
     header_fields: Line
     output: OutputOptions
@@ -139,6 +144,10 @@ class JobPlayer:
     def header(self, job: Job, simulation: Simulation) -> Line:
         """The header of a job's record."""
         return job.header(simulation) | self.header_fields
+
+    def data_of(self, job: Job) -> Federation:
+        """The federation of a job."""
+        return self.federations[job.options.cut_seed]
 
     def check(self, jobs: Sequence[Job]) -> set[str]:
         """The names of the jobs whose folders hold them whole.
@@ -153,7 +162,7 @@ class JobPlayer:
             is_begun = out is not None and run_folder(out, job).record.exists()
             if job.algorithm in plans and not is_begun:
                 continue  # another seed changes nothing in the plan
-            simulation = job.simulation(self.data, self.model)
+            simulation = job.simulation(self.data_of(job), self.model)
             header = self.header(job, simulation)
             plans.setdefault(job.algorithm, plan_line(header))
             if out is not None and is_begun and not self.output.overwrite:
@@ -164,7 +173,7 @@ class JobPlayer:
                     _check_goes_on(folder, job, simulation)
             del simulation  # the next one needs the memory
         if self.output.dry_run:
-            print("\n".join([self.data.summary(), *plans.values()]))
+            print("\n".join([self.data_of(jobs[0]).summary(), *plans.values()]))
             for name in sorted(whole):
                 print(f"{name}: whole in {out}")
         return whole
@@ -182,7 +191,7 @@ class JobPlayer:
         try:
             for job in jobs:
                 if job.name in whole:
-                    progress.skip(job.num_rounds(self.data.n))
+                    progress.skip(job.num_rounds(self.data_of(job).n))
                     progress.say(f"{job.name}: whole, it is not played again")
                     continue
                 folder = run_folder(out, job)
@@ -192,7 +201,7 @@ class JobPlayer:
                 if self.output.export:
                     is_written = self.export_models(job, history, folder, progress)
                     has_stopped |= not is_written
-                has_stopped |= bool(history.stopped)
+                has_stopped |= history.end is not None and history.end.broke_off
                 del history  # the next one needs the memory
         except KeyboardInterrupt:
             return _end_after_interrupt(progress)
@@ -207,7 +216,7 @@ class JobPlayer:
         every round that was played; if rounds are missing, it says why. Raises
         RunFailed for an error in the middle.
         """
-        simulation = job.simulation(self.data, self.model)
+        simulation = job.simulation(self.data_of(job), self.model)
         with contextlib.ExitStack() as stack:
             with self.ranks.together("the folder of the run"):
                 path = Path(os.devnull)  # other ranks write nothing
@@ -285,7 +294,7 @@ class JobPlayer:
                     record.write({"samples": _outcomes(simulation, history)})
         except Exception as e:
             raise RunFailed(_failure(job, folder, e)) from e
-        progress.skip(job.num_rounds(self.data.n) - played)
+        progress.skip(job.num_rounds(self.data_of(job).n) - played)
         return history
 
     def _keeps_checkpoint(self, job: Job) -> bool:
@@ -301,7 +310,7 @@ class JobPlayer:
         The record is complete by then, so a full disk loses nothing but the models.
         """
         count = 0 if history.models is None else len(history.models)
-        if count < self.data.n:
+        if count < self.data_of(job).n:
             progress.say(f"{job.name}: the run left no models to export")
             return False
         try:

@@ -260,7 +260,7 @@ def _protocols(
     data = experiment.load_federation(options, cut_of(options, values))
     protocols = []
     for j in range(count):
-        seed = options.data_seed + j
+        seed = options.cut_seed + j
         protocols.append(cross_silo(data, seed=seed, standardize=standardize))
     return protocols
 

@@ -20,6 +20,7 @@ from pflcore.results._labels import (
     find_runs,
     label_runs,
     one_run_per_seed,
+    setting_title,
     settings_of,
     split_name,
 )
@@ -46,7 +47,7 @@ class Interval(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """ "helped" or "hurt" where the interval does not hold 0, else "undecided"."""
+        """The words "helped" or "hurt" where the interval does not hold 0."""
         if self.low > 0:
             return "helped"
         return "hurt" if self.high < 0 else "undecided"
@@ -74,6 +75,10 @@ def client_frame(
     baseline_runs = find_runs(groups, baseline)
     names = list(groups)
     require(baseline_runs, "baseline", f"one of {', '.join(names)}", baseline, names)
+    header = (baseline_runs or [History()])[0].header
+    has_one_cut = header.get("data_seed") != "each" or header.get("partition") is None
+    words = "runs with one cut, because with --data-seed each no client stays the same"
+    require(has_one_cut, "runs", words, setting_title(runs[0]))
     rows = []
     for label, members in groups.items():
         if members is baseline_runs:
@@ -120,9 +125,13 @@ def _client_row(
     label: str, client: int, pairs: Sequence[tuple[History, History]], confidence: float
 ) -> dict[str, Any]:
     """The row of one client and one method."""
+    # Seeds that share the cut have the same samples, others have more of them.
+    has_cuts = pairs[0][0].header.get("data_seed") == "each"
     outcomes = []  # of the method and of the baseline, [K, n] each
     for runs in zip(*pairs, strict=True):
-        outcomes.append(np.stack([_outcomes(run, client) for run in runs]))
+        by_seed = [_outcomes(run, client) for run in runs]
+        joined = [np.concatenate(by_seed)] if has_cuts else by_seed
+        outcomes.append(np.stack(joined))
     method, other = outcomes
     interval = bootstrap_mean((method - other).mean(0), confidence)
     return {
@@ -221,7 +230,7 @@ def _markdown_lines(
     num_clients = frame["client"].nunique()
     expected = (1 - confidence) * num_clients
     lines.append(
-        f"Of clients without any difference, {100 * (1 - confidence):.0f} % look "
+        f"Of clients without a difference, {100 * (1 - confidence):.0f} % look "
         f"helped or hurt by chance: here up to {expected:.1f} of {num_clients}. "
         "The interval has no spread of the seeds, whose outcomes are averaged.\n"
     )

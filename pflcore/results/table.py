@@ -120,6 +120,8 @@ class Table:
             parts.append(f"* the best round, selected on {self.split} data{optimistic}")
         if names & {"std", "worst_decile"}:
             parts.append("std and worst decile: at the last evaluation")
+        if "hurt" in names:
+            parts.append("% hurt: any lower number counts, however small")
         return f"{'; '.join(parts)}." if parts else ""
 
     def numbers(self) -> tuple[Any, Any]:
@@ -302,7 +304,10 @@ def _seeds_note(groups: Groups) -> str:
         f"{label} {len(runs)}" for label, runs in groups.items() if len(runs) < seeds
     ]
     exceptions = f" ({', '.join(fewer)})" if fewer else ""
-    return f"; mean ± std over {seeds} seeds{exceptions}"
+    cuts = ""
+    if any(run.header.get("data_seed") == "each" for run in groups[next(iter(groups))]):
+        cuts = ", each with a cut of its own"
+    return f"; mean ± std over {seeds} seeds{exceptions}{cuts}"
 
 
 def _client_columns(
