@@ -202,6 +202,15 @@ def _help_place(cls: type) -> int:
     return 0 if issubclass(cls, Algorithm) else 1
 
 
+def _distance(cls: type, name: str) -> int:
+    """The distance from an algorithm to the base class that brings an option."""
+    if issubclass(cls, Algorithm):
+        for distance, base in enumerate(cls.__mro__):
+            if name in inspect.get_annotations(base):
+                return distance
+    return 0
+
+
 def rare_options(cls: type) -> list[str]:
     """The options of a group that stand at the end of the help.
 
@@ -240,7 +249,7 @@ def _group_type(
     comments = field_comments(cls)
     choices = _choices(cls)
     options: list[tuple[str, Any, Any]] = []
-    for f in option_fields(cls):
+    for f in sorted(option_fields(cls), key=lambda f: _distance(cls, f.name)):
         if f.name not in names:
             continue
         name = renamed.get(f.name)
