@@ -28,16 +28,16 @@ class ReportOptions:
 
     Args:
         out: folder; if not said, a new one below runs/, or the first record's
-        baseline: an algorithm; adds to the table the percent of clients that are worse
-            off than with it
+        baseline: an algorithm; adds to the table the difference to it, of runs with the
+            same seed, and the percent of clients that are worse off than with it
         per: "client" makes the table of clients: for each of them the difference to the
             baseline with its interval, and whether it is helped or hurt
         last: number of rounds in "mean of last"
         format: format of the table: md for table.md, latex for table.tex (package
             booktabs), csv for table.csv (mean and deviation in columns of their own)
         columns: columns of the table in this order; all if not said: best, final,
-            last_mean, std, worst_decile, the run's metrics, hurt (with --baseline),
-            bytes, note
+            last_mean, std, worst_decile, the run's metrics, difference and hurt (with
+            --baseline), bytes, note
         privacy_delta: delta of the line below the table that has the epsilon of
             runs with --mean private; one over the number of clients with training
             samples if not said

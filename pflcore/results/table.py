@@ -76,6 +76,8 @@ class Column(NamedTuple):
     higher_is_better: bool | None = None
 
 
+# Columns that compare each run with the baseline's run of the same seed.
+BASELINE_COLUMNS = ("difference", "hurt")
 # The column of the notes on a group's runs, which has texts in place of numbers.
 NOTE = Column("note", "note", 0, lambda _: math.nan)
 
@@ -120,8 +122,10 @@ class Table:
             parts.append(f"* the best round, selected on {self.split} data{optimistic}")
         if names & {"std", "worst_decile"}:
             parts.append("std and worst decile: at the last evaluation")
+        if "difference" in names:
+            parts.append("differences: of runs with the same seed")
         if "hurt" in names:
-            parts.append("% hurt: any lower number counts, however small")
+            parts.append("% hurt: any worse number counts, however small")
         return f"{'; '.join(parts)}." if parts else ""
 
     def numbers(self) -> tuple[Any, Any]:
@@ -246,15 +250,15 @@ def column_names(extra_metrics: Iterable[str], has_baseline: bool) -> list[str]:
     names = ["best", "final", "last_mean", "std", "worst_decile"]
     names += sorted(extra_metrics)
     if has_baseline:
-        names.append("hurt")
+        names += BASELINE_COLUMNS
     return [*names, "bytes", "note"]
 
 
 def require_columns(chosen: Iterable[str], names: Sequence[str]) -> None:
     """Raises ValueError for a chosen column that is none of these names."""
     words = f"some of {', '.join(names)}"
-    if "hurt" not in names:
-        words += ", and hurt with a baseline"
+    if not {*BASELINE_COLUMNS} & {*names}:
+        words += f", and {' and '.join(BASELINE_COLUMNS)} with a baseline"
     for name in chosen:
         require(name in names, "columns", words, name, names)
 
@@ -282,7 +286,7 @@ def _table(
     columns += [_extra_column(name) for name in sorted(extra)]
     baseline_runs = find_runs(groups, baseline) if baseline else None
     if baseline_runs:
-        columns.append(_hurt_column(baseline_runs, metric, str(baseline)))
+        columns += _baseline_columns(baseline_runs, metric, str(baseline))
     columns += [Column("bytes", "bytes sent", 0, _total_bytes), NOTE]
     return Table(
         title=f"{setting_title(runs[0])}, {rounds} rounds",
@@ -383,23 +387,41 @@ def _extra_column(metric: str) -> Column:
     return Column(metric, metric, 4, number_of, direction)
 
 
-def _hurt_column(baseline_runs: Runs, metric: str, baseline: str) -> Column:
-    """The column of the percentage of clients below the baseline of the same seed."""
+def _baseline_columns(baseline_runs: Runs, metric: str, baseline: str) -> list[Column]:
+    """The difference to the baseline's run of the same seed, and who is worse off.
+
+    Runs of one seed have the same data, cohorts and batches, so the spread of their
+    differences is smaller than that of two methods.
+    """
+    higher_is_better = metrics.is_higher_better(metric)
+    scale, digits = _scale_and_digits(metric)
     by_seed: dict[Any, History] = {}
     for run in baseline_runs:
         by_seed.setdefault(run.header.get("seed"), run)
 
-    def number_of(run: History) -> float:
+    def values_of(run: History) -> tuple[Any, Any] | None:
         other = by_seed.get(run.header.get("seed"))
         if other is None or not are_comparable(run, other, metric):
-            return math.nan
-        return metrics.hurt(
-            run.last_values(metric),
-            other.last_values(metric),
-            metrics.is_higher_better(metric),
-        )
+            return None
+        return run.last_values(metric), other.last_values(metric)
 
-    return Column("hurt", f"% hurt vs {baseline}", 1, number_of)
+    def difference(run: History) -> float:
+        pair = values_of(run)
+        is_baseline = any(run is other for other in baseline_runs)
+        if pair is None or is_baseline:
+            return math.nan
+        return scale * (metrics.mean(pair[0]) - metrics.mean(pair[1]))
+
+    def hurt(run: History) -> float:
+        pair = values_of(run)
+        if pair is None:
+            return math.nan
+        return metrics.hurt(*pair, higher_is_better)
+
+    return [
+        Column("difference", f"final - {baseline}", digits, difference),
+        Column("hurt", f"% hurt vs {baseline}", 1, hurt),
+    ]
 
 
 def are_comparable(run: History, baseline: History, metric: str) -> bool:
