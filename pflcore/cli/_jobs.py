@@ -167,7 +167,7 @@ class JobPlayer:
             plans.setdefault(job.algorithm, plan_line(header))
             if out is not None and is_begun and not self.output.overwrite:
                 folder = run_folder(out, job)
-                if folder.is_whole(header):
+                if folder.is_whole(header) and not _lacks_outcomes(folder, job):
                     whole.add(job.name)
                 else:
                     _check_goes_on(folder, job, simulation)
@@ -190,11 +190,12 @@ class JobPlayer:
         has_stopped = False
         try:
             for job in jobs:
+                folder = run_folder(out, job)
                 if job.name in whole:
+                    self.drop_checkpoint(job, folder)
                     progress.skip(job.num_rounds(self.data_of(job).n))
                     progress.say(f"{job.name}: whole, it is not played again")
                     continue
-                folder = run_folder(out, job)
                 history = self.run_job(job, folder, progress, configs[job.name])
                 if history.interrupted:
                     return _end_after_interrupt(progress)
@@ -235,8 +236,8 @@ class JobPlayer:
         if history.stopped:
             progress.say(f"{job.name}: {history.stopped}")
         is_over = not (history.interrupted or history.failed)
-        if self.ranks.is_first and is_over and not self._keeps_checkpoint(job):
-            folder.clear_checkpoints()
+        if is_over:
+            self.drop_checkpoint(job, folder)
         return history
 
     def _restore(self, job: Job, simulation: Simulation, folder: RunFolder) -> None:
@@ -297,10 +298,12 @@ class JobPlayer:
         progress.skip(job.num_rounds(self.data_of(job).n) - played)
         return history
 
-    def _keeps_checkpoint(self, job: Job) -> bool:
-        """True where the checkpoint of a job that is over stays, for more rounds."""
+    def drop_checkpoint(self, job: Job, folder: RunFolder) -> None:
+        """Removes the checkpoint of a run that is over and cannot go on from it."""
         depends_on_rounds = bool(job.make_algorithm().traits.rounds_reason)
-        return self.output.keep_checkpoint and not depends_on_rounds
+        is_kept = self.output.keep_checkpoint and not depends_on_rounds
+        if self.ranks.is_first and not is_kept:
+            folder.clear_checkpoints()
 
     def export_models(
         self, job: Job, history: History, folder: RunFolder, progress: Progress
@@ -327,9 +330,16 @@ def _has_outcomes(job: Job, history: History) -> bool:
 
     The run is over, its clients have accuracies, and one state serves all of them.
     """
-    is_over = not (history.interrupted or history.failed)
     has_accuracies = history.last_evaluation.get("accuracy") is not None
-    return is_over and has_accuracies and not job.for_each
+    return history.complete and has_accuracies and not job.for_each
+
+
+def _lacks_outcomes(folder: RunFolder, job: Job) -> bool:
+    """True where a run was killed before its last line, which can still be written."""
+    run = folder.recorded()
+    if run is None or run.samples or not _has_outcomes(job, run):
+        return False
+    return Checkpoint(folder.path).exists
 
 
 def _outcomes(simulation: Simulation, history: History) -> Line:

@@ -214,11 +214,11 @@ def _distance(cls: type, name: str) -> int:
 def rare_options(cls: type) -> list[str]:
     """The options of a group that stand at the end of the help.
 
-    Of an algorithm these are the ones that FedAvg has, too: defences and privacy.
+    Of an algorithm these are the ones that it has from FedAvg: means and weights.
     """
     rare = {*RARE_OPTIONS}
     if issubclass(cls, Algorithm):
-        rare = {f.name for f in fields(class_of("fedavg"))}
+        rare = {f.name for f in fields(class_of("fedavg"))} - {*cls.__annotations__}
     return [f.name for f in option_fields(cls) if f.name in rare]
 
 

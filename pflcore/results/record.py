@@ -246,14 +246,16 @@ def _parse_runs(texts: Sequence[str]) -> tuple[list[History], list[str]]:
 
 
 def _is_line(line: Any) -> bool:
-    """True for a JSON object that has what every reader needs of a header or round."""
+    """True for a JSON object that has what every reader needs of its kind of line."""
     if not isinstance(line, dict):
         return False
     if "round" in line:
         evaluation = line.get("eval")
         is_evaluation = evaluation is None or isinstance(evaluation, dict)
         return isinstance(line["round"], int) and is_evaluation
-    return isinstance(line.get("header", {}), dict)
+    has_reason = isinstance(line.get("stopped", ""), str)
+    parts = (line.get("header", {}), line.get("samples", {}))
+    return has_reason and all(isinstance(part, dict) for part in parts)
 
 
 def _join_numbers(numbers: Iterable[int]) -> str:
