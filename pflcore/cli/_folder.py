@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pflcore.algorithms import name_of
 from pflcore.cli._experiment import Job
-from pflcore.results.record import Line, read, to_json
+from pflcore.results.record import DATA_FIELDS, Line, read, to_json
 from pflcore.simulation import History, checkpoint
 from pflcore.simulation import _describe as describe
 from pflcore.simulation.checkpoint import comparable_header
@@ -80,9 +80,7 @@ class RunFolder:
             return False
         here = to_json(header)
         there = comparable_header(run.header, here)
-        difference = describe.first_difference(
-            describe.entries_of_any_length(there), describe.entries_of_any_length(here)
-        )
+        difference = describe.first_difference(_identity(there), _identity(here))
         if difference:
             other = f"another folder (`pflcore report {self.path.parent} OTHER`"
             raise ValueError(
@@ -119,3 +117,12 @@ def read_runs(out: Path, first: Collection[str] = ()) -> list[History]:
     """
     places = {name: place for place, name in enumerate(first)}
     return sorted(read(out), key=lambda run: places.get(run.name, len(places)))
+
+
+def _identity(header: Line) -> Line:
+    """The entries of a header that all parts of one run share.
+
+    The options of the data are first: a difference of them is the cause of others.
+    """
+    options = {name: header.get(name) for name in DATA_FIELDS}
+    return {**options, **describe.entries_of_any_length(header)}

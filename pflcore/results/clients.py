@@ -1,4 +1,4 @@
-"""Which clients a method helps: a table with a row for each client; it needs scipy.
+"""The clients that a method helps: a table with a row for each; it needs scipy.
 
 A method is compared with a baseline on the same samples: each sample that one of the
 two classifies correctly and the other does not counts for the better one. A client's
@@ -186,9 +186,8 @@ def client_table(
         frames[title] = client_frame(members, baseline, confidence)
     if format == "csv":
         pandas = import_optional("pandas")
-        text: str = pandas.concat(frames, names=["setting", None]).to_csv(
-            float_format="%.6g"
-        )
+        frame = pandas.concat(frames, names=["setting"]).reset_index(level=0)
+        text: str = frame.to_csv(index=False, float_format="%.6g")
         return text
     texts = []
     for title, frame in frames.items():

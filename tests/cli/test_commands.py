@@ -126,14 +126,14 @@ def test_several_algorithms_and_seeds_share_data_and_weights(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "% hurt vs local" in out and "over 2 seeds" in out and "alpha=" not in out
     runs = read("o")
-    names = ("local", "fedavg", "apfl")
+    names = ("apfl", "fedavg", "local")  # folders in their alphabetical order
     assert [(r.algorithm, r.header["seed"]) for r in runs] == [
         (a, s) for a in names for s in (5, 6)
     ]
     assert len({tuple(r.header["size"]) for r in runs}) == 1
-    assert runs[-1].header["options"]["alpha"] == 0.25
+    assert runs[0].header["options"]["alpha"] == 0.25
     assert runs[0].header["partition_options"]["alpha"] == 0.3
-    assert runs[0].rounds[0]["bytes_up"] == 0 and runs[2].cumulative_bytes()[-1] > 0
+    assert runs[-1].rounds[0]["bytes_up"] == 0 and runs[2].cumulative_bytes()[-1] > 0
 
 
 def test_data_that_come_with_their_clients():
@@ -150,7 +150,7 @@ def test_a_run_for_each_client(capsys):
     assert command(words) == 0
     out = capsys.readouterr().out
     assert "Made for each client in a run of its own: waffle." in out
-    each, shared = read("o")
+    shared, each = read("o")
     assert each.header["model_target"] == "each client"
     assert each.header["options"]["target"] == "each client"
     assert each.target is shared.target is shared.header["model_target"] is None
@@ -203,7 +203,7 @@ def test_an_algorithm_from_outside(user_module, tmp_path, capsys):
         f"--baseline Half {SHORT}"
     )
     assert command(words, "--overwrite") == 0
-    assert [r.algorithm for r in read("o")] == ["local", "Half"]
+    assert [r.algorithm for r in read("o")] == ["Half", "local"]
     assert "% hurt vs Half" in capsys.readouterr().out
     assert command(f"run {user_module}:Quarter {SHORT}") == 2
     err = capsys.readouterr().err
