@@ -7,6 +7,7 @@ table and the pictures of all runs below OUT are in OUT itself.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 from collections.abc import Collection, Sequence
@@ -15,6 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from pflcore.algorithms import name_of
+from pflcore.check import require
 from pflcore.cli._experiment import Job
 from pflcore.results.record import DATA_FIELDS, Line, read, to_json
 from pflcore.simulation import History, checkpoint
@@ -40,6 +42,17 @@ def new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
             break
+    return folder
+
+
+def make_folder(folder: Path) -> Path:
+    """The folder, which is made. Raises ValueError where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        can_write = os.access(folder, os.W_OK)
+    except OSError:
+        can_write = False
+    require(can_write, "out", "a folder that can be written", str(folder))
     return folder
 
 

@@ -18,7 +18,13 @@ from pflcore.cli import _experiment as experiment
 from pflcore.cli._config import write_config
 from pflcore.cli._experiment import Job
 from pflcore.cli._failure import RunFailed, first_line
-from pflcore.cli._folder import RunFolder, new_folder, read_runs, run_folder
+from pflcore.cli._folder import (
+    RunFolder,
+    make_folder,
+    new_folder,
+    read_runs,
+    run_folder,
+)
 from pflcore.cli._output import OutputOptions
 from pflcore.cli._predict import MODELS_FOLDER
 from pflcore.cli._report import write_report
@@ -78,12 +84,11 @@ def run_jobs(
     whole = ranks.from_first("the runs that are whole", lambda: whole)
     with ranks.together("the folder of the command"):
         folder = Path()
-        if ranks.is_first:
-            folder = output.out or new_folder(
-                [name_of(job.algorithm) for job in jobs],
-                options.data,
-                options.partition or "",
-            )
+        if ranks.is_first and output.out is not None:
+            folder = make_folder(output.out)
+        elif ranks.is_first:
+            names = [name_of(job.algorithm) for job in jobs]
+            folder = new_folder(names, options.data, options.partition or "")
     num_rounds = sum(job.num_rounds(data.n) for job in jobs)
     is_silent = not ranks.is_first
     with Progress(num_rounds, output.quiet or is_silent, is_silent) as progress:

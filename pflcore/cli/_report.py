@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from pflcore.check import require
+from pflcore.check import reject, require
 from pflcore.cli._failure import RunFailed
 from pflcore.cli._options import parse
 from pflcore.cli._output import CLIENT_FILES, FEDERATION_PICTURE, ReportOptions
@@ -49,13 +49,15 @@ def report(argv: Sequence[str]) -> int:
 
 def _write_client_report(runs: Runs, folder: Path, options: ReportOptions) -> None:
     """Prints the table of clients, and writes it."""
-    name = CLIENT_FILES.get(options.format)
-    require(name, "format", "md or csv for --per client", options.format)
-    words = "the algorithm that others are compared with, such as local"
-    require(options.baseline, "baseline", words, options.baseline)
+    if options.format == "latex":
+        reject("format", "md or csv for --per client", options.format)
+    if options.baseline is None:
+        words = "the algorithm that others are compared with, such as local"
+        reject("baseline", words, None)
     text = client_table(runs, options.baseline, options.format)
+    name = CLIENT_FILES[options.format]
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / str(name), text)
+    write_text(folder / name, text)
     print(text)
     print(f"In {folder}: {name}", file=sys.stderr)
 

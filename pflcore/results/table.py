@@ -38,7 +38,7 @@ from pflcore.results.record import DATA_FIELDS, Runs
 __all__ = ["table"]
 Format = Literal["md", "latex", "csv"]
 # How LaTeX writes the letters that mean something else there.
-LATEX_LETTERS = {
+LATEX_LETTERS: dict[str, str | int | None] = {
     "\\": r"\textbackslash{}",
     "&": r"\&",
     "%": r"\%",
