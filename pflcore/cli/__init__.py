@@ -56,7 +56,6 @@ EXTRAS = {
     "vision": ("torchvision",),
     "plot": ("matplotlib",),
     "track": ("tensorboard", "wandb", "mlflow"),
-    "tune": ("optuna",),
     "lora": ("peft", "transformers", "safetensors"),
     "flower": ("flwr",),
     "docs": ("material", "mkdocstrings", "nbclient", "ipykernel", "pandas"),

@@ -27,7 +27,6 @@ TABLE = """\
 _device:
 _install:
 check: _install
-_proposals: check
 ops: _install check
 metrics: check
 privacy: check
@@ -41,7 +40,7 @@ algorithms: _cohort _device check ops data nn train robust
 simulation: _device check ops metrics data nn results train robust algorithms
 interop: _install check ops data train robust algorithms results simulation
 testing: check data train algorithms simulation
-tuning: _proposals check metrics data train algorithms results simulation
+tuning: check metrics data train algorithms results simulation
 cli: _install check ops data nn train robust algorithms results simulation tuning
 """
 LAYERS = {name: {*below.split()} for name, below in re.findall(r"(\w+):(.*)", TABLE)}
