@@ -120,7 +120,7 @@ class Options:
         batch_norm: batch norm's running statistics: average, local, or auto for the
             policy of the method
         metrics: metrics of each client in addition to loss and accuracy: auc, f1,
-            balanced_accuracy; for targets mae, rmse, r2
+            balanced_accuracy, brier, ece; for targets mae, rmse, r2
     """
 
     data: str = "mnist5k"
@@ -563,6 +563,8 @@ def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     options = asdict(todo[0].options)
     for key in ("device", "engine", "workers", "clients_per_block", "graphs"):
         del options[key]
+    if options["patience"] is None:
+        del options["patience"]  # the facts of runs that end by themselves
     hyper = {job.name: dict(job.algorithm_options) for job in todo}
     return {
         "runs": [*hyper],

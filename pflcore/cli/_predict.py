@@ -89,7 +89,7 @@ def models_folder(folder: Path) -> Path:
     if (folder / MANIFEST_FILE).exists():
         return folder
     found = []
-    for pattern in (MODELS_FOLDER, f"*/{MODELS_FOLDER}", "*"):
+    for pattern in ("*", f"*/{MODELS_FOLDER}"):
         manifests = sorted(folder.glob(f"{pattern}/{MANIFEST_FILE}"))
         found += [path.parent for path in manifests]
     if len(found) > 1:

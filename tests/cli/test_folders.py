@@ -7,7 +7,7 @@ import pytest
 from parts.commands import DIGITS, command
 
 from pflcore.results import read
-from pflcore.results.clients import bootstrap_mean, client_frame
+from pflcore.results.clients import client_frame
 
 pytest.importorskip("tyro")
 pytest.importorskip("tomli_w")
@@ -124,20 +124,6 @@ def test_a_client_has_its_difference_and_a_verdict(capsys):
     assert (frame["difference"] <= frame["high"]).all()
     assert command("report o --per client --baseline local") == 0
     assert "fedavg against local: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("differences", "verdict"),
-    [
-        ([1.0] * 8 + [0.0] * 12, "helped"),
-        ([-1.0] * 8 + [0.0] * 12, "hurt"),
-        ([1.0, -1.0] * 10, "undecided"),
-        ([0.0] * 20, "undecided"),
-        ([1.0] + [0.0] * 19, "undecided"),
-    ],
-)
-def test_a_verdict_needs_an_interval_without_0(differences, verdict):
-    assert bootstrap_mean(np.array(differences)).verdict == verdict
 
 
 def test_patience_ends_a_run():

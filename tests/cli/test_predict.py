@@ -191,18 +191,19 @@ def test_a_run_exports_what_predict_reads(tmp_path, monkeypatch, capsys):
     assert command(words) == 0
     assert "for client H11" in capsys.readouterr().out
     rows.to_csv("new.csv", index=False)
-    assert command("predict o/models/waffle-0 new.csv --client H11") == 0
+    assert command("predict o/waffle-seed0/models new.csv --client H11") == 0
     first = capsys.readouterr().out
     answers = [row[0] for row in lines(first)[1:]]
     assert len(answers) == len(rows) and set(answers) <= set(CLASSES)
 
-    for folder in ("o", "o/models"):  # the only run's models are meant
+    for folder in ("o", "o/waffle-seed0"):  # the only run's models are meant
         assert command(f"predict {folder} new.csv --client H11") == 0
         assert capsys.readouterr().out == first
-    shutil.copytree("o/models/waffle-0", "o/models/waffle-1")
+    shutil.copytree("o/waffle-seed0", "o/waffle-seed1")
     assert command("predict o new.csv --client H11") == 2
     error = capsys.readouterr().err
-    assert "models of one run (o/models/waffle-0, o/models/waffle-1), got o" in error
+    places = "o/waffle-seed0/models, o/waffle-seed1/models"
+    assert f"models of one run ({places}), got o" in error
 
 
 def test_a_model_of_ones_own_class_is_named(history, capsys, tmp_path, monkeypatch):
