@@ -482,10 +482,10 @@ def auc(scores: Tensor, y: Tensor) -> float:
 
 
 def _are_probabilities(scores: Tensor) -> bool:
-    """True where rows [C] of scores are probabilities that sum to 1."""
+    """True where the rows of scores [..., C] are probabilities that sum to 1."""
     if not (scores >= 0).all():
         return False
-    return torch.allclose(scores.sum(1), scores.new_ones(()))
+    return torch.allclose(scores.sum(-1), scores.new_ones(()))
 
 
 def f1(scores: Tensor, y: Tensor) -> float:
@@ -531,19 +531,22 @@ def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
 
 
 def _probabilities(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The probabilities [n, C] of the classes, and the labels [n], on the CPU.
+    """The probabilities [n, C] of the classes, and the labels [n], on the CPU."""
+    labels = _predicted_classes(scores, y)[1].reshape(-1).cpu()
+    num_scores = scores.shape[-1] if scores.dim() > y.dim() else 1
+    scores = scores.detach().double().cpu().reshape(len(labels), num_scores)
+    return class_probabilities(scores), labels
+
+
+def class_probabilities(scores: Tensor) -> Tensor:
+    """The probabilities [..., C] of the classes, of scores [..., C] or [..., 1].
 
     Scores are logits, or probabilities that sum to 1. A single score is the logit of
     class 1 of two.
     """
-    labels = _predicted_classes(scores, y)[1].reshape(-1).cpu()
-    num_scores = scores.shape[-1] if scores.dim() > y.dim() else 1
-    scores = scores.detach().double().cpu().reshape(len(labels), num_scores)
-    if num_scores == 1:
-        return torch.cat([(-scores).sigmoid(), scores.sigmoid()], 1), labels
-    if not _are_probabilities(scores):
-        scores = scores.softmax(1)
-    return scores, labels
+    if scores.shape[-1] == 1:
+        return torch.cat([(-scores).sigmoid(), scores.sigmoid()], -1)
+    return scores if _are_probabilities(scores) else scores.softmax(-1)
 
 
 def brier(scores: Tensor, y: Tensor) -> float:

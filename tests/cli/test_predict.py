@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from parts.commands import command
 from parts.user import simulation
 from small import equals, images, tiny_model
@@ -52,6 +53,17 @@ def test_options_may_stand_between_folder_and_data(history, capsys):
     assert header == ["prediction", *(f"score {name}" for name in CLASSES)]
     want = history.model("H11").scores(pd.read_csv("new.csv")).numpy()
     np.testing.assert_array_equal(np.array([r[1:] for r in rows], np.float32), want)
+
+
+def test_probabilities_are_those_of_the_scores(history, capsys):
+    words = "predict models new.csv --client H11 --scores --probabilities"
+    assert command(words) == 0
+
+    header, *rows = lines(capsys.readouterr().out)
+
+    assert header[-3:] == [f"probability {name}" for name in CLASSES]
+    numbers = torch.tensor([[float(cell) for cell in row[1:]] for row in rows])
+    assert torch.allclose(numbers[:, :3].softmax(1), numbers[:, 3:])
 
 
 def test_a_client_is_a_number_where_no_name_is_one(history, capsys):

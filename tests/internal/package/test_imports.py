@@ -41,8 +41,8 @@ simulation: _device check ops metrics data nn results train robust algorithms
 interop: _install check ops data train robust algorithms results simulation
 testing: check data train algorithms simulation
 tuning: check metrics data train algorithms results simulation
-cli: _install check ops data nn train robust algorithms results simulation tuning
-"""
+cli: _install check ops metrics data nn train robust algorithms results simulation tuning
+"""  # noqa: E501
 LAYERS = {name: {*below.split()} for name, below in re.findall(r"(\w+):(.*)", TABLE)}
 
 
