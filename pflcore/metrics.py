@@ -331,6 +331,7 @@ def shape_like_targets(scores: Tensor, y: Tensor) -> Tensor:
 # metrics by name: one client's scores and labels -> a number -------------------
 
 
+CALIBRATION_BINS = 15
 # Columns of a record, whose names no metric may have.
 RECORD_COLUMNS = (
     "loss",
@@ -481,10 +482,10 @@ def auc(scores: Tensor, y: Tensor) -> float:
 
 
 def _are_probabilities(scores: Tensor) -> bool:
-    """True where rows [C] of scores are probabilities that sum to 1."""
+    """True where the rows of scores [..., C] are probabilities that sum to 1."""
     if not (scores >= 0).all():
         return False
-    return torch.allclose(scores.sum(1), scores.new_ones(()))
+    return torch.allclose(scores.sum(-1), scores.new_ones(()))
 
 
 def f1(scores: Tensor, y: Tensor) -> float:
@@ -527,6 +528,57 @@ def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
         is_right = predicted[labels == label] == label
         fractions.append(is_right.double().mean().item())
     return mean(fractions)
+
+
+def _probabilities(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The probabilities [n, C] of the classes, and the labels [n], on the CPU."""
+    labels = _predicted_classes(scores, y)[1].reshape(-1).cpu()
+    num_scores = scores.shape[-1] if scores.dim() > y.dim() else 1
+    scores = scores.detach().double().cpu().reshape(len(labels), num_scores)
+    return class_probabilities(scores), labels
+
+
+def class_probabilities(scores: Tensor) -> Tensor:
+    """The probabilities [..., C] of the classes, of scores [..., C] or [..., 1].
+
+    Scores are logits, or probabilities that sum to 1. A single score is the logit of
+    class 1 of two.
+    """
+    if scores.shape[-1] == 1:
+        return torch.cat([(-scores).sigmoid(), scores.sigmoid()], -1)
+    return scores if _are_probabilities(scores) else scores.softmax(-1)
+
+
+def brier(scores: Tensor, y: Tensor) -> float:
+    """Brier score of scores [n] or [n, C] and labels [n], as scikit-learn scales it.
+
+    With probabilities p it is the mean over samples of sum_c (p_c - [y = c])^2, from 0
+    to 2, and for two classes half of it, which is (p_1 - y)^2. It is NaN without
+    samples, and where a score is NaN.
+    """
+    probabilities, labels = _probabilities(scores, y)
+    num_classes = probabilities.shape[1]
+    is_class = torch.nn.functional.one_hot(labels, num_classes)
+    by_sample = (probabilities - is_class).square().sum(1)
+    score = by_sample.mean().item()
+    return score / 2 if num_classes == 2 else score
+
+
+def ece(scores: Tensor, y: Tensor) -> float:
+    """Expected calibration error of scores [n] or [n, C] and labels [n], in [0, 1].
+
+    It is sum_b n_b / n |accuracy_b - confidence_b| over 15 bins of equal width, into
+    which a sample falls by the probability of its predicted class (Guo et al. 2017). It
+    is NaN without samples, and where a score is NaN.
+    """
+    probabilities, labels = _probabilities(scores, y)
+    if not len(labels) or probabilities.isnan().any():
+        return math.nan
+    confidence, predicted = probabilities.max(1)
+    gap = (predicted == labels).double() - confidence
+    bins = (confidence * CALIBRATION_BINS).ceil().long().clamp(1, CALIBRATION_BINS) - 1
+    gaps = torch.zeros(CALIBRATION_BINS, dtype=torch.float64).index_add_(0, bins, gap)
+    return gaps.abs().sum().item() / len(labels)
 
 
 @checked
@@ -576,11 +628,14 @@ METRICS: dict[str, Metric] = {
     "auc": auc,
     "f1": f1,
     "balanced_accuracy": balanced_accuracy,
+    "brier": brier,
+    "ece": ece,
     "mae": mae,
     "rmse": rmse,
     "r2": r2,
 }
-FOR_LABELS = ("auc", "f1", "balanced_accuracy")  # the others are for targets
+# The others are for targets.
+FOR_LABELS = ("auc", "f1", "balanced_accuracy", "brier", "ece")
 # True for metrics of which a higher value is better; others have no known direction.
 HIGHER_IS_BETTER = {
     "accuracy": True,
@@ -590,6 +645,8 @@ HIGHER_IS_BETTER = {
     "r2": True,
     "loss": False,
     "train_loss": False,
+    "brier": False,
+    "ece": False,
     "mae": False,
     "rmse": False,
 }

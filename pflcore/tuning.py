@@ -1,9 +1,9 @@
 """The search for options: candidates are trained, and scored on validation data.
 
 A grid is a set of values for each option, and a candidate is one value of each. Every
-combination is played, or those that a study proposes. Only the best candidate is
-evaluated on test data, by `Tuned.report`. The search itself has no access to test data,
-because it uses `StudyProtocol.without_test`, a federation without a test split.
+combination is played. Only the best candidate is evaluated on test data, by
+`Tuned.report`. The search itself has no access to test data, because it uses
+`StudyProtocol.without_test`, a federation without a test split.
 
 Symbols: N clients.
 """
@@ -16,7 +16,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -25,25 +25,24 @@ import annotated_types as at
 import torch
 from torch import Tensor, nn
 
-from pflcore._proposals import Grid, Proposals, Range, Study, WrittenGrid, seeded_study
 from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import (
+    Expectation,
     Fraction,
     Model,
     NonNegativeInt,
-    PositiveInt,
     Seed,
     Words,
     checked,
-    reject,
+    expectation_of,
     require,
 )
 from pflcore.data._protocols import StudyProtocol
 from pflcore.metrics import Metric, is_higher_better, metrics_of
 from pflcore.results._files import lock_folder
-from pflcore.results._render import markdown_table
 from pflcore.results.record import to_json
+from pflcore.results.table import markdown_table
 from pflcore.simulation import Simulation
 from pflcore.simulation._describe import content_digest, decisive_entries
 from pflcore.simulation._evaluate import evaluate
@@ -56,7 +55,17 @@ from pflcore.simulation.checkpoint import Checkpoint, load, save
 from pflcore.train import Net, Training
 from pflcore.train._losses import default_loss
 
-__all__ = ["Range", "tune"]
+__all__ = ["tune"]
+
+Grid = Mapping[str, Sequence[Any]]
+# A grid as callers write it: for a type checker, a dict of lists of different types is
+# a dict[str, object], which is no `Grid`. Its values are checked at run time.
+WrittenGrid = Annotated[
+    Mapping[str, Any],
+    Expectation(
+        "a dict of options, each with a list of values", expectation_of(Grid).fits
+    ),
+]
 
 Protocols = Annotated[
     StudyProtocol | Sequence[StudyProtocol],
@@ -275,10 +284,8 @@ def ordered_grid(algorithm: Algorithm, training: Training, grid: Grid) -> Grid:
     words = f"options of {type(algorithm).__name__} or its training ({names})"
     for key, values in grid.items():
         require(key in known, "grid", words, key, known)
-        has_values = isinstance(values, Range) or len(values)
-        require(has_values, "grid", f"a list of values for {key!r}", values)
-        if not isinstance(values, Range):
-            _check_distinct(key, values)
+        require(len(values), "grid", f"a list of values for {key!r}", values)
+        _check_distinct(key, values)
     evaluation_only = algorithm.traits.evaluation_only
     return {key: grid[key] for key in sorted(grid, key=evaluation_only.__contains__)}
 
@@ -302,52 +309,18 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
     """The candidates of an ordered grid, one for every combination of its values.
 
     Options that only evaluation uses vary fastest. So candidates that share a trained
-    state follow one another, and the state is trained once. Raises ValueError for a
-    range, which has no list of values.
+    state follow one another, and the state is trained once.
     """
-    lists = []
-    for key, values in grid.items():
-        if isinstance(values, Range):
-            words = f"a list of values for {key!r}, each of which is played"
-            remedy = (
-                "give the number of candidates that are drawn from ranges, trials=20 "
-                "or --trials 20"
-            )
-            reject("grid", words, Words(str(values)), remedy=remedy)
-        lists.append(values)
     combinations = []
-    for combination in itertools.product(*lists):
+    for combination in itertools.product(*grid.values()):
         options = dict(zip(grid, combination, strict=True))
         combinations.append(candidate_of(algorithm, training, options))
     return combinations
 
 
-def check_grid(
-    algorithm: Algorithm, training: Training, grid: Grid, trials: int | None
-) -> None:
-    """Raises ValueError where the algorithm or its training cannot have the grid.
-
-    Args:
-        algorithm: The algorithm.
-        training: The local training.
-        grid: The values of each option.
-        trials: The number of candidates that are proposed; None plays all combinations.
-    """
-    grid = ordered_grid(algorithm, training, grid)
-    if trials is None:
-        candidates(algorithm, training, grid)
-    else:
-        check_corners(algorithm, training, grid)
-
-
-def check_corners(algorithm: Algorithm, training: Training, grid: Grid) -> None:
-    """Raises ValueError where a range has an end that the option cannot have."""
-    for end in (0, -1):
-        corner = {}
-        for key, values in grid.items():
-            numbers = values.ends if isinstance(values, Range) else values
-            corner[key] = numbers[end]
-        candidate_of(algorithm, training, corner)
+def check_grid(algorithm: Algorithm, training: Training, grid: Grid) -> None:
+    """Raises ValueError where the algorithm or its training cannot have the grid."""
+    candidates(algorithm, training, ordered_grid(algorithm, training, grid))
 
 
 @checked
@@ -364,8 +337,6 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     sampling: Sampling = "uniform",
     seed: Seed | Sequence[int] = 0,
     hardware: Hardware = Hardware(),  # noqa: B008 (frozen)
-    trials: PositiveInt | None = None,
-    search: Study | None = None,
     metric: str | Metric | None = None,
     higher_is_better: bool | None = None,
     folder: str | os.PathLike[str] | None = None,
@@ -373,12 +344,10 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
 ) -> Tuned:
     """Trains the candidates of the grid, and selects the best one.
 
-    Every combination of the grid's values is a candidate. With `trials` a study of
-    Optuna (Akiba et al. 2019) proposes that many instead, each from the results of
-    those before it, and the grid may hold a `Range`:
+    Every combination of the grid's values is a candidate:
 
-        grid = {"lam": Range(0.01, 10, log=True), "training.lr": [0.05, 0.2]}
-        tune(protocol, net, "ditto", training, grid, rounds=50, trials=20)
+        grid = {"lam": [0.01, 0.1, 1], "training.lr": [0.05, 0.2]}
+        tune(protocol, net, "ditto", training, grid, rounds=50)
 
     Candidates are compared on validation data, after the last round. Some candidates
     are recorded with a reason and never selected:
@@ -394,8 +363,8 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
         algorithm: The algorithm: a name, a class, or an instance with its options. The
             grid varies some of them.
         training: The options of the local training, some of which the grid may vary.
-        grid: The values of each option: a list, or with `trials` a `Range`. A key is an
-            option of the algorithm, or "training." and an option of the local training.
+        grid: The values of each option, in a list. A key is an option of the algorithm,
+            or "training." and an option of the local training.
         rounds: The number of rounds. With 0 the initial state counts as trained.
         states: Trained states, one per protocol; None trains them. With these, the grid
             may vary only options that evaluation alone uses.
@@ -404,11 +373,6 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
         seed: The seed. The run with protocol j has the seed `seed + j`, or the j-th of
             several seeds.
         hardware: The engine, the threads and the device of all runs.
-        trials: The number of candidates that `search` proposes; None plays every
-            combination. A candidate that is proposed again is played once.
-        search: A study of Optuna, such as `optuna.create_study(sampler=...)`, which is
-            told the scores. None takes one with Optuna's TPE sampler and the seed: its
-            candidates repeat, and in a folder a second call goes on.
         metric: "accuracy", "loss", a name for `Evaluation.metrics`, or a function of
             one client's (scores, labels). The default is the accuracy, or the loss for
             regression.
@@ -420,7 +384,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
         log: A function that is called with a line of text for each result.
 
     Raises ValueError where the grid or another argument is not as described, and where
-    every candidate diverged. Raises ImportError where Optuna is needed and missing.
+    every candidate diverged.
     """
     algorithm = algorithm_of(algorithm)
     protocols = [protocol] if isinstance(protocol, StudyProtocol) else [*protocol]
@@ -433,13 +397,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     words = f"one, or one per protocol ({count})"
     fits = len(seeds) == len(nets) == count
     require(fits, "seed and net", words, f"{len(seeds)} and {len(nets)}")
-    played: list[Trial] = []
-    if trials is None:
-        words = "the number of candidates that `search` proposes"
-        require(search is None, "trials", words, trials)
-        played = [Trial(c) for c in candidates(algorithm, training, grid)]
-    else:
-        check_corners(algorithm, training, grid)
+    played = [Trial(c) for c in candidates(algorithm, training, grid)]
     path = Path(folder) if folder else None
     run = {
         "rounds": max(1, rounds),
@@ -456,18 +414,12 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     player.ranks = config.ranks
     classes = scores_classes and not protocols[0].data.y.is_floating_point()
     player.selection = selection_metric(metric, classes, higher_is_better)
-    proposals = None
-    if trials is not None:
-        proposals = Proposals(search or seeded_study(seeds[0]), grid, trials)
     with contextlib.ExitStack() as stack:
         with player.ranks.together("the folder of the search"):
             if path and player.ranks.is_first:
                 stack.enter_context(lock_folder(path))
         player.open_record(base)
-        if proposals is None:
-            player.play(played, log)
-        else:
-            played = player.play_proposals(proposals, base, log)
+        player.play(played, log)
     if all(trial.score == -math.inf for trial in played):
         reason = played[0].stopped or "values that are not finite"
         raise ValueError(
@@ -485,7 +437,7 @@ def _require_evaluation_only(algorithm: Algorithm, grid: Grid) -> None:
     """Raises ValueError where candidates differ in options that training depends on."""
     varied = set()
     for key, values in grid.items():
-        if isinstance(values, Range) or len({_key(value) for value in values}) > 1:
+        if len({_key(value) for value in values}) > 1:
             varied.add(key)
     if varied - {*algorithm.traits.evaluation_only}:
         names = ", ".join(algorithm.traits.evaluation_only) or "nothing"
@@ -593,33 +545,6 @@ class _Player:
             for number, trial in enumerate(trials, 1):
                 self._add_values(trial, run)
                 self._say_result(f"{number}/{len(trials)}", trial, say)
-
-    def play_proposals(
-        self, proposals: Proposals, base: Candidate, say: Callable[[str], None]
-    ) -> list[Trial]:
-        """Plays the candidates that are proposed, each with all protocols.
-
-        Returns a trial for each candidate. One that was proposed twice counts once.
-
-        Args:
-            proposals: The study's proposals.
-            base: The candidate as given, whose options the proposals replace.
-            say: A function that is called with a line of text for each result.
-        """
-        trials: dict[str, Trial] = {}
-        for number in range(1, proposals.count + 1):
-            # The study may have a memory of its own, which other ranks do not share.
-            options = self.ranks.from_first("the next candidate", proposals.ask)
-            candidate = candidate_of(base.algorithm, base.training, options)
-            trial = trials.setdefault(_key(options), Trial(candidate))
-            if not trial.values:
-                for run in range(len(self.protocols)):
-                    self._add_values(trial, run)
-            self._say_result(f"{number}/{proposals.count}", trial, say)
-            with self.ranks.together("the result of a candidate"):
-                if self.ranks.is_first:
-                    proposals.tell(trial.score)
-        return [*trials.values()]
 
     def _add_values(self, trial: Trial, run: int) -> None:
         """Adds the values with one protocol, which are played where they are missing.

@@ -17,7 +17,7 @@ from torch import nn
 from pflcore import Federation, metrics
 
 NAN = math.nan
-auc, f1, balanced_accuracy, mae, rmse, r2 = metrics.METRICS.values()
+auc, f1, balanced_accuracy, brier, ece, mae, rmse, r2 = metrics.METRICS.values()
 LISTS = {
     "BASE": [0.9, 0.8, 0.7, 0.6, 0.95, 0.5, 0.85, 0.75, 0.65, 0.55],
     "PERSONAL": [0.92, 0.8, 0.75, 0.58, 0.97, 0.6, 0.8, 0.9, 0.66, 0.55],
@@ -220,6 +220,32 @@ def test_metrics_are_those_of_scikit_learn():
     assert r2(scores[:, :1], t) == pytest.approx(metrics.r2_score(t, scores[:, 0]))
 
 
+def test_the_brier_score_is_that_of_scikit_learn():
+    loss = pytest.importorskip("sklearn.metrics").brier_score_loss
+    scores = torch.randn(60, 3)
+    label = torch.randint(0, 2, (60,))
+    logit = scores[:, 0]
+    want = loss(label, logit.double().sigmoid())
+
+    assert brier(logit, label) == pytest.approx(want)
+    assert brier(torch.stack([-logit / 2, logit / 2], 1), label) == pytest.approx(want)
+    y = torch.randint(0, 3, (60,))
+    p = scores.double().softmax(1)
+    by_class = [loss(y == c, p[:, c]) for c in range(3)]
+    assert brier(scores, y) == brier(p, y) == pytest.approx(sum(by_class))
+
+
+def test_the_calibration_error_is_the_gap_of_each_bin():
+    # Ten samples with confidence .9, of which eight are right, and ten with .55 and
+    # five: gaps of .1 and .05, each of half of the samples.
+    p = torch.tensor([[0.9, 0.1]] * 10 + [[0.45, 0.55]] * 10, dtype=torch.float64)
+    y = torch.tensor([0] * 8 + [1] * 2 + [1] * 5 + [0] * 5)
+
+    assert ece(p, y) == pytest.approx(0.075)
+    logit = (p[:, 1] / p[:, 0]).log()
+    assert ece(logit, y) == ece(logit[:, None], y) == pytest.approx(0.075)
+
+
 def test_a_metric_without_a_value_is_nan():
     pytest.importorskip("sklearn")
     one_class = torch.zeros(4, dtype=torch.long)
@@ -229,6 +255,8 @@ def test_a_metric_without_a_value_is_nan():
         auc(certain[:0], one_class[:0]),
         f1(certain, one_class),
         r2(torch.ones(1), torch.ones(1)),
+        *(metric(certain[:0], one_class[:0]) for metric in (brier, ece)),
+        *(metric(certain * NAN, one_class) for metric in (brier, ece)),
     )
     assert all(map(math.isnan, values))
     scores = torch.randn(6, 3)
@@ -285,8 +313,7 @@ def test_a_metric_that_breaks_says_for_whom():
     [
         (
             ["acc"],
-            "for labels there are auc, f1, balanced_accuracy, or a function of .* got "
-            "'acc'",
+            "for labels there are auc, .* brier, ece, or a function of .* got 'acc'",
         ),
         (["mae"], "'mae' is for targets"),
         ("auc", "expected a list, .* got 'auc'"),

@@ -4,6 +4,7 @@ Splits leak nothing, grids cannot see test data, and records resume.
 """
 
 import math
+import re
 import sys
 from dataclasses import replace
 
@@ -14,13 +15,12 @@ from parts.memory import fails
 from parts.tuning import (
     PROTOCOLS,
     TRAINING,
-    PretendedStudy,
     federation,
     model,
     pretended_optuna,
 )
 from parts.user import simulation
-from places import tabled
+from places import ROOT, tabled
 from small import equals, layers, make_setting
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -41,7 +41,6 @@ from pflcore.algorithms import FineTune, KnnPer, Traits
 from pflcore.simulation import round as by_hand
 from pflcore.simulation.checkpoint import load
 from pflcore.simulation.round import RunConfig, initial_state
-from pflcore.tuning import Range
 
 
 def regression():
@@ -368,8 +367,6 @@ NOT = """\
 {"grid": {"training.size": [1]}} | grid: .*training.lr
 {"grid": {"training.lr": []}} | grid: .*a list of values for 'training.lr'
 {"grid": {"training.lr": "0.1"}} | grid: expected a dict of options, each with a list
-{"search": 3, "trials": 2} | search: expected a study of Optuna
-{"trials": 0} | trials: expected a whole number
 {"metric": "unknown"} | metrics: for labels there are auc
 {"metric": "mae"} | metrics: for labels there are auc
 {"metric": 3} | metric: expected a string or a function
@@ -384,113 +381,33 @@ def test_what_cannot_be_tuned_is_refused(options, words):
 
 
 # studies --------------------------------------------------------------------
-SPACE = {
-    "lam": [0.0, 0.4],
-    "server_lr": Range(0.5, 1.0),
-    "training.lr": Range(1e-4, 0.3, log=True),
-    "k": Range(1, 4),
-}
+def played_recipe(p, net):
+    """The study of docs/many_runs.md, played on these data."""
+    text = (ROOT / "docs" / "many_runs.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    recipe = recipe.replace("rounds=20", "rounds=1").replace("trials=20", "trials=4")
+    names = {"protocol": p, "model": net, "training": TRAINING}
+    exec(recipe, names)
+    return names["study"]
 
 
-@pytest.mark.parametrize("direction, sign", [("MAXIMIZE", 1), ("MINIMIZE", -1)])
-def test_a_study_proposes_and_is_told_the_scores(direction, sign):
-    splits = [cross_silo(federation(), seed=s) for s in (100, 1100)]
-    study = PretendedStudy(3, direction)
-    options = {"rounds": 1, "p": splits, "trials": 5}
-
-    tuned = search(KnnPer(), SPACE, search=study, **options)
-
-    assert study.told == [sign * score for score in scores(tuned)]
-    assert tuned.best.score == max(scores(tuned)) and len(tuned.trials) == 5
-    for trial in tuned.trials:
-        algorithm = trial.candidate.algorithm
-        assert algorithm.lam in SPACE["lam"] and 0.5 <= algorithm.server_lr <= 1.0
-        assert algorithm.k in range(1, 5) and isinstance(algorithm.k, int)
-        assert 1e-4 <= trial.candidate.training.lr <= 0.3
-    again = search(KnnPer(), SPACE, search=PretendedStudy(3), **options)
-    assert again.table() == tuned.table()
-
-
-def test_a_candidate_that_is_proposed_twice_is_played_and_listed_once(monkeypatch):
-    runs = []
-    honest = Simulation.run
-    monkeypatch.setattr(
-        Simulation, "run", lambda *a, **b: runs.append(1) or honest(*a, **b)
-    )
-    study = PretendedStudy()
-    tuned = search(grid={"training.lr": [1e-4, 0.3]}, trials=6, search=study)
-    assert len(study.told) == 6 and len(tuned.trials) == len(runs) == 2
-    assert {*study.told} == {*scores(tuned)} and tuned.ties == []
-
-
-def test_a_study_hears_of_a_diverged_candidate():
-    p, net = regression()
-    study = PretendedStudy()
-    space = {"training.lr": [1e30, 0.01]}
-    tuned = search("fedavg", space, 6, p, net, trials=4, search=study)
-    assert -math.inf in study.told and tuned.best.candidate.training.lr == 0.01
-
-
-def test_without_a_study_candidates_repeat_with_the_seed(monkeypatch, tmp_path):
-    """A search in a folder goes on: what it has played is not played again."""
+def test_the_recipe_with_a_study_plays_what_it_proposes(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", pretended_optuna())
-    space = {"training.lr": Range(1e-4, 0.3, log=True)}
-    whole = search(grid=space, trials=4, seed=5)
-    assert scores(search(grid=space, trials=4, seed=5)) == scores(whole)
-    assert scores(search(grid=space, trials=4, seed=6)) != scores(whole)
-    search(grid=space, trials=2, seed=5, folder=tmp_path)
-    assert len(load(tmp_path)[1]["lines"]) == 2
-    again = search(grid=space, trials=4, seed=5, folder=tmp_path)
-    assert again.table() == whole.table() and len(load(tmp_path)[1]["lines"]) == 4
+    p, net = PROTOCOLS["silo"](), model()
+
+    study = played_recipe(p, net)
+
+    assert len(study.results) == 4
+    for options, score in study.results:
+        grid = {"lam": [options["lam"]], "training.lr": [options["lr"]]}
+        assert scores(search("ditto", grid, p=p, net=net)) == [score]
 
 
-def test_a_missing_optuna_is_named_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with sentence("trials needs optuna, .* get it with: .*install optuna", ImportError):
-        search(trials=2)
-
-
-def test_optunas_own_studies(monkeypatch):
+def test_the_recipe_with_optuna_itself():
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    tables = {search(KnnPer(), SPACE, trials=3).table() for _ in range(2)}
-    assert len(tables) == 1
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
-    tuned = search(KnnPer(), SPACE, trials=3, search=study)  # this study minimizes
-    assert study.best_value == -tuned.best.score
-    with sentence("search: expected a study of one direction"):
-        two = optuna.create_study(directions=["maximize", "minimize"])
-        search(trials=2, search=two)
-
-
-NO_STUDY = [
-    (
-        {"grid": {"training.lr": Range(0.1, 1)}},
-        "grid: .*give the number of .* --trials",
-    ),
-    ({"search": PretendedStudy()}, "trials: expected the number of candidates"),
-    (
-        {
-            "grid": {"training.lr": Range(-1, 1)},
-            "search": PretendedStudy(),
-            "trials": 2,
-        },
-        "lr: expected a finite number >= 0",
-    ),
-]
-
-
-@pytest.mark.parametrize("options, words", NO_STUDY)
-def test_what_no_study_can_search_is_refused(options, words):
-    with sentence(words):
-        search("local", **options)
-
-
-def test_a_range_is_in_order():
-    with sentence("Range: expected low below high, got [(]2, 1[)]"):
-        Range(2, 1)
-    with sentence("Range: expected low above 0, for its logarithm"):
-        Range(0, 1, log=True)
+    studies = [played_recipe(PROTOCOLS["silo"](), model()) for _ in range(2)]
+    assert studies[0].best_params == studies[1].best_params
 
 
 # metrics that select --------------------------------------------------------

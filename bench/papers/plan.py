@@ -64,7 +64,6 @@ from typing import Any
 
 from bench.problem import Facts
 from pflcore import Training, cross_device, cross_silo
-from pflcore._proposals import Grid
 from pflcore.check import require
 from pflcore.cli._experiment import (
     Job,
@@ -77,7 +76,7 @@ from pflcore.data import SOURCES, TABULAR
 from pflcore.data._protocols import DEFAULT_SHARES, StudyProtocol, without_roles
 from pflcore.results.record import to_json
 from pflcore.train._random import STREAM_VERSION
-from pflcore.tuning import Candidate
+from pflcore.tuning import Candidate, Grid
 
 PLANS = Path(__file__).resolve().parent / "plans"
 Plan = Mapping[str, Any]

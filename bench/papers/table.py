@@ -16,7 +16,7 @@ from bench.papers.plan import Plan
 from bench.problem import Facts
 from pflcore import History, metrics
 from pflcore.results._notes import describe_incidents, describe_outliers
-from pflcore.results._render import markdown_table
+from pflcore.results.table import markdown_table
 
 Key = tuple[str, str, str]  # setting, method, variant
 Runs = Mapping[Key, Sequence[History]]

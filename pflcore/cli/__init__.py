@@ -45,13 +45,12 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # The modules of each extra of the package.
 TOML_READER = "tomllib" if sys.version_info >= (3, 11) else "tomli"
 EXTRAS = {
-    "cli": ("tyro", "tqdm", "tomli_w", TOML_READER),
+    "cli": ("tyro", "tqdm", "tomli_w", "pandas", TOML_READER),
     "data": ("mlxtend", "sklearn", "scipy"),
     "hf": ("datasets",),
     "vision": ("torchvision",),
     "plot": ("matplotlib",),
     "track": ("tensorboard", "wandb", "mlflow"),
-    "tune": ("optuna",),
     "lora": ("peft", "transformers", "safetensors"),
     "flower": ("flwr",),
     "docs": ("material", "mkdocstrings", "nbclient", "ipykernel", "pandas"),

@@ -1,30 +1,38 @@
-"""The options of a command as a file: read as words of the command line, and written.
+"""The options of a command as a file: defaults of the command line, and written.
 
 A key of the file is a flag without its dashes, with "_" or "-" between words. A flag
-with a dot is a key in a table: `--ditto.lam 0.1` is `lam = 0.1` in `[ditto]`. So one
-parser checks options, wherever they come from.
+with a dot is a key in a table: `--ditto.lam 0.1` is `lam = 0.1` in `[ditto]`. The
+values of a file are the defaults of the one parse, so flags override them.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
-from pflcore.check import Words, import_optional, reject, require
-from pflcore.cli._options import Flag
+from pflcore.check import (
+    Words,
+    expectation_of,
+    import_optional,
+    reject,
+    require,
+    validated,
+)
+from pflcore.cli._options import Flag, words_behind
 from pflcore.ops import __version__
 from pflcore.results._files import atomic_write
 
 CONFIG_FILE = "run.toml"
 CHOICE_FILE = "tuned.toml"  # what `pflcore tune` has chosen
-CONFIG_FILES = "run*.toml"  # with those of later calls
 # Options that say how a folder is treated or what is shown, and not what is played.
-NOT_REPEATED = ("config", "out", "resume", "overwrite", "dry_run", "quiet", "tuned")
+NOT_REPEATED = (
+    *("config", "out", "overwrite", "dry_run", "quiet", "tuned"),
+    *("baseline", "per", "last", "format", "columns", "privacy_delta"),
+)
 Facts = Mapping[str, Any]
 
 
@@ -55,36 +63,55 @@ class Config:
     path: Path
     values: dict[str, Any]
 
-    def words(self, flags: Mapping[str, Flag]) -> list[str]:
-        """The options as words of the command line.
+    def defaults(self, flags: Mapping[str, Flag]) -> dict[str, dict[str, Any]]:
+        """The values of each group of options, by the names of its fields.
 
-        Keys that are no flags are left out. Raises ValueError for a value that no flag
-        can have.
+        Keys that are no flags are left out. Raises ValueError for a value that its
+        option cannot have.
 
         Args:
             flags: The flags of the command by their keys.
         """
-        words: list[str] = []
+        defaults: dict[str, dict[str, Any]] = {}
         for key, value in self.values.items():
             if key in flags:
-                words += self._words_of(key, value, flags[key])
-        return words
+                flag = flags[key]
+                group = defaults.setdefault(flag.group, {})
+                group[flag.field] = _typed_value(key, value, flag.hint)
+        return defaults
 
-    def _words_of(self, key: str, value: Any, flag: Flag) -> list[str]:
-        """The words of one option."""
-        if flag.is_switch:
-            require(isinstance(value, bool), key, "true or false", value)
-            return [flag.name if value else flag.negative_name]
-        if not isinstance(value, list):
-            return [f"{flag.name}={_word(key, value)}"]
-        return [flag.name, *(_word(key, item) for item in value)]
+    def without_table(self, titles: Sequence[str]) -> Config:
+        """The file with the options of the only algorithm outside of its table.
 
-    def check_keys(self, flags: Mapping[str, Flag], command: str) -> None:
-        """Raises ValueError for a key that is no flag of the command."""
+        So a file for `pflcore compare` serves `pflcore run` and `pflcore tune`, too.
+        """
+        values = {}
+        for key, value in self.values.items():
+            for title in titles:
+                key = key.removeprefix(f"{title}.training.").removeprefix(f"{title}.")
+            values[key] = value
+        return replace(self, values=values)
+
+    def check_keys(
+        self, flags: Mapping[str, Flag], others: Collection[str], command: str
+    ) -> None:
+        """Raises ValueError for a key that is no option of this or another command.
+
+        Args:
+            flags: The flags of the command by their keys.
+            others: Keys that are passed over.
+            command: The command, for the error.
+        """
         for key in self.values:
-            if key not in flags:
+            if key not in flags and key not in others:
                 words = f"an option of `{command}` in {self.path}"
-                reject(self.name, words, key, flags)
+                reject(self.name, words, key, [*flags, *others])
+
+
+def config_path(argv: Sequence[str]) -> Path | None:
+    """The file of options that a command line names, if there is one."""
+    words = words_behind(argv, "config")
+    return Path(words[0]) if words else None
 
 
 def read_config(path: Path | None, name: str = "config") -> Config:
@@ -102,13 +129,17 @@ def read_config(path: Path | None, name: str = "config") -> Config:
     parser = import_optional(module, what=f"--{name}")
     words = "a file of options in TOML"
     try:
-        with open(path, "rb") as file:
-            tables = parser.load(file)
+        # Editors of Windows put a byte order mark in front, which utf-8-sig takes away.
+        tables = parser.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as e:
         reject(name, words, Words(f"{path} ({e.strerror or e})"))
     except ValueError as e:  # not TOML, or not UTF-8
         reject(name, words, Words(f"{path} ({' '.join(str(e).split())})"))
-    return Config(name, path, dict(_flatten(tables)))
+    values: dict[str, Any] = {}
+    for key, value in _flatten(tables):
+        require(key not in values, name, f"each option once in {path}", key)
+        values[key] = value
+    return Config(name, path, values)
 
 
 def read_choice(folder: Path) -> tuple[str, Config]:
@@ -133,14 +164,24 @@ def _flatten(table: Facts, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _word(key: str, value: Any) -> str:
-    """The word for one value.
+def _typed_value(key: str, value: Any, hint: Any) -> Any:
+    """A value of a file as its option has it; the word "None" stands for None.
 
-    Raises ValueError for a list or a table within a list.
+    Raises ValueError for a value of another type.
     """
-    is_single = not isinstance(value, list | Mapping)
-    require(is_single, key, "single values in a list", value)
-    return str(value)
+    kinds = {hint, *get_args(hint)}
+    if isinstance(value, float) and float in kinds:
+        return value  # also one that is not finite; the option itself has its limits
+    if value == "None" and NoneType in kinds:
+        return None
+    if isinstance(value, str) and Path in kinds:
+        return Path(value)
+    if isinstance(value, list):
+        is_flat = not any(isinstance(item, list | Mapping) for item in value)
+        require(is_flat, key, "single values in a list", value)
+        is_path = any(Path in get_args(kind) for kind in kinds)
+        value = tuple(Path(item) if is_path else item for item in value)
+    return validated(key, expectation_of(hint), value)
 
 
 def config_text(
@@ -197,30 +238,14 @@ def _toml_value(value: Any) -> Any:
 
 
 def write_config(folder: Path, text: str) -> None:
-    """Writes the options of a command beside its record.
+    """Writes the options of a run beside its record.
 
-    The file is run.toml, or run-2.toml, ... where a file of that name has other
-    options: those of an earlier call that played a part of the record, or a user's.
-    Options that differ in the number of rounds alone are those of runs that have gone
-    on, and are replaced. Raises ValueError where the file cannot be written.
+    Raises ValueError where the file cannot be written.
     """
-    for number in count(1):
-        path = folder / (CONFIG_FILE if number == 1 else f"run-{number}.toml")
-        if not path.exists():
-            break
-        earlier = path.read_text(encoding="utf-8", errors="replace")
-        if earlier == text:
-            return
-        if _without_rounds(earlier) == _without_rounds(text):
-            break
     try:
-        with atomic_write(path) as part:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder / CONFIG_FILE) as part:
             part.write_bytes(text.encode())
     except OSError as e:
         words = Words(f"{folder} ({e.strerror or e})")
-        reject("out", f"a folder with room for {path.name}", words)
-
-
-def _without_rounds(text: str) -> str:
-    """The options of a command as TOML, without the number of rounds."""
-    return re.sub(r"^rounds = .*\n", "", text, flags=re.MULTILINE)
+        reject("out", f"a folder with room for {CONFIG_FILE}", words)

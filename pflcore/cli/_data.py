@@ -10,7 +10,12 @@ from pathlib import Path
 from pflcore.check import checked, require
 from pflcore.cli import _experiment as experiment
 from pflcore.cli._experiment import Options, options_subset
-from pflcore.cli._options import dataclass_of_arguments, option_fields, parse
+from pflcore.cli._options import (
+    dataclass_of_arguments,
+    option_fields,
+    parse,
+    words_behind,
+)
 from pflcore.cli._output import OutputOptions
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES
 from pflcore.data._files import READERS
@@ -85,10 +90,9 @@ def _parse(name: str, argv: Sequence[str]) -> tuple[DataOptions, dict[str, objec
     about = f"{inspect.getdoc(data)}\n\n{list_of_partitions()}"
     if name == ANY_NAME:
         about = f"{inspect.getdoc(data)}\n\n{list_of_all()}"
-    # The partition decides which other options there are.
-    first = parse(prog, about, groups, argv, complete=False)["cut"]
+    words = words_behind(argv, "partition")  # it decides which other options there are
     functions = {
-        "partition": experiment.partition_of(name, first["partition"]),
+        "partition": experiment.partition_of(name, words[-1] if words else None),
         "data": experiment.data_options_of(name),
     }
     for title, choice in functions.items():

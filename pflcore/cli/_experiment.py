@@ -57,6 +57,7 @@ from pflcore.simulation import (
 from pflcore.simulation._attacks import Adversary, Attack
 from pflcore.simulation._per_target import possible_targets
 from pflcore.simulation._ranks import ONE_RANK, Ranks, find_ranks
+from pflcore.simulation.callbacks import EarlyStopping
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training
 from pflcore.train._net import Net
@@ -87,7 +88,8 @@ class Options:
         seed: seed of the weights, the batches and the cohorts
         seeds: number of runs, with seed, seed + 1, ...; the cut of the data stays that
             of --data-seed
-        data_seed: seed of the cut of the data
+        data_seed: seed of the cut of the data; each: every run has a cut of its own, by
+            its seed, so that a mean over seeds is one over cuts, too
         train_samples: use only this number of samples of the training pool
         test_samples: use only this number of samples of the test pool
         standardize: for data that come with their clients: standardize features by each
@@ -99,6 +101,8 @@ class Options:
         val: fraction of each client's training samples that is kept for validation
         eval_split: split that is evaluated: test, or val to choose hyper-parameters
         eval_every: rounds between evaluations of all clients
+        patience: end a run after this number of evaluations whose mean loss is no
+            better than one before; needs --eval-split val
         engine: chain (by the kernels), vmap (all clients at once), loop (one after
             another), or auto by the model
         workers: number of threads; never changes a result
@@ -117,7 +121,7 @@ class Options:
         batch_norm: batch norm's running statistics: average, local, or auto for the
             policy of the method
         metrics: metrics of each client in addition to loss and accuracy: auc, f1,
-            balanced_accuracy; for targets mae, rmse, r2
+            balanced_accuracy, brier, ece; for targets mae, rmse, r2
     """
 
     data: str = "mnist5k"
@@ -131,7 +135,7 @@ class Options:
     target: int | Literal["all"] | str | None = None
     seed: int = 0
     seeds: PositiveInt = 1
-    data_seed: Seed32 = 0
+    data_seed: Seed32 | Literal["each"] = 0
     train_samples: PositiveInt | None = None
     test_samples: PositiveInt | None = None
     standardize: bool | None = None
@@ -140,6 +144,7 @@ class Options:
     val: Momentum = 0.0
     eval_split: str = "test"
     eval_every: NonNegativeInt = 1
+    patience: PositiveInt | None = None
     engine: str = "auto"
     workers: int | None = None
     device: str = "cpu"
@@ -153,6 +158,11 @@ class Options:
     attack_strength: float | None = None
     batch_norm: str = "auto"
     metrics: tuple[str, ...] = ()
+
+    @property
+    def cut_seed(self) -> int:
+        """The seed of the cut of the data."""
+        return self.seed if self.data_seed == "each" else self.data_seed
 
     @property
     def hardware(self) -> Hardware:
@@ -304,7 +314,7 @@ def load_federation(options: Options, cut: Facts | None = None) -> Federation:
     if reader_of(o.data) and o.loss in ("squared", "half_squared"):
         # These losses take targets, which may be whole numbers, and not labels.
         more.setdefault("classes", None)
-    data = federation_of(o.data, o.partition, o.n, o.data_seed, **more)
+    data = federation_of(o.data, o.partition, o.n, o.cut_seed, **more)
     takes_numbers = ":" not in o.model and MODELS.get(o.model) not in TEXT_MODELS
     if takes_numbers and not data.x.is_floating_point():
         # Only models for text have an embedding; else whole numbers are features.
@@ -316,7 +326,7 @@ def load_federation(options: Options, cut: Facts | None = None) -> Federation:
             "validation and 15 % for testing)"
         )
         require("val" not in data.index, "val", expected, o.val, remedy=remedy)
-        data = data.split(val=o.val, seed=o.data_seed)
+        data = data.split(val=o.val, seed=o.cut_seed)
     is_there = not isinstance(o.target, int) or 0 <= o.target < data.n
     require(is_there, "target", f"a client from 0 to {data.n - 1}", o.target)
     return data
@@ -489,7 +499,10 @@ class Job:
                 checkpoints.
         """
         if not self.for_each:
-            return simulation.run(on_round, checkpoint)
+            callbacks = [on_round]
+            if self.options.patience is not None:
+                callbacks.append(EarlyStopping(self.options.patience))
+            return simulation.run(callbacks, checkpoint)
         return run_each_target(
             simulation.algorithm,
             simulation.model,
@@ -524,6 +537,8 @@ class Job:
         partition = partition_of(o.data, o.partition)
         header["partition"] = partition and partition.name
         header["model"] = model_name(o, simulation.data)
+        if o.patience is not None:
+            header["patience"] = o.patience
         # The client that an algorithm makes its single model for, if it makes one.
         model_target = header["target"]
         target = o.target if isinstance(o.target, int) else model_target
@@ -549,6 +564,8 @@ def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     options = asdict(todo[0].options)
     for key in ("device", "engine", "workers", "clients_per_block", "graphs"):
         del options[key]
+    if options["patience"] is None:
+        del options["patience"]  # the facts of runs that end by themselves
     hyper = {job.name: dict(job.algorithm_options) for job in todo}
     return {
         "runs": [*hyper],
@@ -558,24 +575,6 @@ def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
         "model_options": dict(shape),
         "options": hyper,
     }
-
-
-def describe_command(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
-    """The facts of a command: those that all runs of a folder share, and each run's.
-
-    Args:
-        todo: The jobs of the command.
-        cut: The options of the partition, or of the reader of files.
-        shape: The options of the model.
-    """
-    common = describe_jobs(todo, cut, shape)
-    for key in ("runs", "seed", "seeds", "training", "options"):
-        del common[key]
-    runs = {}
-    for job in todo:
-        options = dict(job.algorithm_options)
-        runs[job.name] = {"options": options, "training": asdict(job.training)}
-    return {"common": common, "runs": runs}
 
 
 def make_jobs(
@@ -601,6 +600,11 @@ def make_jobs(
     # Both properties raise ValueError for options that are wrong.
     options.hardware  # noqa: B018
     options.robustness  # noqa: B018
+    uses_test = options.patience is not None and options.eval_split == "test"
+    words = "an evaluation on other data than those of the test: --eval-split val"
+    require(not uses_test, "patience", words, options.patience)
+    is_each = options.patience is not None and options.target == "all"
+    require(not is_each, "target", "one client with --patience", options.target)
     for name in algorithms:
         make_algorithm(name, hyper.get(name), options.target)
     jobs = []

@@ -1,25 +1,29 @@
-"""The folder of a command: a new one, or one whose files must not be lost."""
+"""The folder of a command's runs, and the folder of each run in it.
+
+OUT/ditto-seed0 holds one run: record.jsonl, checkpoint.safetensors and run.toml. The
+table and the pictures of all runs below OUT are in OUT itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from pflcore.cli._config import CONFIG_FILES
+from pflcore.algorithms import name_of
+from pflcore.check import require
 from pflcore.cli._experiment import Job
-from pflcore.cli._output import (
-    CHECKPOINTS,
-    RECORD_FILE,
-    TABLE_FILES,
-    OutputOptions,
-    ReportOptions,
-)
-from pflcore.results._files import move_aside
-from pflcore.simulation import checkpoint
-from pflcore.simulation.checkpoint import Checkpoint
+from pflcore.results.record import DATA_FIELDS, Line, read, to_json
+from pflcore.simulation import History, checkpoint
+from pflcore.simulation import _describe as describe
+from pflcore.simulation.checkpoint import comparable_header
+
+RECORD_FILE = "record.jsonl"
 
 
 def new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
@@ -41,96 +45,97 @@ def new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
     return folder
 
 
+def make_folder(folder: Path) -> Path:
+    """The folder, which is made. Raises ValueError where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        can_write = os.access(folder, os.W_OK)
+    except OSError:
+        can_write = False
+    require(can_write, "out", "a folder that can be written", str(folder))
+    return folder
+
+
 def file_name(words: str) -> str:
     """The words as a name that every file system accepts."""
     return re.sub(r"[^\w.-]", "_", words)
 
 
-def checkpoint_folder(folder: Path, job: Job) -> Path:
-    """The folder of a job's checkpoint, in the folder of its record."""
-    return folder / CHECKPOINTS / re.sub(r"[^\w.-]+", "-", job.name)
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run.
+
+    Attributes:
+        path: The folder.
+    """
+
+    path: Path
+
+    @property
+    def record(self) -> Path:
+        """The file of the run's record."""
+        return self.path / RECORD_FILE
+
+    def recorded(self) -> History | None:
+        """The run in the record, as far as it was played; None without a record."""
+        if not self.record.is_file():
+            return None
+        runs = [run for run in read(self.record) if run.header]
+        return runs[-1] if runs else None
+
+    def is_whole(self, header: Line) -> bool:
+        """True where the record holds the whole run of this header.
+
+        Raises ValueError where it holds another run.
+        """
+        run = self.recorded()
+        if run is None:
+            return False
+        here = to_json(header)
+        there = comparable_header(run.header, here)
+        difference = describe.first_difference(_identity(there), _identity(here))
+        if difference:
+            other = f"another folder (`pflcore report {self.path.parent} OTHER`"
+            raise ValueError(
+                f"out: {self.path} holds another run: {difference}; give the options "
+                f"it was begun with, {other} makes one table of both), or --overwrite, "
+                "which removes it."
+            )
+        return run.complete and run.header["rounds"] == header["rounds"]
+
+    def clear(self) -> None:
+        """Removes the record and the checkpoints."""
+        self.record.unlink(missing_ok=True)
+        self.clear_checkpoints()
+
+    def clear_checkpoints(self) -> None:
+        """Removes the checkpoint, and those of the runs for single targets."""
+        (self.path / checkpoint.FILE_NAME).unlink(missing_ok=True)
+        for folder in self.path.glob("target-*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_folder(folder: Path, output: ReportOptions) -> None:
-    """Raises ValueError where the folder holds files that must not be lost."""
-    goes_on = isinstance(output, OutputOptions) and output.resume
-    if goes_on and output.overwrite:
-        raise ValueError(
-            "resume: expected no --overwrite beside it; leave one of them out."
-        )
-    if output.overwrite:
-        return
-    begun = Checkpoint(folder).exists
-    # `pflcore report` leaves a record as it is.
-    paths = _resumable_paths(folder) if isinstance(output, OutputOptions) else []
-    if paths and not (goes_on and begun):
-        names = " and ".join(path.name for path in paths)
-        another = (
-            f"name another folder (`pflcore report {folder} OTHER` makes one table of "
-            "both)"
-        )
-        remedy = f"{another}, or add --overwrite, which moves it aside"
-        if goes_on:
-            names += " without a checkpoint"
-            remedy = f"{another}, or put --overwrite for --resume, which moves it aside"
-        elif begun:
-            remedy = f"go on by --resume, {remedy}"
-        raise ValueError(f"out: {folder} holds {names}; {remedy}.")
-    if _is_foreign_table(folder, output) and not goes_on:
-        raise ValueError(
-            f"out: {folder} has a {output.table_file} that this command did not write "
-            "(reproduce's, perhaps); name another with --out, or add --overwrite, "
-            "which moves it aside."
-        )
+def run_folder(out: Path, job: Job) -> RunFolder:
+    """The folder of a job's run."""
+    name = f"{name_of(job.algorithm)}-seed{job.options.seed}"
+    return RunFolder(out / file_name(name))
 
 
-def move_outputs_aside(
-    folder: Path, output: ReportOptions, complete_record: bool
-) -> str:
-    """Renames files that must not be lost; returns a message.
-
-    The message is "" where there is no file to rename.
+def read_runs(out: Path, first: Collection[str] = ()) -> list[History]:
+    """The runs in the folders below `out`.
 
     Args:
-        folder: The folder of the files.
-        output: The options of the folder.
-        complete_record: True to rename a record, its checkpoints and its options, too.
+        out: The folder of a command.
+        first: Names of runs. These stand in front, in this order.
     """
-    paths = _resumable_paths(folder) if complete_record else []
-    if paths:
-        paths += sorted(folder.glob(CONFIG_FILES))
-    if _is_foreign_table(folder, output):
-        paths.append(folder / output.table_file)
-    if not paths:
-        return ""
-    moves = []
-    for path, new_path in zip(paths, move_aside(paths), strict=True):
-        moves.append(f"{path.name} to {new_path.name}")
-    return f"Moved aside in {folder}: {', '.join(moves)}."
+    places = {name: place for place, name in enumerate(first)}
+    return sorted(read(out), key=lambda run: places.get(run.name, len(places)))
 
 
-def _resumable_paths(folder: Path) -> list[Path]:
-    """Paths of the record and the checkpoints to resume from."""
-    paths = []
-    record = folder / RECORD_FILE
-    if record.is_file() and record.stat().st_size:
-        paths.append(record)
-    for path in (folder / checkpoint.FILE_NAME, folder / CHECKPOINTS):
-        if path.exists():
-            paths.append(path)
-    return paths
+def _identity(header: Line) -> Line:
+    """The entries of a header that all parts of one run share.
 
-
-def _is_foreign_table(folder: Path, output: ReportOptions) -> bool:
-    """True where the folder has a table that `write_report` did not write.
-
-    A file that ends within the first letters of a table counts as written by it: the
-    writing was interrupted.
+    The options of the data are first: a difference of them is the cause of others.
     """
-    name, table_start = TABLE_FILES[output.format]
-    path = folder / name
-    if not path.is_file():
-        return False
-    with open(path, encoding="utf-8", errors="replace") as file:
-        start = file.read(len(table_start))
-    return not table_start.startswith(start)
+    options = {name: header.get(name) for name in DATA_FIELDS}
+    return {**options, **describe.entries_of_any_length(header)}

@@ -11,15 +11,32 @@ from pflcore.algorithms import ALGORITHMS, class_of, name_of
 from pflcore.cli import _experiment as experiment
 from pflcore.cli._config import Config
 from pflcore.cli._experiment import Options
-from pflcore.cli._options import Flag, dataclass_of_arguments, flags_of
+from pflcore.cli._options import (
+    dataclass_of_arguments,
+    flags_of,
+    option_fields,
+    words_behind,
+)
+from pflcore.cli._output import OutputOptions
 from pflcore.results.record import Facts, Line
 from pflcore.train import Training
 
 
-def chosen_groups(values: Facts) -> dict[str, type]:
-    """The groups of options that depend on the values of other options.
+def chosen_names(argv: Sequence[str], config: Config) -> dict[str, str | None]:
+    """The names of the data, the partition and the model."""
+    names = {}
+    for name in ("data", "partition", "model"):
+        words = words_behind(argv, name)
+        value = words[-1] if words else config.values.get(name, getattr(Options, name))
+        names[name] = None if value in (None, "None") else str(value)
+    return names
 
-    They are those of the partition, of the reader of files, and of the model.
+
+def chosen_groups(values: Facts) -> dict[str, type]:
+    """The groups of options of the partition, of the reader, and of the model.
+
+    Args:
+        values: The values of the options data, partition and model.
     """
     functions = {
         "partition": experiment.partition_of(values["data"], values["partition"]),
@@ -49,38 +66,44 @@ def cut_of(options: Options, values: Mapping[str, Line]) -> Line:
     return {k: v for k, v in values["data"].items() if v != reader.defaults[k]}
 
 
-def own_training_groups(
-    titles: Sequence[str], keys: Collection[str], argv: Sequence[str]
-) -> list[str]:
+def own_training_groups(titles: Sequence[str], keys: Collection[str]) -> list[str]:
     """The groups of algorithms that train in a way of their own, "NAME.training".
 
     Args:
         titles: The names of the algorithms.
-        keys: The keys of files of options.
-        argv: The words of the command line.
+        keys: The keys of all options that are given.
     """
-    options = [*keys, *(word.removeprefix("--").replace("-", "_") for word in argv)]
     groups = []
     for title in titles:
-        start = f"{title}.training."
-        if any(option.startswith(start) for option in options):
+        if any(key.startswith(f"{title}.training.") for key in keys):
             groups.append(f"{title}.training")
     return groups
 
 
-def idle_flags(config: Config, titles: Sequence[str]) -> dict[str, Flag]:
-    """The flags of algorithms that have a table in a file, but do not run this time.
+def passed_over_keys(names: Sequence[str], config: Config) -> set[str]:
+    """Keys of a file that another command has, or an algorithm that does not run.
+
+    So one file serves all commands.
 
     Args:
+        names: The names of the algorithms that run.
         config: The file of options.
-        titles: The names of the algorithms that run.
     """
-    names = {name: name for name in ALGORITHMS}
-    for name in config.values.get("algorithms", []):
-        names[name_of(str(name))] = str(name)
-    groups: dict[str, type] = {}
-    for key in config.values:
-        title = key.partition(".")[0]
-        if title in names and title not in titles:
-            groups |= {title: class_of(names[title]), f"{title}.training": Training}
-    return flags_of(groups, [*groups])
+    from pflcore.cli._tune import TuneOptions
+
+    keys = {"algorithms", "algorithm", "tuned", "split"}
+    for cls in (Options, Training, OutputOptions, TuneOptions):
+        keys |= {f.name for f in option_fields(cls)}
+    known = {name: name for name in ALGORITHMS}
+    known |= {name_of(str(name)): str(name) for name in listed_algorithms(config)}
+    tables = {key.partition(".")[0] for key in config.values if "." in key}
+    for title in tables & {*known} - {*map(name_of, names)}:
+        groups = {title: class_of(known[title]), f"{title}.training": Training}
+        keys |= {*flags_of(groups, [*groups])}
+    return keys
+
+
+def listed_algorithms(config: Config) -> list[str]:
+    """The algorithms that a file for `pflcore compare` names."""
+    names = config.values.get("algorithms", [])
+    return [str(name) for name in names] if isinstance(names, list) else []

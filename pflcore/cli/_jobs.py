@@ -1,220 +1,412 @@
-"""All jobs of a command: checked before anything is written, played, and reported."""
+"""The runs of a command: checked before anything is written, played, and reported."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+import os
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from pflcore.algorithms import name_of
 from pflcore.check import require
 from pflcore.cli import _experiment as experiment
 from pflcore.cli._config import write_config
 from pflcore.cli._experiment import Job
-from pflcore.cli._failure import RunFailed
-from pflcore.cli._folder import check_folder, move_outputs_aside, new_folder
-from pflcore.cli._follow import NoProgress, NoRecord
-from pflcore.cli._job_runner import JobRunner, Model, plan_line
-from pflcore.cli._output import OUTPUT_FILES, RECORD_FILE, OutputOptions
-from pflcore.cli._report import write_report
-from pflcore.cli._resume import (
-    check_goes_on,
-    kept_runs,
-    merge_commands,
-    recorded_command,
+from pflcore.cli._failure import RunFailed, first_line
+from pflcore.cli._folder import (
+    RunFolder,
+    make_folder,
+    new_folder,
+    read_runs,
+    run_folder,
 )
-from pflcore.cli._track import require_tracker
+from pflcore.cli._output import OutputOptions
+from pflcore.cli._predict import MODELS_FOLDER
+from pflcore.cli._report import write_report
+from pflcore.cli._track import require_tracker, tracker_of
 from pflcore.data import Federation
-from pflcore.results._columns import column_names, require_columns
-from pflcore.results._files import atomic_write, lock_folder, remove_part_files
+from pflcore.results._files import lock_folder
 from pflcore.results._progress import Progress
-from pflcore.results.record import Facts, RecordWriter, read, to_json
-from pflcore.simulation import _describe as describe
-from pflcore.simulation import checkpoint
+from pflcore.results.record import Facts, Line, OnRound, RecordWriter
+from pflcore.results.table import column_names, require_columns
+from pflcore.simulation import History, Simulation
+from pflcore.simulation._evaluate import correct_samples
+from pflcore.simulation._per_target import target_folder
+from pflcore.simulation._ranks import Ranks
 from pflcore.simulation.checkpoint import Checkpoint
 
 
 def run_jobs(
-    jobs: Sequence[Job], cut: Facts, shape: Facts, output: OutputOptions, config: str
+    jobs: Sequence[Job],
+    cut: Facts,
+    shape: Facts,
+    output: OutputOptions,
+    configs: Mapping[str, str],
 ) -> int:
-    """Plays all jobs into one record; returns the exit code.
+    """Plays each job into a folder of its own; returns the exit code.
 
-    It checks all options before it writes anything, and makes the table and the
-    pictures at the end.
+    All options are checked before anything is written. A run that its folder holds
+    whole is skipped, and one that was broken off goes on. Table and pictures are made
+    at the end.
 
     Args:
         jobs: The runs of the command.
         cut: The options of the partition or of the reader.
         shape: The options of the model.
         output: The options of the folder.
-        config: All options as TOML, which are written into the folder.
+        configs: The options of each job as TOML, by the job's name.
     """
     options = jobs[0].options
     ranks = options.started_ranks
     with ranks.together("the check of the command's options"):
         if ranks.is_first:
             _check_output(jobs, output)
-        data = experiment.load_federation(options, cut)
-        jobs = [job.with_ids(data) for job in jobs]
+        federations = {}
+        for job in jobs:
+            seed = job.options.cut_seed
+            if seed not in federations:
+                federations[seed] = experiment.load_federation(job.options, cut)
+        data = federations[jobs[0].options.cut_seed]
+        jobs = [job.with_ids(federations[job.options.cut_seed]) for job in jobs]
         model = experiment.make_model(options, data, shape)
-        begun = output.resume and Checkpoint(output.out or "").exists
+        fields = {"partition_options": cut, "model_options": shape}
+        player = JobPlayer(federations, model, fields, output, ranks)
+        whole: set[str] = set()
         if ranks.is_first:
-            recorded = recorded_command(output.out) if begun else {}
-            new = [job for job in jobs if job.name not in recorded.get("runs", {})]
-            plans = _try_jobs(new, data, model)
-            if output.dry_run:
-                print("\n".join([data.summary(), *plans]))
+            whole = player.check(jobs)
     if output.dry_run:
         return 0
-    command = experiment.describe_command(jobs, cut, shape)
-    command["common"]["federation"] = describe.describe_data(data)
-    own_fields = {"partition_options": cut, "model_options": shape}
-    with contextlib.ExitStack() as stack:
-        with ranks.together("the folder of the command"):
-            done: set[str] = set()
-            runner = JobRunner(
-                data, model, own_fields, output, Path(), NoRecord(), NoProgress(), ranks
-            )
+    whole = ranks.from_first("the runs that are whole", lambda: whole)
+    with ranks.together("the folder of the command"):
+        folder = Path()
+        if ranks.is_first and output.out is not None:
+            folder = make_folder(output.out)
+        elif ranks.is_first:
+            names = [name_of(job.algorithm) for job in jobs]
+            folder = new_folder(names, options.data, options.partition or "")
+    num_rounds = sum(job.num_rounds(data.n) for job in jobs)
+    is_silent = not ranks.is_first
+    with Progress(num_rounds, output.quiet or is_silent, is_silent) as progress:
+        progress.say(f"{data.summary()}\nFolder: {folder}")
+        try:
+            status = player.play(jobs, folder, whole, progress, configs)
+        except RunFailed:
+            # There may be rounds for a table nevertheless, and space on the disk.
             if ranks.is_first:
-                done = _open_folder(stack, runner, jobs, to_json(command), begun)
-                write_config(runner.folder, config)
-        done = ranks.from_first("the jobs that are done", lambda: done)
-        return _play_and_report(runner, jobs, done)
+                with contextlib.suppress(Exception):
+                    _report(jobs, folder, output, data)
+            raise
+    if ranks.is_first:
+        _report(jobs, folder, output, data)
+    return status
 
 
 def _check_output(jobs: Sequence[Job], output: OutputOptions) -> None:
     """Raises ValueError where the command cannot write what its options say."""
-    options = jobs[0].options
-    # A folder that is not to be touched is the first fact to tell: what else is wrong
-    # may be so because the command does not go on there.
-    if output.out is not None:
-        check_folder(output.out, output)
     names = {name_of(job.algorithm) for job in jobs}
-    if output.resume:
-        # The table has the runs that the folder holds, too.
-        for run_name in recorded_command(output.out).get("runs", {}):
-            names.add(run_name.rpartition(", seed ")[0])
+    if output.out is not None and output.out.is_dir():
+        with contextlib.suppress(ValueError):  # the folder has no record yet
+            names |= {run.algorithm for run in read_runs(output.out)}
     known = output.baseline is None or output.baseline in names
     require(known, "baseline", "one of the algorithms that run", output.baseline)
-    has_baseline = output.baseline is not None
     require_tracker(output.track)
-    require_columns(output.columns, column_names(options.metrics, has_baseline))
-    has_folder = not output.resume or output.out is not None
-    require(has_folder, "resume", "the folder of the run with --out", None)
+    has_baseline = output.baseline is not None
+    metrics = jobs[0].options.metrics
+    require_columns(output.columns, column_names(metrics, has_baseline))
 
 
-def _try_jobs(jobs: Sequence[Job], data: Federation, model: Model) -> list[str]:
-    """Lines of text on each algorithm's run: size and engine.
-
-    Every simulation is made, so that an error is reported before a record is opened.
-    """
-    plans = []
-    seen = set()
-    for job in jobs:
-        if job.algorithm in seen:
-            continue  # another seed changes nothing in the plan
-        seen.add(job.algorithm)
-        simulation = job.simulation(data, model)
-        plans.append(plan_line(job.header(simulation)))
-        del simulation  # the next one needs the memory
-    return plans
+def _report(
+    jobs: Sequence[Job], folder: Path, output: OutputOptions, data: Federation
+) -> None:
+    """Writes the table and the pictures of all runs in the command's folder."""
+    runs = read_runs(folder, [job.name for job in jobs])
+    write_report(runs, folder, output, data)
 
 
-def _open_folder(
-    stack: contextlib.ExitStack,
-    runner: JobRunner,
-    jobs: Sequence[Job],
-    command: Facts,
-    begun: bool,
-) -> set[str]:
-    """Gives the runner its folder, record and bar; returns the jobs that are done.
+@dataclass(frozen=True)
+class JobPlayer:
+    """Plays the jobs of a command in turn.
 
-    Args:
-        stack: closes them at its end
-        runner: what plays the jobs
-        jobs: the runs of the command
-        command: the facts of the command
-        begun: True where the command goes on with the record that is in the folder
-    """
-    options = jobs[0].options
-    output = runner.output
-    num_rounds = sum(job.num_rounds(runner.data.n) for job in jobs)
-    progress = stack.enter_context(Progress(num_rounds, output.quiet))
-    folder = output.out
-    if folder is None:
-        names = [name_of(job.algorithm) for job in jobs]
-        folder = new_folder(names, options.data, options.partition or "")
-    stack.enter_context(lock_folder(folder))
-    if begun:
-        merge_commands(folder, command)
-        for job in jobs:
-            check_goes_on(folder, job, runner)
-    done = _prepare_folder(folder, output, command, begun, progress)
-    path = folder / RECORD_FILE
-    record = stack.enter_context(RecordWriter(path, goes_on=begun))
-    if begun:
-        command = merge_commands(folder, command)
-    if command != recorded_command(folder):
-        checkpoint.save(folder, {}, {"command": command})
-    progress.say(f"{runner.data.summary()}\nRecord: {path}")
-    runner.folder = folder
-    runner.record = record
-    runner.progress = progress
-    return done
-
-
-def _prepare_folder(
-    folder: Path, output: OutputOptions, command: Facts, begun: bool, progress: Progress
-) -> set[str]:
-    """Makes the folder ready, and returns the jobs that are done.
-
-    The jobs are given by their names.
-
-    Args:
-        folder: The folder of the record.
+    Attributes:
+        federations: The federation of each seed of a cut.
+        model: The function that makes the model.
+        header_fields: Fields of each header in addition to those of a job.
         output: The options of the folder.
-        command: The facts of the command. A folder whose facts differ is another
-            command's.
-        begun: True where the command goes on with the record that is in the folder.
-        progress: The progress bar, which prints messages.
+        ranks: The processes that play the jobs together; the first one alone writes.
     """
-    # Another command may have ended there since the first check.
-    check_folder(folder, output)
-    for name in OUTPUT_FILES:
-        remove_part_files(folder / name)
-    done = set()
-    if begun:
-        runs = kept_runs(folder, command)
-        with (
-            atomic_write(folder / RECORD_FILE) as part,
-            RecordWriter(part) as record,
-        ):
-            for recorded in runs:
-                if recorded.complete:
-                    done.add(recorded.name)
-                for line in recorded.lines():
-                    record.write(line)
-    moved = move_outputs_aside(folder, output, complete_record=not begun)
-    if moved:
-        progress.say(moved)
-    return done
+
+    federations: Mapping[int, Federation]
+    model: Callable[[], Any]
+    header_fields: Line
+    output: OutputOptions
+    ranks: Ranks
+
+    def header(self, job: Job, simulation: Simulation) -> Line:
+        """The header of a job's record."""
+        return job.header(simulation) | self.header_fields
+
+    def data_of(self, job: Job) -> Federation:
+        """The federation of a job."""
+        return self.federations[job.options.cut_seed]
+
+    def check(self, jobs: Sequence[Job]) -> set[str]:
+        """The names of the jobs whose folders hold them whole.
+
+        With `dry_run` it prints what would run. Raises ValueError for an option that
+        does not fit, and for a folder that holds another run.
+        """
+        out = self.output.out
+        whole = set()
+        plans: dict[str, str] = {}
+        for job in jobs:
+            is_begun = out is not None and run_folder(out, job).record.exists()
+            if job.algorithm in plans and not is_begun:
+                continue  # another seed changes nothing in the plan
+            simulation = job.simulation(self.data_of(job), self.model)
+            header = self.header(job, simulation)
+            plans.setdefault(job.algorithm, plan_line(header))
+            if out is not None and is_begun and not self.output.overwrite:
+                folder = run_folder(out, job)
+                if folder.is_whole(header) and not _lacks_outcomes(folder, job):
+                    whole.add(job.name)
+                else:
+                    _check_goes_on(folder, job, simulation)
+            del simulation  # the next one needs the memory
+        if self.output.dry_run:
+            print("\n".join([self.data_of(jobs[0]).summary(), *plans.values()]))
+            for name in sorted(whole):
+                print(f"{name}: whole in {out}")
+        return whole
+
+    def play(
+        self,
+        jobs: Sequence[Job],
+        out: Path,
+        whole: Collection[str],
+        progress: Progress,
+        configs: Mapping[str, str],
+    ) -> int:
+        """Plays the jobs that are not whole; returns the exit code."""
+        has_stopped = False
+        try:
+            for job in jobs:
+                folder = run_folder(out, job)
+                if job.name in whole:
+                    self.drop_checkpoint(job, folder)
+                    progress.skip(job.num_rounds(self.data_of(job).n))
+                    progress.say(f"{job.name}: whole, it is not played again")
+                    continue
+                history = self.run_job(job, folder, progress, configs[job.name])
+                if history.interrupted:
+                    return _end_after_interrupt(progress)
+                if self.output.export:
+                    is_written = self.export_models(job, history, folder, progress)
+                    has_stopped |= not is_written
+                has_stopped |= history.end is not None and history.end.broke_off
+                del history  # the next one needs the memory
+        except KeyboardInterrupt:
+            return _end_after_interrupt(progress)
+        return 1 if has_stopped else 0
+
+    def run_job(
+        self, job: Job, folder: RunFolder, progress: Progress, config: str
+    ) -> History:
+        """The history of a job, played from its checkpoint.
+
+        It begins with round 1 where there is no checkpoint. At its end the record holds
+        every round that was played; if rounds are missing, it says why. Raises
+        RunFailed for an error in the middle.
+        """
+        simulation = job.simulation(self.data_of(job), self.model)
+        with contextlib.ExitStack() as stack:
+            with self.ranks.together("the folder of the run"):
+                path = Path(os.devnull)  # other ranks write nothing
+                if self.ranks.is_first:
+                    path = folder.record
+                    stack.enter_context(lock_folder(folder.path))
+                    if self.output.overwrite:
+                        folder.clear()
+                    write_config(folder.path, config)
+                self._restore(job, simulation, folder)
+                header = self.header(job, simulation)
+                record = stack.enter_context(RecordWriter(path, overwrite=True))
+            progress.say(plan_line(header))
+            progress.name(job.name)
+            history = self._play_job(job, simulation, folder, record, progress, header)
+        if history.stopped:
+            progress.say(f"{job.name}: {history.stopped}")
+        is_over = not (history.interrupted or history.failed)
+        if is_over:
+            self.drop_checkpoint(job, folder)
+        return history
+
+    def _restore(self, job: Job, simulation: Simulation, folder: RunFolder) -> None:
+        """Takes up the checkpoint of the run, where there is one."""
+        place = Checkpoint(folder.path)
+        # Only the first rank may see the folder.
+        exists = self.ranks.from_first("the run's checkpoint", lambda: place.exists)
+        if exists and not job.for_each:
+            simulation.restore(folder.path)
+
+    def _play_job(
+        self,
+        job: Job,
+        simulation: Simulation,
+        folder: RunFolder,
+        record: RecordWriter,
+        progress: Progress,
+        header: Line,
+    ) -> History:
+        """The history of a job, played from the state of its simulation."""
+        every, minutes = self.output.checkpoint_every, self.output.checkpoint_minutes
+        place = Checkpoint(folder.path, every, minutes)
+        played = 0
+        track = self.output.track if self.ranks.is_first else None
+
+        def count_round(round: int, line: Line) -> None:
+            nonlocal played
+            played += 1
+            progress.step(line)
+
+        def play(on_round: OnRound) -> History:
+            if not job.for_each:
+                return job.play(simulation, on_round, place)
+            # A round's record needs all the clients' runs, so it is written at the end.
+            history = job.play(simulation, count_round, place)
+            for line in history.rounds:
+                on_round(line["round"], line)
+            return history
+
+        def on_round(round: int, line: Line) -> None:
+            tracker(round, line)
+            if not job.for_each:
+                count_round(round, line)
+
+        try:
+            with (
+                tracker_of(track, job.name, header, folder.path) as tracker,
+                warnings.catch_warnings(),
+            ):
+                # The caller prints the text of this warning.
+                warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
+                history = record.run(header, play, on_round)
+                tracker.take_end(history.end)
+                if self.ranks.is_first and _has_outcomes(job, history):
+                    record.write({"samples": _outcomes(simulation, history)})
+        except Exception as e:
+            raise RunFailed(_failure(job, folder, e)) from e
+        progress.skip(job.num_rounds(self.data_of(job).n) - played)
+        return history
+
+    def drop_checkpoint(self, job: Job, folder: RunFolder) -> None:
+        """Removes the checkpoint of a run that is over and cannot go on from it."""
+        depends_on_rounds = bool(job.make_algorithm().traits.rounds_reason)
+        is_kept = self.output.keep_checkpoint and not depends_on_rounds
+        if self.ranks.is_first and not is_kept:
+            folder.clear_checkpoints()
+
+    def export_models(
+        self, job: Job, history: History, folder: RunFolder, progress: Progress
+    ) -> bool:
+        """Writes the models of a job's clients; returns False where it cannot.
+
+        The record is complete by then, so a full disk loses nothing but the models.
+        """
+        count = 0 if history.models is None else len(history.models)
+        if count < self.data_of(job).n:
+            progress.say(f"{job.name}: the run left no models to export")
+            return False
+        try:
+            history.export(folder.path / MODELS_FOLDER)
+        except OSError as e:
+            progress.say(str(e))
+            return False
+        progress.say(f"{job.name}: models in {folder.path / MODELS_FOLDER}")
+        return True
 
 
-def _play_and_report(
-    runner: JobRunner, jobs: Sequence[Job], done: Collection[str]
-) -> int:
-    """Plays the jobs and makes table and pictures; returns the exit code."""
-    if not runner.ranks.is_first:
-        return runner.play(jobs, done)
-    path = runner.record.path
-    try:
-        status = runner.play(jobs, done)
-    except RunFailed:
-        # There may be rounds for a table nevertheless, and space on the disk for it.
-        runner.progress.close()
-        with contextlib.suppress(Exception):
-            write_report(read(path), runner.folder, runner.output, runner.data)
-        raise
-    runner.progress.close()
-    write_report(read(path), runner.folder, runner.output, runner.data)
-    return status
+def _has_outcomes(job: Job, history: History) -> bool:
+    """True where a record gets the outcome of each sample.
+
+    The run is over, its clients have accuracies, and one state serves all of them.
+    """
+    has_accuracies = history.last_evaluation.get("accuracy") is not None
+    return history.complete and has_accuracies and not job.for_each
+
+
+def _lacks_outcomes(folder: RunFolder, job: Job) -> bool:
+    """True where a run was killed before its last line, which can still be written."""
+    run = folder.recorded()
+    if run is None or run.samples or not _has_outcomes(job, run):
+        return False
+    return Checkpoint(folder.path).exists
+
+
+def _outcomes(simulation: Simulation, history: History) -> Line:
+    """The outcome of each sample after the last round, for the record."""
+    split = simulation.evaluation.split
+    config = simulation.config.in_process
+    ids = simulation.eval_clients
+    if ids is None:
+        ids = torch.arange(config.data.n)
+    ids = ids[config.data.size(split)[ids] > 0]
+    correct = correct_samples(config, history.state, split, ids)
+    return {"round": history.state.round, "split": split, "correct": correct}
+
+
+def _check_goes_on(folder: RunFolder, job: Job, simulation: Simulation) -> None:
+    """Raises ValueError for a recorded run that cannot go on to the job's rounds."""
+    run = folder.recorded()
+    path = folder.path
+    if job.for_each:
+        target = getattr(simulation.algorithm, "target")  # noqa: B009
+        path = target_folder(path, target)
+    if Checkpoint(path).exists:
+        simulation.check_checkpoint(path)
+        return
+    if run is None or not run.complete:
+        return  # it begins anew
+    length = run.header["rounds"]
+    reason = job.make_algorithm().traits.rounds_reason
+    cause = (
+        f"{name_of(job.algorithm)} {reason}"
+        if reason
+        else "there is no checkpoint to go on from (--no-keep-checkpoint removes it)"
+    )
+    raise ValueError(
+        f"rounds: {job.name} is over in {folder.path} after {length} rounds, and "
+        f"{cause}; give --rounds {length}, or another folder."
+    )
+
+
+def _end_after_interrupt(progress: Progress) -> int:
+    """Says what the records hold after Ctrl-C or SIGTERM; returns the exit code."""
+    progress.say("Interrupted; the same command goes on from the last checkpoint.")
+    return 130
+
+
+def _failure(job: Job, folder: RunFolder, error: Exception) -> str:
+    """The message on a job that an error has ended."""
+    reason = f"{type(error).__name__}: {first_line(error)}"
+    remedy = ""
+    if isinstance(error, OSError):  # in most cases the disk is full
+        reason = str(error.strerror or error)
+        remedy = ", and the same command goes on from the last checkpoint"
+    return (
+        f"{job.name} failed: {reason}; the record up to there is {folder.record}"
+        f"{remedy}."
+    )
+
+
+def plan_line(header: Facts) -> str:
+    """Text on a run: its parameters, rounds and engine, with the reason."""
+    path = header["path"]
+    return (
+        f"{header['algorithm']}: {header['parameters']:,} parameters, "
+        f"{header['rounds']} rounds, {path['how']} ({path['why']})"
+    )

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
+from itertools import takewhile
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -24,7 +25,7 @@ from typing import (
     get_type_hints,
 )
 
-from pflcore.algorithms import Algorithm, fixed_options
+from pflcore.algorithms import Algorithm, class_of, fixed_options
 from pflcore.check import (
     OnCommandLine,
     expectation_of,
@@ -35,6 +36,20 @@ from pflcore.robust import Mean
 
 Facts = Mapping[str, Any]
 POSITIONAL = {"positional": True}  # the metadata of a field
+# Options that stand at the end of the help, because few runs need them.
+RARE_OPTIONS = (
+    "feature_shift",
+    "feature_shift_strength",
+    "clients_per_block",
+    "graphs",
+    "ranks",
+    "rank_timeout",
+    "clip",
+    "attack",
+    "attack_clients",
+    "attack_strength",
+    "privacy_delta",
+)
 
 
 @dataclass(frozen=True)
@@ -46,26 +61,15 @@ class Flag:
         field: The field of the group's dataclass.
         key: The name with "_" between words, and the name of a prefixed group before a
             dot.
-        is_switch: True for an option without a value, such as --quiet.
+        hint: The type of the option on the command line.
         default: The value where the option is not given.
     """
 
     group: str
     field: str
     key: str
-    is_switch: bool
+    hint: Any
     default: Any
-
-    @property
-    def name(self) -> str:
-        """The word that sets the option, or switches it on."""
-        return f"--{self.key.replace('_', '-')}"
-
-    @property
-    def negative_name(self) -> str:
-        """The word that switches the option off."""
-        prefix, dot, name = self.key.rpartition(".")
-        return f"--{prefix}{dot}no-{name}".replace("_", "-")
 
 
 def flags_of(
@@ -82,7 +86,7 @@ def flags_of(
     """
     flags: dict[str, Flag] = {}
     for title, cls in groups.items():
-        hints = get_type_hints(cls)
+        hints = command_line_hints(cls)
         taken = {*flags}
         if flags:
             taken |= {*reserved}
@@ -92,9 +96,34 @@ def flags_of(
                 key = f"{title}.{f.name}"
             elif f.name in taken:
                 key = f"{title}_{f.name}"
-            is_switch = hints[f.name] is bool
-            flags[key] = Flag(title, f.name, key, is_switch, f.default)
+            flags[key] = Flag(title, f.name, key, hints[f.name], f.default)
     return flags
+
+
+def words_behind(argv: Sequence[str], name: str) -> list[str]:
+    """The values of the option --NAME on the command line; [] where it is not there.
+
+    Of an option that is there twice they are the last ones, as for tyro.
+    """
+    values: list[str] = []
+    for place, word in enumerate(argv):
+        flag, _, value = word.partition("=")
+        if flag.replace("_", "-") != f"--{name.replace('_', '-')}":
+            continue
+        rest = takewhile(lambda word: not word.startswith("--"), argv[place + 1 :])
+        values = [value] if value else [*rest]
+    return values
+
+
+def given_keys(argv: Sequence[str]) -> list[str]:
+    """The keys of all options on the command line, as a file of options has them."""
+    keys = []
+    for word in argv:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            prefix, dot, last = name.rpartition(".")
+            keys.append(f"{prefix}{dot}{last.removeprefix('no_')}")
+    return keys
 
 
 def parse(
@@ -103,7 +132,6 @@ def parse(
     groups: Mapping[str, type],
     argv: Sequence[str],
     prefixed: Collection[str] = (),
-    complete: bool = True,
     reserved: Collection[str] = (),
     defaults: Mapping[str, Facts] | None = None,
 ) -> dict[str, dict[str, Any]]:
@@ -112,6 +140,9 @@ def parse(
     `--help` and a malformed option end the program, by SystemExit 0 and 2. Raises
     ValueError for a name that is none of an option's choices.
 
+    The help begins with the algorithm's own options. Options that few runs need stand
+    at its end.
+
     Args:
         prog: The command, as the help shows it.
         about: The text at the head of the help.
@@ -119,42 +150,76 @@ def parse(
         prefixed: The groups whose options are written `--GROUP.OPTION`. In the others
             an option is written `--GROUP-OPTION` where an earlier group has its name.
         argv: The words of the command line.
-        complete: True where all groups are given. If False, options that no group has
-            are ignored: there may be more groups, which depend on the values of these.
         reserved: Names that only the first group may use without the name of the group.
-        defaults: The defaults of groups that have others than their dataclasses.
+        defaults: The defaults of each group that a file of options gives.
     """
     tyro = import_optional("tyro")
     flags = flags_of(groups, prefixed, reserved).values()
     keys = {(flag.group, flag.field): flag.key for flag in flags}
     types = dict[str, Any]()
-    for title, cls in groups.items():
+    rare_types = dict[str, Any]()
+    for title in sorted(groups, key=lambda title: _help_place(groups[title])):
+        cls = groups[title]
+        group_defaults = (defaults or {}).get(title, {})
         if title in prefixed:
-            group_defaults = (defaults or {}).get(title, {})
-            types[_identifier(title)] = _group_type(title, cls, {}, group_defaults)
+            names = [f.name for f in option_fields(cls)]
+            group = _group_type(title, cls, names, {}, group_defaults)
+            types[_identifier(title)] = group
             continue
         renamed = {}
         for f in option_fields(cls):
             if keys[title, f.name] != f.name:
                 renamed[f.name] = keys[title, f.name]
-        types[title] = tyro.conf.OmitArgPrefixes[_group_type(title, cls, renamed, {})]
-    parsed = tyro.cli(
-        make_dataclass("Options", types.items()),
+        rare = rare_options(cls)
+        common = [f.name for f in option_fields(cls) if f.name not in rare]
+        group = _group_type(title, cls, common, renamed, group_defaults)
+        types[title] = tyro.conf.OmitArgPrefixes[group]
+        if rare:
+            rare_title = f"{title}, rarely needed"
+            group = _group_type(rare_title, cls, rare, renamed, group_defaults)
+            rare_types[f"{title}__rare"] = tyro.conf.OmitArgPrefixes[group]
+    options = tyro.cli(
+        make_dataclass("Options", [*types.items(), *rare_types.items()]),
         prog=prog,
         description=about,
         args=list(argv),
         config=(tyro.conf.SuppressFixed,),
-        add_help=complete,
-        return_unknown_args=not complete,
     )
-    # Incomplete groups give a pair: the options, and the words that are unknown.
-    options = parsed if complete else parsed[0]
-    values = {title: vars(getattr(options, _identifier(title))) for title in groups}
+    values = {}
+    for title in groups:
+        rare_values = getattr(options, f"{title}__rare", None)
+        values[title] = dict(vars(getattr(options, _identifier(title))))
+        values[title] |= vars(rare_values) if rare_values else {}
     for title, cls in groups.items():
         for name, choice in _choices(cls).items():
             key = keys[title, name]
             validated(key, expectation_of(choice), values[title][name])
     return values
+
+
+def _help_place(cls: type) -> int:
+    """The place of a group in the help: the algorithm's options are first."""
+    return 0 if issubclass(cls, Algorithm) else 1
+
+
+def _distance(cls: type, name: str) -> int:
+    """The distance from an algorithm to the base class that brings an option."""
+    if issubclass(cls, Algorithm):
+        for distance, base in enumerate(cls.__mro__):
+            if name in inspect.get_annotations(base):
+                return distance
+    return 0
+
+
+def rare_options(cls: type) -> list[str]:
+    """The options of a group that stand at the end of the help.
+
+    Of an algorithm these are the ones that it has from FedAvg: means and weights.
+    """
+    rare = {*RARE_OPTIONS}
+    if issubclass(cls, Algorithm):
+        rare = {f.name for f in fields(class_of("fedavg"))} - {*cls.__annotations__}
+    return [f.name for f in option_fields(cls) if f.name in rare]
 
 
 def _identifier(title: str) -> str:
@@ -165,6 +230,7 @@ def _identifier(title: str) -> str:
 def _group_type(
     title: str,
     cls: type,
+    names: Collection[str],
     renamed: Mapping[str, str],
     defaults: Facts,
 ) -> Any:
@@ -173,6 +239,7 @@ def _group_type(
     Args:
         title: The name of the group.
         cls: The dataclass of its options.
+        names: The names of the options that the group has.
         renamed: The names of options that are not those of their fields, because an
             earlier group has an option of that name.
         defaults: Defaults of options that are not those of their fields.
@@ -182,23 +249,25 @@ def _group_type(
     comments = field_comments(cls)
     choices = _choices(cls)
     options: list[tuple[str, Any, Any]] = []
-    for f in option_fields(cls):
+    for f in sorted(option_fields(cls), key=lambda f: _distance(cls, f.name)):
+        if f.name not in names:
+            continue
         name = renamed.get(f.name)
         details = arg(name=name, help=comments.get(f.name))
         option = copy(f)
         if f.name in defaults:
             option = field(default=defaults[f.name])
-        hint: Any = _without_functions(hints[f.name])
-        if isinstance(f.default, Mean):
+        elif isinstance(f.default, Mean):
             option.default = str(f.default)
+        hint: Any = _without_functions(hints[f.name])
         if f.name in choices:
             # `parse` checks the name itself, and suggests the nearest one.
-            names = expectation_of(choices[f.name]).names
+            choice_names = expectation_of(choices[f.name]).names
             hint = str
             if NoneType in get_args(choices[f.name]):
-                names = ("None", *names)
+                choice_names = ("None", *choice_names)
                 hint = None | str
-            metavar = "{" + ",".join(names) + "}"
+            metavar = "{" + ",".join(choice_names) + "}"
             details = arg(name=name, help=comments.get(f.name), metavar=metavar)
         hint = Annotated[hint, details]
         if f.metadata == POSITIONAL:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pflcore.check import (
     NonNegativeFloat,
@@ -12,29 +13,12 @@ from pflcore.check import (
     PositiveInt,
     checked,
 )
-from pflcore.cli._config import CONFIG_FILE
 from pflcore.cli._track import TrackerName
-from pflcore.results import _run_pictures as pictures
-from pflcore.results._pictures import FORMATS
 from pflcore.results.table import Format
 
-CHECKPOINTS = "checkpoints"  # the folder of the runs' checkpoints
-RECORD_FILE = "record.jsonl"
 FEDERATION_PICTURE = "federation.png"  # which client holds which samples
-# The file of the table in each format, and the start of what `write_report` writes
-# into it.
-TABLE_FILES = {
-    "md": ("table.md", "### "),
-    "latex": ("table.tex", "% pflcore"),
-    "csv": ("table.csv", "setting,"),
-}
-OUTPUT_FILES = (
-    RECORD_FILE,
-    CONFIG_FILE,
-    *(name for name, _ in TABLE_FILES.values()),
-    *(FEDERATION_PICTURE.replace(".png", suffix) for suffix in FORMATS),
-    *(name + suffix for name in pictures.PICTURE_NAMES for suffix in FORMATS),
-)
+CLIENT_FILES = {"md": "clients.md", "csv": "clients.csv"}
+TABLE_FILES = {"md": "table.md", "latex": "table.tex", "csv": "table.csv"}
 
 
 @checked
@@ -44,60 +28,61 @@ class ReportOptions:
 
     Args:
         out: folder; if not said, a new one below runs/, or the first record's
-        baseline: an algorithm; adds to the table the percent of clients that are worse
-            off than with it
+        baseline: an algorithm; adds to the table the difference to it, of runs with the
+            same seed, and the percent of clients that are worse off than with it
+        per: "client" makes the table of clients: for each of them the difference to the
+            baseline with its interval, and whether it is helped or hurt
         last: number of rounds in "mean of last"
         format: format of the table: md for table.md, latex for table.tex (package
             booktabs), csv for table.csv (mean and deviation in columns of their own)
         columns: columns of the table in this order; all if not said: best, final,
-            last_mean, std, worst_decile, the run's metrics, hurt (with --baseline),
-            bytes, note
+            last_mean, std, worst_decile, the run's metrics, difference and hurt (with
+            --baseline), bytes, note
         privacy_delta: delta of the line below the table that has the epsilon of
             runs with --mean private; one over the number of clients with training
             samples if not said
-        overwrite: begin anew in a folder that is not empty; its record, its checkpoints
-            and a table that belongs to no record are moved to names that end in .1,
-            .2, ...
     """
 
     out: Path | None = None
     baseline: str | None = None
+    per: Literal["method", "client"] = "method"
     last: PositiveInt = 10
     format: Format = "md"
     columns: tuple[str, ...] = ()
     privacy_delta: OpenUnitFloat | None = None
-    overwrite: bool = False
 
     @property
     def table_file(self) -> str:
         """The name of the table's file."""
-        return TABLE_FILES[self.format][0]
+        return TABLE_FILES[self.format]
 
 
 @checked
 @dataclass(frozen=True)
 class OutputOptions(ReportOptions):
-    """The folder of record.jsonl, table and the pictures, and its checkpoints.
+    """The folder of the runs, the table and the pictures.
+
+    Each run has a folder of its own in it, such as ditto-seed0. The same command again
+    skips whole runs and goes on with those that were broken off. With more --rounds a
+    run that is over goes on, too.
 
     Args:
-        resume: go on with the record in the folder, from its last checkpoint; begin
-            where the folder has no record; with more --rounds a run that is over goes
-            on, too
+        overwrite: remove the records and checkpoints of the runs, and begin them anew
         checkpoint_every: rounds between checkpoints; 0: by time alone
         checkpoint_minutes: minutes between checkpoints; 0: by rounds alone
         keep_checkpoint: keep the last checkpoint of a run that is over, from which it
             can go on to more rounds; it has the rows of all clients that took part
         track: service that gets each round's numbers, too: tensorboard (into
-            tensorboard/ of the folder), wandb (WANDB_PROJECT, WANDB_MODE) or mlflow
-            (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME)
-        export: write every client's personalized model into models/ of the folder, for
-            `pflcore predict`; not those of runs that --resume finds complete
+            tensorboard/ of the run's folder), wandb (WANDB_PROJECT, WANDB_MODE) or
+            mlflow (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME)
+        export: write every client's personalized model into models/ of the run's
+            folder, for `pflcore predict`; not those of runs that are whole already
         quiet: show no progress bar
         dry_run: print what would run, where the clients' rows would be and the memory
             that it takes; write nothing
     """
 
-    resume: bool = False
+    overwrite: bool = False
     checkpoint_every: NonNegativeInt = 0
     checkpoint_minutes: NonNegativeFloat = 10.0
     keep_checkpoint: bool = True

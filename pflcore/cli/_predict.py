@@ -17,6 +17,7 @@ from pflcore.check import Words, import_object, reject, require
 from pflcore.cli._options import POSITIONAL, parse
 from pflcore.data._read_errors import explain_read_errors
 from pflcore.data._tables import read_lines
+from pflcore.metrics import class_probabilities
 from pflcore.results._files import atomic_write
 from pflcore.simulation._exported import (
     MANIFEST_FILE,
@@ -36,7 +37,7 @@ class PredictOptions:
 
     Args:
         folder: folder that History.export has written; or the folder of a run with
-            --export, where it holds the models of one run alone
+            --export, or one that holds the models of one run alone
         data: CSV file with a line of names, of which those of the model's columns are
             taken; for models without names of columns CSV of numbers, .npy or .npz
             (array x)
@@ -46,6 +47,7 @@ class PredictOptions:
         algorithm: package.module:Class of an algorithm of your own that mixes models
         out: CSV file to write; printed if not said
         scores: also write the scores of each class
+        probabilities: also write the probability of each class
     """
 
     folder: Path = field(metadata=POSITIONAL)
@@ -55,6 +57,7 @@ class PredictOptions:
     algorithm: str | None = None
     out: Path | None = None
     scores: bool = False
+    probabilities: bool = False
 
 
 def predict(argv: Sequence[str]) -> int:
@@ -89,7 +92,7 @@ def models_folder(folder: Path) -> Path:
     if (folder / MANIFEST_FILE).exists():
         return folder
     found = []
-    for pattern in ("*", f"{MODELS_FOLDER}/*"):
+    for pattern in ("*", f"*/{MODELS_FOLDER}"):
         manifests = sorted(folder.glob(f"{pattern}/{MANIFEST_FILE}"))
         found += [path.parent for path in manifests]
     if len(found) > 1:
@@ -123,21 +126,37 @@ def _prediction_lines(
     samples, has_sample = read_samples(options.data, model)
     answers = _columns(np.asarray(model.predict(samples)))
     names = _numbered("prediction", answers.shape[1])
-    if not options.scores:
-        yield names
-        yield from _beside_lines(answers.tolist(), has_sample)
-        return
-    scores = _columns(model.scores(samples).numpy())
-    count = scores.shape[1]
-    classes = model.class_names or ()
-    if len(classes) == count:
-        names += [f"score {name}" for name in classes]
-    else:
-        names += _numbered("score", count)
+    rows = answers.tolist()
+    for word, numbers in _numbers_by_class(model, samples, options):
+        names += _class_columns(word, numbers.shape[1], model.class_names or ())
+        pairs = zip(rows, numbers.tolist(), strict=True)
+        rows = [row + of_classes for row, of_classes in pairs]
     yield names
-    pairs = zip(answers.tolist(), scores.tolist(), strict=True)
-    rows = [answer + numbers for answer, numbers in pairs]
     yield from _beside_lines(rows, has_sample)
+
+
+def _numbers_by_class(
+    model: Personalized, samples: Any, options: PredictOptions
+) -> Iterator[tuple[str, Any]]:
+    """Yields the numbers [n, C] that the options ask for, with a word for them."""
+    if not (options.scores or options.probabilities):
+        return
+    scores = model.scores(samples)
+    if options.scores:
+        yield "score", _columns(scores.numpy())
+    if options.probabilities:
+        words = "a model that scores classes"
+        require(model.returns != "values", "probabilities", words, "one of numbers")
+        if scores.dim() == 1:
+            scores = scores[:, None]
+        yield "probability", _columns(class_probabilities(scores).numpy())
+
+
+def _class_columns(word: str, count: int, classes: Sequence[str]) -> list[str]:
+    """The names of a column for each class."""
+    if len(classes) == count:
+        return [f"{word} {name}" for name in classes]
+    return _numbered(word, count)
 
 
 def _beside_lines(rows: list[list[Any]], has_sample: Any) -> Iterator[list[Any]]:

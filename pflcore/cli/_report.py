@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from pflcore.check import require
+from pflcore.check import reject, require
 from pflcore.cli._failure import RunFailed
-from pflcore.cli._folder import check_folder, move_outputs_aside
 from pflcore.cli._options import parse
-from pflcore.cli._output import FEDERATION_PICTURE, ReportOptions
+from pflcore.cli._output import CLIENT_FILES, FEDERATION_PICTURE, ReportOptions
 from pflcore.data import Federation
 from pflcore.results import _run_pictures as pictures
 from pflcore.results import table
 from pflcore.results._files import write_text
 from pflcore.results._pictures import save
+from pflcore.results.clients import client_table
 from pflcore.results.record import Runs, read
 from pflcore.simulation import History
 
@@ -40,12 +40,26 @@ def report(argv: Sequence[str]) -> int:
     if folder is None:
         first = Path(places[0])
         folder = first if first.is_dir() else first.parent
-    check_folder(folder, options)
-    moved = move_outputs_aside(folder, options, complete_record=False)
-    if moved:
-        print(moved, file=sys.stderr)
+    if options.per == "client":
+        _write_client_report(runs, folder, options)
+        return 0
     write_report(runs, folder, options)
     return 0
+
+
+def _write_client_report(runs: Runs, folder: Path, options: ReportOptions) -> None:
+    """Prints the table of clients, and writes it."""
+    if options.format == "latex":
+        reject("format", "md or csv for --per client", options.format)
+    if options.baseline is None:
+        words = "the algorithm that others are compared with, such as local"
+        reject("baseline", words, None)
+    text = client_table(runs, options.baseline, options.format)
+    name = CLIENT_FILES[options.format]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / name, text)
+    print(text)
+    print(f"In {folder}: {name}", file=sys.stderr)
 
 
 def write_report(

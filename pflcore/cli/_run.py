@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from pflcore.cli import _experiment as experiment
 from pflcore.cli._config import (
     Config,
     ConfigOptions,
+    config_path,
     config_text,
     read_choice,
     read_config,
@@ -28,14 +29,21 @@ from pflcore.cli._config import (
 from pflcore.cli._experiment import Job, Options
 from pflcore.cli._groups import (
     chosen_groups,
+    chosen_names,
     cut_of,
-    idle_flags,
     own_training_groups,
+    passed_over_keys,
 )
 from pflcore.cli._jobs import run_jobs
-from pflcore.cli._options import allow_own_modules, flags_of, option_fields, parse
+from pflcore.cli._options import (
+    allow_own_modules,
+    flags_of,
+    given_keys,
+    option_fields,
+    parse,
+    words_behind,
+)
 from pflcore.cli._output import OutputOptions
-from pflcore.cli._resume import recorded_command
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES
 from pflcore.nn.models import MODELS
 from pflcore.results.record import Line
@@ -94,58 +102,52 @@ def _run_command(
         names: The algorithm that `run` is called for, if there is one.
         argv: The other words of the command line.
     """
+    # Names decide which options there are, so they are read by hand. Then all options
+    # are parsed once, with the values of the files as defaults.
     is_run = command is run
-    about = _about(command)
-    groups: dict[str, type] = {} if is_run else {"compare": CompareOptions}
-    groups |= {"config": ConfigOptions, "run": Options, "training": Training}
-    groups |= {"output": OutputOptions}
-    # The values of these options decide which other options there are. So these are
-    # parsed alone first, and then all options together.
-    prog = f"pflcore {command.__name__}"
-    first = parse(prog, about, groups, argv, complete=False)
-    config = read_config(first["config"]["config"])
+    config = read_config(config_path(argv))
+    configs = [config]
     if is_run:
         named = config.values.pop("algorithm", None)
-        if named is not None and not names:
-            names = [str(named)]
-        prog = f"{prog} {names[0] if names else 'ALGORITHM'}"
-    # The words of the command line come last, so they override those of the file.
-    words = [*config.words(flags_of(groups)), *argv]
-    first = parse(prog, about, groups, words, complete=False)
-    configs = [config]
-    if not is_run:
-        names, choices = _tuned_names(**first["compare"])
+        names = names or ([str(named)] if named is not None else [])
+    else:
+        names, choices = _tuned_names(argv, config)
         configs += choices
-    allow_own_modules([*names, *words])
-    is_help = bool({"-h", "--help"} & {*argv})
-    if not is_help:
+    allow_own_modules([*names, *argv, *map(str, config.values.values())])
+    prog = f"pflcore {command.__name__}"
+    if is_run:
+        prog = f"{prog} {names[0] if names else 'ALGORITHM'}"
+    if not {"-h", "--help"} & {*argv}:
         _require_names(command, names)
-    groups |= chosen_groups(first["run"])
     algorithms = {name_of(name): name for name in names}  # by the group of its options
-    groups |= {title: class_of(name) for title, name in algorithms.items()}
-    classes = {class_of(name) for name in names}
-    differ = len(classes) == len(algorithms)
+    classes = {title: class_of(name) for title, name in algorithms.items()}
+    differ = len({*classes.values()}) == len(algorithms)
     require(differ, "algorithms", "different names", ", ".join(names))
-    about = _about(command, [class_of(name) for name in names])
+    if is_run:
+        configs = [config.without_table([*algorithms])]
+    groups: dict[str, type] = {} if is_run else {"compare": CompareOptions}
+    groups |= {"config": ConfigOptions, "run": Options, "training": Training}
+    groups |= {"output": OutputOptions, **chosen_groups(chosen_names(argv, config))}
+    groups |= classes
+    given = [*given_keys(argv), *(key for one in configs for key in one.values)]
     prefixed = [] if is_run else [*algorithms]
-    keys = {key for config in configs for key in config.values}
-    own_training = own_training_groups(prefixed, keys, argv)
+    own_training = own_training_groups(prefixed, given)
     groups |= dict.fromkeys(own_training, Training)
     prefixed += own_training
-    defaults = dict.fromkeys(own_training, first["training"])
     flags = flags_of(groups, prefixed)
-    words = []
+    defaults: dict[str, Line] = {}
     for config in configs:
-        known_flags = flags if is_run else flags | idle_flags(config, [*algorithms])
-        config.check_keys(known_flags, prog)
-        words += config.words(flags)
-    words += argv
-    values = parse(prog, about, groups, words, prefixed, defaults=defaults)
-    if not is_run:
-        values["compare"]["algorithms"] = tuple(names)
-    named = {"algorithm": names[0]} if is_run else {}
-    text = config_text(values, flags, f"pflcore {command.__name__}", **named)
-    return _run_values(values, algorithms, text)
+        config.check_keys(flags, passed_over_keys(names, config), prog)
+        for title, group in config.defaults(flags).items():
+            defaults[title] = defaults.get(title, {}) | group
+    about = _about(command, [*classes.values()])
+    values = parse(prog, about, groups, argv, prefixed, defaults=defaults)
+    for title in own_training:
+        # What the method does not set by itself is that of all.
+        for name, value in values["training"].items():
+            if f"{title}.{name}" not in given:
+                values[title][name] = value
+    return _run_values(values, algorithms)
 
 
 def _require_names(command: Callable[..., int], names: Sequence[str]) -> None:
@@ -157,24 +159,21 @@ def _require_names(command: Callable[..., int], names: Sequence[str]) -> None:
         require(names, "algorithms", f"at least one ({ALGORITHM_NAMES})", names)
 
 
-def _tuned_names(
-    algorithms: Sequence[str], tuned: Sequence[Path]
-) -> tuple[list[str], list[Config]]:
+def _tuned_names(argv: Sequence[str], config: Config) -> tuple[list[str], list[Config]]:
     """The algorithms to compare, and the options that `pflcore tune` chose for them.
 
     Without names they are the tuned algorithms. Raises ValueError for a tuned algorithm
     that is not among the names.
-
-    Args:
-        algorithms: The names of the command.
-        tuned: The folders of `pflcore tune`.
     """
-    choices = [read_choice(folder) for folder in tuned]
-    names = [*algorithms] or [*dict.fromkeys(name for name, _ in choices)]
+    folders = words_behind(argv, "tuned") or config.values.get("tuned", [])
+    choices = [read_choice(Path(folder)) for folder in folders]
+    words = words_behind(argv, "algorithms") or config.values.get("algorithms", [])
+    names = [str(word) for word in words]
+    names = names or [*dict.fromkeys(name for name, _ in choices)]
     titles = {name_of(name) for name in names}
     for name, _ in choices:
-        words = f"folders of the algorithms that run ({', '.join(names)})"
-        require(name_of(name) in titles, "tuned", words, name)
+        expected = f"folders of the algorithms that run ({', '.join(names)})"
+        require(name_of(name) in titles, "tuned", expected, name)
     return names, [choice for _, choice in choices]
 
 
@@ -198,14 +197,12 @@ def _about(command: Callable[..., int], classes: Sequence[type] = ()) -> str:
 def _run_values(
     values: Mapping[str, Line],
     algorithms: Mapping[str, str],
-    config: str,
 ) -> int:
     """Plays the runs with these options, and returns the exit code.
 
     Args:
         values: The values of each group of options.
         algorithms: The name of each algorithm, by the group of its options.
-        config: The options as TOML.
     """
     options = Options(**values["run"])
     training = Training(**values["training"])
@@ -219,17 +216,21 @@ def _run_values(
     jobs = experiment.make_jobs(names, options, training, hyper, own_training)
     cut = cut_of(options, values)
     output = OutputOptions(**values["output"])
-    if "compare" in values and _adds_runs(jobs, output):
-        output = replace(output, resume=True)
-    return run_jobs(jobs, cut, values.get("model", {}), output, config)
+    configs = {job.name: _config_of(job, values) for job in jobs}
+    return run_jobs(jobs, cut, values.get("model", {}), output, configs)
 
 
-def _adds_runs(jobs: Sequence[Job], output: OutputOptions) -> bool:
-    """True where the folder holds other runs of a comparison than these alone.
-
-    Then the command adds the runs that the folder lacks.
-    """
-    if output.overwrite:
-        return False
-    runs = recorded_command(output.out).get("runs", {})
-    return bool(runs) and any(job.name not in runs for job in jobs)
+def _config_of(job: Job, values: Mapping[str, Line]) -> str:
+    """The options of one run as TOML, by which `pflcore run` repeats it."""
+    title = name_of(job.algorithm)
+    groups: dict[str, type] = {"run": Options, "training": Training}
+    groups |= {"output": OutputOptions, **chosen_groups(values["run"])}
+    groups |= {title: class_of(job.algorithm)}
+    own_values = {
+        **values,
+        "run": {**vars(job.options), "seeds": 1},
+        "training": values.get(f"{title}.training", values["training"]),
+    }
+    return config_text(
+        own_values, flags_of(groups), "pflcore run", algorithm=job.algorithm
+    )

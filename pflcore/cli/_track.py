@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -37,12 +36,11 @@ def tracker_of(
         name: The name of the tracker; None for no tracker.
         job: The name of the run.
         header: The header of the run.
-        folder: The folder of the record.
+        folder: The folder of the run.
     """
     if name is None:
         return NoTracker()
     if name == "tensorboard":
-        file_name = re.sub(r"[^\w.-]+", "-", job)
-        return TensorBoard(folder / TENSORBOARD_FOLDER / file_name, config=header)
+        return TensorBoard(folder / TENSORBOARD_FOLDER, config=header)
     options: dict[str, Any] = {"name": job, "config": header}
     return Wandb(**options) if name == "wandb" else MLflow(**options)

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from pflcore.algorithms import ALGORITHMS, class_of, name_of
-from pflcore.check import PositiveInt, checked, import_optional, reject, require
+from pflcore.check import PositiveInt, checked, reject, require
 from pflcore.cli import _experiment as experiment
 from pflcore.cli._config import (
     CHOICE_FILE,
     ConfigOptions,
+    config_path,
     config_text,
     read_config,
     tables_text,
@@ -28,13 +29,18 @@ from pflcore.cli._config import (
 )
 from pflcore.cli._experiment import Job, Options, options_subset
 from pflcore.cli._folder import new_folder
-from pflcore.cli._groups import chosen_groups, cut_of
+from pflcore.cli._groups import (
+    chosen_groups,
+    chosen_names,
+    cut_of,
+    passed_over_keys,
+)
 from pflcore.cli._options import allow_own_modules, flags_of, parse
 from pflcore.data import SOURCES, TABULAR
 from pflcore.data._protocols import StudyProtocol, cross_silo
 from pflcore.results._files import write_text
 from pflcore.train import Training
-from pflcore.tuning import Range, Tuned, check_grid, tune
+from pflcore.tuning import Tuned, check_grid, tune
 
 TABLE_FILE = "tuned.md"
 # Options of a run that a grid search has, too.
@@ -72,11 +78,8 @@ class TuneOptions:
 
     Args:
         grid: values of options, such as lam=.01,.1,1 training.lr=.05,.2; a key is an
-            option of the algorithm, or "training." and one of local training; with
-            --trials ranges, too: lam=.01:1, or lam=.01:1:log, whose logarithm is drawn
-            evenly
-        trials: number of candidates, which Optuna proposes, each from the results of
-            those before; if not said, every combination is a candidate
+            option of the algorithm, or "training." and one of local training; every
+            combination is a candidate
         seeds: number of runs of each candidate, with seed, seed + 1, ...; each has its
             own validation samples, unless the data bring a split "val"
         metric: metric by which candidates are compared: accuracy, loss or one of
@@ -87,7 +90,6 @@ class TuneOptions:
     """
 
     grid: tuple[str, ...] = ()
-    trials: PositiveInt | None = None
     seeds: PositiveInt = 1
     metric: str | None = None
     out: Path | None = None
@@ -101,24 +103,21 @@ def tune_command(argv: Sequence[str]) -> int:
     about = inspect.getdoc(tune_command) or ""
     groups: dict[str, type] = {"config": ConfigOptions, "tune": TuneOptions}
     groups |= {"run": options_subset(RUN_OPTIONS), "training": Training}
-    first = parse("pflcore tune", about, groups, rest, complete=False)
-    config = read_config(first["config"]["config"])
+    config = read_config(config_path(rest))
     named = config.values.pop("algorithm", None)
     if named is not None and not names:
         names = [str(named)]
-    words = [*config.words(flags_of(groups)), *rest]
-    first = parse("pflcore tune", about, groups, words, complete=False)
-    allow_own_modules([*names, *words])
-    is_help = bool({"-h", "--help"} & {*rest})
-    if not is_help:
+    allow_own_modules([*names, *rest, *map(str, config.values.values())])
+    if not {"-h", "--help"} & {*rest}:
         expected = f"the name of an algorithm first ({', '.join(ALGORITHMS)})"
         require(names, "tune", expected, names)
-    groups |= chosen_groups(first["run"])
+    groups |= chosen_groups(chosen_names(rest, config))
     groups |= {name_of(name): class_of(name) for name in names}
     prog = f"pflcore tune {names[0] if names else 'ALGORITHM'}"
     flags = flags_of(groups)
-    config.check_keys(flags, prog)
-    values = parse(prog, about, groups, [*config.words(flags), *rest])
+    config = config.without_table([*map(name_of, names)])
+    config.check_keys(flags, passed_over_keys(names, config), prog)
+    values = parse(prog, about, groups, rest, defaults=config.defaults(flags))
     text = config_text(values, flags, "pflcore tune", algorithm=names[0])
     return _tune_values(names[0], values, text)
 
@@ -143,9 +142,7 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
     algorithm = experiment.make_algorithm(
         name, job.algorithm_options, job.options.target
     )
-    check_grid(algorithm, training, grid, tuning.trials)
-    if tuning.trials is not None:
-        import_optional("optuna", what="--trials")
+    check_grid(algorithm, training, grid)
     make = experiment.make_model(options, data, values.get("model", {}))
     seeds = [options.seed + j for j in range(tuning.seeds)]
     nets = [experiment.make_net(replace(options, seed=s), data, make) for s in seeds]
@@ -171,7 +168,6 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
             sampling=options.sampling,
             seed=seeds,
             hardware=options.hardware,
-            trials=tuning.trials,
             metric=tuning.metric,
             folder=folder,
             log=say,
@@ -195,38 +191,21 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
     return 0
 
 
-def parse_grid(words: Sequence[str]) -> dict[str, list[Any] | Range]:
-    """The values of each option, from words such as lam=.01,.1,1 and lam=.01:1.
+def parse_grid(words: Sequence[str]) -> dict[str, list[Any]]:
+    """The values of each option, from words such as lam=.01,.1,1.
 
     Raises ValueError for a word of another form.
     """
     expected = "options and their values, such as lam=.01,.1,1 training.lr=.05,.2"
     require(words, "grid", expected, None)
-    grid: dict[str, list[Any] | Range] = {}
+    grid: dict[str, list[Any]] = {}
     for word in words:
         key, _, texts = word.partition("=")
         if not key or not texts:
             reject("grid", expected, word)
         require(key not in grid, "grid", "each option once", word)
-        grid[key] = _range(word) or [_value(text) for text in texts.split(",")]
+        grid[key] = [_value(text) for text in texts.split(",")]
     return grid
-
-
-def _range(word: str) -> Range | None:
-    """The range of a word such as lam=.01:1 or lam=.01:1:log; None for other words.
-
-    Raises ValueError for a range that is not of this form.
-    """
-    low, *rest = (_value(text) for text in word.partition("=")[2].split(":"))
-    if not rest or not isinstance(low, int | float):
-        return None
-    high, *scale = rest
-    fits = isinstance(high, int | float) and scale in ([], ["log"]) and low < high
-    words = "a range from its smallest to its largest value, as in lam=.01:1:log"
-    require(fits, "grid", words, word)
-    fits = low > 0 or not scale
-    require(fits, "grid", "a range above 0, for its logarithm", word)
-    return Range(low, high, log=bool(scale))
 
 
 def _value(text: str) -> Any:
@@ -257,7 +236,7 @@ def _protocols(
     data = experiment.load_federation(options, cut_of(options, values))
     protocols = []
     for j in range(count):
-        seed = options.data_seed + j
+        seed = options.cut_seed + j
         protocols.append(cross_silo(data, seed=seed, standardize=standardize))
     return protocols
 

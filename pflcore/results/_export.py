@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -97,23 +96,12 @@ def to_csv(
 ) -> None:
     """Writes `rows` as a CSV file with a line of names.
 
-    NaN is written as an empty field. Raises ValueError where the file cannot be
-    written.
+    NaN is written as an empty field. Raises ImportError without pandas, ValueError
+    where the file cannot be written.
     """
-    table = rows(header, rounds, per)
-    names = list(table[0]) if table else ["round"]
     try:
-        with (
-            safe_write(path) as part,
-            open(part, "w", newline="", encoding="utf-8") as file,
-        ):
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            for row in table:
-                for name, value in row.items():
-                    if value != value:  # only NaN differs from itself
-                        row[name] = ""
-                writer.writerow(row)
+        with safe_write(path) as part:
+            frame(header, rounds, per).to_csv(part, index=False)
     except OSError as e:
         raise ValueError(
             f"path: expected a file that can be written, got {path} ({e.strerror}); "

@@ -7,8 +7,7 @@ import contextlib
 import glob
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Iterator
 from pathlib import Path
 
 from pflcore.check import reject
@@ -79,18 +78,6 @@ def remove_part_files(path: Path) -> None:
     """
     for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
         leftover.unlink(missing_ok=True)
-
-
-def move_aside(paths: Sequence[Path]) -> list[Path]:
-    """Renames each PATH to PATH.1, PATH.2 and so on; the new paths.
-
-    All of them get the same number, the first one that is free for all.
-    """
-    for number in count(1):
-        new_paths = [path.with_name(f"{path.name}.{number}") for path in paths]
-        if not any(map(os.path.lexists, new_paths)):
-            break
-    return [path.rename(new) for path, new in zip(paths, new_paths, strict=True)]
 
 
 @contextlib.contextmanager

@@ -89,6 +89,10 @@ class History:
         models: The personalized models of the last state, see `model`; None where the
             run was read from a file.
         rank: The number of this process among those that played the run together.
+        samples: The outcome of each evaluated sample after the last round, in a record
+            of the command line: "round", "split" and "correct", by client a text with
+            "1" for each sample that is classified correctly, else "0"; {} where the
+            record has none.
         state: The state after the last round of `rounds`. Raises ValueError where there
             is none, as in a file or in the runs of `run_each_target`.
     """
@@ -98,6 +102,7 @@ class History:
     end: RunEnd | None = None
     models: Models | None = None
     rank: int = 0
+    samples: Record = field(default_factory=dict)
     _state: Any = field(default=None, init=False)
 
     @property
@@ -177,6 +182,8 @@ class History:
         """Yields the lines of the record file."""
         yield {"header": self.header}
         yield from self.rounds
+        if self.samples:
+            yield {"samples": self.samples}
         if self.stopped is not None:
             yield self.last_line()
 
@@ -565,7 +572,7 @@ class History:
         return export.frame(self.header, self.rounds, per)
 
     def to_csv(self, path: str | Path, per: Per = "round") -> None:
-        """Writes the rows of `to_pandas` into a CSV file; needs no pandas."""
+        """Writes the rows of `to_pandas` into a CSV file."""
         export.to_csv(self.header, self.rounds, path, per)
 
     def to_tensorboard(self, folder: str | Path, clients: bool = False) -> None:

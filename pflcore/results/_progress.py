@@ -24,10 +24,12 @@ class Progress:
     Args:
         total: The number of rounds.
         quiet: True shows no bar.
+        silent: True prints no lines of text, as on ranks other than the first.
     """
 
-    def __init__(self, total: int, quiet: bool = False) -> None:
+    def __init__(self, total: int, quiet: bool = False, silent: bool = False) -> None:
         """Shows the bar."""
+        self._is_silent = silent
         bar = import_optional("tqdm").tqdm
         self._is_quiet = quiet
         # To tqdm, None means to hide the bar where there is no terminal.
@@ -57,7 +59,8 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Prints a line of text on stderr, above the bar."""
-        self._bar.write(text, file=sys.stderr)
+        if not self._is_silent:
+            self._bar.write(text, file=sys.stderr)
 
     def __enter__(self) -> Progress:
         return self

@@ -18,11 +18,6 @@ from typing import Any
 from pflcore.check import checked
 from pflcore.results._history import History, RunEnd
 from pflcore.results._json import to_json as to_json
-from pflcore.results._validate import (
-    EarlierFormatError,
-    check_line,
-    check_line_fits_run,
-)
 
 __all__ = ["read"]
 Facts = Mapping[str, Any]
@@ -161,12 +156,14 @@ def _run_of_line(runs: Sequence[History], line: Facts) -> History:
 
 def _add_line(runs: list[History], line: Line, run: History) -> None:
     """Adds a line to its run, and a new run to `runs`."""
-    if not {"header", "round", "stopped"} & {*line}:
+    if not {"header", "round", "stopped", "samples"} & {*line}:
         return
     if not runs or run is not runs[-1]:
         runs.append(run)
     if "stopped" in line:
         run.end = _end_of_line(line)
+    if "samples" in line:
+        run.samples = line["samples"]
     if "round" in line:
         run.rounds.append(line)
 
@@ -225,53 +222,40 @@ def read(path: str | Path) -> list[History]:
 
 
 def _parse_runs(texts: Sequence[str]) -> tuple[list[History], list[str]]:
-    """The runs of a file's lines, and remarks on damaged lines."""
+    """The runs of a file's lines, and a remark where lines are damaged."""
     runs: list[History] = []
-    flaws: dict[int, str] = {}  # a sentence for each damaged line, by its number
-    earlier: list[int] = []  # the numbers of lines in an earlier format
+    damaged: list[int] = []
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text or "{}")
         except (ValueError, RecursionError):
             if number < len(texts):  # the last line may be incomplete
-                flaws[number] = "expected JSON."
+                damaged.append(number)
             continue
-        try:
-            check_line(line)
-            run = _run_of_line(runs, line)
-            first = next((r["eval"] for r in run.rounds if r.get("eval")), None)
-            check_line_fits_run(line, run.header, first)
-        except EarlierFormatError:
-            earlier.append(number)
-            continue
-        except ValueError as e:
-            flaws[number] = str(e)
-            continue
-        _add_line(runs, line, run)
-    return runs, _remarks(flaws, earlier)
+        if _is_line(line):
+            _add_line(runs, line, _run_of_line(runs, line))
+        else:
+            damaged.append(number)
+    if not damaged:
+        return runs, []
+    remark = (
+        f"{len(damaged)} damaged line(s) are left out ({_join_numbers(damaged)}); take "
+        "a copy of it from before."
+    )
+    return runs, [remark]
 
 
-def _remarks(flaws: Mapping[int, str], earlier: Sequence[int]) -> list[str]:
-    """Sentences on the lines that are left out.
-
-    Args:
-        flaws: A sentence for each damaged line, by the line's number.
-        earlier: The numbers of lines in an earlier format.
-    """
-    remarks = []
-    if flaws:
-        first, flaw = next(iter(flaws.items()))
-        remarks.append(
-            f"{len(flaws)} damaged line(s) are left out ({_join_numbers(flaws)}); take "
-            f"a copy of it from before. Line {first}: {flaw}"
-        )
-    if earlier:
-        remarks.append(
-            f"{len(earlier)} line(s) of an earlier format, whose long lists stand in "
-            f"another file, are left out ({_join_numbers(earlier)}); read it with the "
-            "pflcore that wrote it."
-        )
-    return remarks
+def _is_line(line: Any) -> bool:
+    """True for a JSON object that has what every reader needs of its kind of line."""
+    if not isinstance(line, dict):
+        return False
+    if "round" in line:
+        evaluation = line.get("eval")
+        is_evaluation = evaluation is None or isinstance(evaluation, dict)
+        return isinstance(line["round"], int) and is_evaluation
+    has_reason = isinstance(line.get("stopped", ""), str)
+    parts = (line.get("header", {}), line.get("samples", {}))
+    return has_reason and all(isinstance(part, dict) for part in parts)
 
 
 def _join_numbers(numbers: Iterable[int]) -> str:

@@ -162,7 +162,9 @@ def explain_other_run(
     """
     if there.get("rounds") == here["rounds"]:
         return first_difference(decisive_entries(there), decisive_entries(here))
-    difference = first_difference(_of_any_length(there), _of_any_length(here))
+    difference = first_difference(
+        entries_of_any_length(there), entries_of_any_length(here)
+    )
     if difference is not None:
         return difference
     reason = _reason_for_rounds(there, here, config, played)
@@ -171,7 +173,7 @@ def explain_other_run(
     return f"rounds is {there.get('rounds')} there and {here['rounds']} here, {reason}"
 
 
-def _of_any_length(header: Record) -> Record:
+def entries_of_any_length(header: Record) -> Record:
     """The decisive entries that runs of different lengths may share."""
     entries = decisive_entries(header)
     return {name: value for name, value in entries.items() if name not in OF_LENGTH}

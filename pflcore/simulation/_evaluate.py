@@ -17,7 +17,7 @@ from pflcore._device import to_device
 from pflcore.algorithms._protocol import Algorithm, Payload, Tensors
 from pflcore.check import checked, require
 from pflcore.data._federation import Federation
-from pflcore.metrics import Metric, measured_by
+from pflcore.metrics import Metric, is_correct, measured_by
 from pflcore.simulation._state import (
     RunConfig,
     State,
@@ -109,6 +109,25 @@ def evaluate_clients(
         return parts[0]
     order = torch.cat([part["clients"] for part in parts]).argsort()
     return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+
+
+def correct_samples(
+    config: RunConfig, state: State, split: str, ids: Tensor
+) -> dict[int, str]:
+    """The outcome of each sample: "1" where its class is correct, else "0".
+
+    There is a text for each of the clients `ids` [S], all of which have samples of
+    `split`, in the order in which the federation has the client's samples. Samples
+    without a label are left out. The targets must be classes.
+    """
+    outcomes = {}
+    for group in split_by_training(config.data, ids):
+        model, clients = personalized_models(config, state, group)
+        pairs = clients.scores(model, split, config.algorithm.predict)
+        for client, pair in zip(group.tolist(), pairs, strict=True):
+            correct = is_correct(*without_masked(*pair)).flatten()
+            outcomes[client] = "".join(map(str, correct.int().tolist()))
+    return outcomes
 
 
 def split_by_training(data: Federation, ids: Tensor) -> list[Tensor]:

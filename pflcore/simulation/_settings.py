@@ -35,8 +35,8 @@ class Evaluation:
             all.
         train_loss: Also compute the loss on the training data of every client.
         metrics: More metrics, beside the loss and, for labels, the accuracy. Names for
-            labels are "auc", "f1" and "balanced_accuracy", for numbers "mae", "rmse"
-            and "r2". A function takes one client's (scores, labels).
+            labels are "auc", "f1", "balanced_accuracy", "brier" and "ece", for numbers
+            "mae", "rmse" and "r2". A function takes one client's (scores, labels).
     """
 
     every: NonNegativeInt = 1

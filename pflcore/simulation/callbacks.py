@@ -59,7 +59,7 @@ class EarlyStopping:
         min_delta: An improvement is a difference larger than this. A mean that is NaN
             is no improvement.
         higher_is_better: The direction of the values. None is enough for pflcore's own
-            names: higher is better, except for "loss", "train_loss", "mae" and "rmse".
+            names: higher is better, except for losses and errors.
             Give it for a metric of your own, False for an error.
 
     Attributes:

@@ -10,7 +10,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import Annotated, Any, Literal
@@ -50,6 +50,15 @@ SCHEDULE_TEXT = (
 Schedule = Annotated[
     RoundSchedule | SchedulerMaker, Expectation(SCHEDULE_TEXT, callable)
 ]
+SCHEDULE_NAMES = "cosine, linear, step:ROUNDS:FACTOR or package.module:function"
+
+
+def _is_schedule_name(value: Any) -> bool:
+    """True for the name of a schedule, or for the place of a function."""
+    return isinstance(value, str) and (value in ("cosine", "linear") or ":" in value)
+
+
+ScheduleName = Annotated[str, Expectation(SCHEDULE_NAMES, _is_schedule_name)]
 # (round, client, generator) -> steps
 StepsRule = Callable[[int, int, torch.Generator], int]
 STEPS_RULE_TEXT = (
@@ -101,11 +110,39 @@ Betas = Annotated[
 ]
 
 
-def learning_rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, ...]:
+def schedule_of(name: str) -> Schedule:
+    """The schedule of a name, or the function "package.module:function".
+
+    "cosine" and "linear" go from 1 in round 1 towards 0. "step:30:0.1" multiplies the
+    step size by 0.1 after every 30 rounds. Raises ValueError for another name.
+    """
+    if name == "cosine":
+        return lambda round, rounds: (1 + math.cos(math.pi * (round - 1) / rounds)) / 2
+    if name == "linear":
+        return lambda round, rounds: 1 - (round - 1) / rounds
+    if not name.startswith("step:"):
+        function: Schedule = import_object(name, "schedule")
+        return function
+    every = 0
+    factor = 1.0
+    with suppress(ValueError):
+        _, every_text, factor_text = name.split(":")
+        factor = float(factor_text)
+        every = int(every_text)
+    words = "rounds and a factor, such as step:30:0.1"
+    require(every > 0, "schedule", words, name)
+    return lambda round, rounds: factor ** ((round - 1) // every)
+
+
+def learning_rates(
+    schedule: Schedule | str, lr: float, rounds: int
+) -> tuple[float, ...]:
     """The step sizes of the rounds 1 to `rounds`.
 
     Raises ValueError where `schedule` fails, or gives a number that is no step size.
     """
+    if isinstance(schedule, str):
+        schedule = schedule_of(schedule)
     rates: list[float] = []
     try:
         for rate in _learning_rates(schedule, lr, rounds):
@@ -196,7 +233,9 @@ class Training:
             train, joins the one before it.
         reshuffle: Shuffle the samples anew in every epoch; False: one order of the
             samples for the whole run.
-        schedule: Step sizes of the rounds. It is a function of (round, rounds), whose
+        schedule: Step sizes of the rounds: cosine or linear (from lr towards 0),
+            step:30:0.1 (times 0.1 after every 30 rounds), or package.module:function.
+            In Python also a function of (round, rounds), whose
             result multiplies lr, or a function of an optimizer that makes a scheduler
             of torch, such as `lambda optimizer: CosineAnnealingLR(optimizer,
             T_max=20)`. The scheduler takes one step a round.
@@ -233,7 +272,7 @@ class Training:
     weight_decay: NonNegativeFloat = 0.0
     drop_last: bool = False
     reshuffle: bool = True
-    schedule: Schedule | None = None
+    schedule: Schedule | ScheduleName | None = None
     local_optimizer: Literal["sgd", "adamw"] = "sgd"
     clip_grad: PositiveFloat | None = None
     betas: Betas | None = None

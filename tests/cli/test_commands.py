@@ -106,7 +106,8 @@ def test_augmentation_by_names_and_by_an_own_function(tmp_path, monkeypatch):
 
     (run,) = read("o")
     assert run.header["training"]["augment"] == ["flip", "crop:1", "brighten"]
-    assert command("run fedavg --config o/run.toml --out again --quiet") == 0
+    file = "o/fedavg-seed0/run.toml"
+    assert command(f"run fedavg --config {file} --out again --quiet") == 0
     (again,) = read("again")
     assert torch.equal(again.last_values(), run.last_values())
 
@@ -125,14 +126,14 @@ def test_several_algorithms_and_seeds_share_data_and_weights(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "% hurt vs local" in out and "over 2 seeds" in out and "alpha=" not in out
     runs = read("o")
-    names = ("local", "fedavg", "apfl")
+    names = ("apfl", "fedavg", "local")  # folders in their alphabetical order
     assert [(r.algorithm, r.header["seed"]) for r in runs] == [
         (a, s) for a in names for s in (5, 6)
     ]
     assert len({tuple(r.header["size"]) for r in runs}) == 1
-    assert runs[-1].header["options"]["alpha"] == 0.25
+    assert runs[0].header["options"]["alpha"] == 0.25
     assert runs[0].header["partition_options"]["alpha"] == 0.3
-    assert runs[0].rounds[0]["bytes_up"] == 0 and runs[2].cumulative_bytes()[-1] > 0
+    assert runs[-1].rounds[0]["bytes_up"] == 0 and runs[2].cumulative_bytes()[-1] > 0
 
 
 def test_data_that_come_with_their_clients():
@@ -149,7 +150,7 @@ def test_a_run_for_each_client(capsys):
     assert command(words) == 0
     out = capsys.readouterr().out
     assert "Made for each client in a run of its own: waffle." in out
-    each, shared = read("o")
+    shared, each = read("o")
     assert each.header["model_target"] == "each client"
     assert each.header["options"]["target"] == "each client"
     assert each.target is shared.target is shared.header["model_target"] is None
@@ -202,7 +203,7 @@ def test_an_algorithm_from_outside(user_module, tmp_path, capsys):
         f"--baseline Half {SHORT}"
     )
     assert command(words, "--overwrite") == 0
-    assert [r.algorithm for r in read("o")] == ["local", "Half"]
+    assert [r.algorithm for r in read("o")] == ["Half", "local"]
     assert "% hurt vs Half" in capsys.readouterr().out
     assert command(f"run {user_module}:Quarter {SHORT}") == 2
     err = capsys.readouterr().err
@@ -326,30 +327,24 @@ def test_a_run_in_mixed_precision():
 # folders --------------------------------------------------------------------
 def test_a_record_is_only_replaced_on_demand(capsys):
     assert command(f"run fedavg {SHORT}") == 0
-    before = Path("o/record.jsonl").read_bytes()
-    assert command(f"run fedavg {SHORT}") == 2
+    before = Path("o/fedavg-seed0/record.jsonl").read_bytes()
+    assert command(f"run fedavg {SHORT} --lr 0.3") == 2
     err = capsys.readouterr().err
-    assert "--overwrite" in err and "--resume" in err
-    assert Path("o/record.jsonl").read_bytes() == before
-    assert command(f"run fedavg {SHORT} --rounds 2 --overwrite") == 0
-    assert len(read("o")[0].rounds) == 2
-
-
-def test_a_table_of_somebody_elses_stays():
-    os.mkdir("o")
-    path = Path("o/table.md")
-    path.write_text("my notes")
-    assert command(f"{CLUSTERS} --out o") == 2
-    assert path.read_text() == "my notes" and not Path("o/record.jsonl").exists()
-    assert command(f"{CLUSTERS} --out o --overwrite") == 0
-    assert command("report o") == 0  # a table of pflcore is written again
-    path.write_text("my notes")
-    assert command("report o") == 2 and path.read_text() == "my notes"
+    assert "--overwrite" in err and "pflcore report o OTHER" in err
+    assert Path("o/fedavg-seed0/record.jsonl").read_bytes() == before
+    assert command(f"run fedavg {SHORT} --lr 0.3 --overwrite") == 0
+    assert read("o")[0].header["training"]["lr"] == 0.3
 
 
 ON = "--data synthetic_clusters --rounds 2 --quiet --checkpoint-every 1 --out o"
 FIRST = f"run fedavg {ON}"
-OTHER = f"run local {ON}"
+
+
+RUN_FILES = {
+    "fedavg-seed0/record.jsonl",
+    "fedavg-seed0/checkpoint.safetensors",
+    "fedavg-seed0/run.toml",
+}
 
 
 def files_in(folder):
@@ -392,67 +387,33 @@ def test_a_disk_that_is_full_at_the_end_costs_the_table_alone(capsys):
     last = capsys.readouterr().err.splitlines()[-1]
     assert "cannot be written into o (No space left on device); make room" in last
     assert last.endswith("then: pflcore report o.")
-    assert {*files_in("o")} == {
-        *("record.jsonl", "checkpoint.safetensors", "run.toml"),
-        "checkpoints/fedavg-seed-0/checkpoint.safetensors",
-    }
-    assert command("report o") == command(f"{FIRST} --resume") == 0
+    assert {*files_in("o")} == RUN_FILES
+    assert command("report o") == command(FIRST) == 0
     before = files_in("o")
     with full_disk():
         assert command("report o") == 1
     assert files_in("o") == before
 
 
-@pytest.mark.parametrize("text", ["", "#", "### dig"])
-def test_a_table_that_was_cut_off_is_the_commands_own(text):
+def test_a_run_that_was_broken_off_goes_on():
     broken_off(FIRST)
-    Path("o/table.md").write_text(text)
-    assert command(f"{FIRST} --resume") == 0
+    assert command(FIRST) == 0
     assert Path("o/table.md").read_text().count("| fedavg ") == 1
     assert len(read("o")[0].rounds) == 2
 
 
-def test_what_a_command_makes_way_for_is_moved_and_named(capsys):
-    """With --overwrite, the record, checkpoints and table are moved and named.
-
-    Where they are moved back, the old run goes on.
-    """
-    broken_off(FIRST)
-    Path("o/table.md").write_text("my notes")
+def test_overwriting_begins_a_run_anew():
+    assert command(FIRST) == 0
     before = files_in("o")
-    names = ("record.jsonl", "checkpoint.safetensors", "checkpoints", "run.toml")
-    assert command(f"{OTHER} --overwrite") == 0
-    moves = ", ".join(f"{name} to {name}.1" for name in (*names, "table.md"))
-    assert f"Moved aside in o: {moves}." in capsys.readouterr().err
-    moved = {k.replace(".1", "", 1): v for k, v in files_in("o").items() if ".1" in k}
-    assert moved == before and [r.algorithm for r in read("o")] == ["local"]
-    assert command(f"{OTHER} --overwrite") == 0  # the next copies get the suffix ".2"
-    assert {"record.jsonl.1", "record.jsonl.2"} < {*files_in("o")}
-    os.mkdir("p")
-    for name in names:
-        Path("o", f"{name}.1").rename(Path("p", name))
-    assert command(f"{FIRST} --resume".replace("--out o", "--out p")) == 0
-    assert [(r.algorithm, len(r.rounds)) for r in read("p")] == [("fedavg", 2)]
+    assert command(FIRST.replace("--rounds 2", "--rounds 1 --overwrite")) == 0
+    assert len(read("o")[0].rounds) == 1 and files_in("o").keys() == before.keys()
 
 
-def test_somebodys_table_does_not_keep_a_run_from_going_on():
-    broken_off(FIRST)
-    Path("o/table.md").write_text("my notes")
-    assert command(f"{FIRST} --resume") == 0
-    assert files_in("o")["table.md.1"] == b"my notes"
-    assert "| fedavg " in Path("o/table.md").read_text()
-
-
-def test_a_checkpoint_of_a_simulation_is_not_replaced(capsys):
+def test_a_checkpoint_of_a_simulation_is_not_touched():
     simulation().save("o")
     before = files_in("o")
-    assert command(FIRST) == 2
-    err = capsys.readouterr().err
-    assert "o holds checkpoint.safetensors; go on by --resume, name another" in err
-    assert command(f"{FIRST} --resume") == 2 and files_in("o") == before
-    assert "holds another run" in capsys.readouterr().err
     assert command(f"{FIRST} --overwrite") == 0
-    assert files_in("o")["checkpoint.safetensors.1"] == before["checkpoint.safetensors"]
+    assert before.items() <= files_in("o").items()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -465,12 +426,12 @@ def test_a_run_of_which_a_line_is_damaged_is_played_again(damaged):
     """
     words = f"compare --algorithms fedavg local {DIGITS} --rounds 6 --lr 1e38 --out o"
     assert command(words) == 1
-    path = Path("o/record.jsonl")
+    path = Path("o/fedavg-seed0/record.jsonl")
     whole = read("o")
     lines = path.read_text().splitlines()
     lines[damaged] = lines[damaged][:40]
     path.write_text("\n".join(lines) + "\n")
-    assert command(f"{words} --resume") == 1
+    assert command(words) == 1
     got = sorted(read("o"), key=lambda run: run.algorithm)
     assert [r.algorithm for r in got] == ["fedavg", "local"]
     for run, want in zip(got, whole, strict=True):
@@ -492,25 +453,10 @@ def test_a_warning_is_a_sentence_without_a_place_in_the_source(capsys, monkeypat
 
 
 def test_a_command_that_was_killed_before_its_first_line_begins():
-    """A run that was killed before its first line begins again.
-
-    The record is empty then, and partial files are removed.
-    """
-    os.mkdir("o")
-    for name in (
-        "record.jsonl",
-        "record.jsonl.0123abcd.part",
-        "curves.svg.0123abcd.part",
-    ):
-        Path("o", name).write_text("")
-    assert command(f"{FIRST} --resume") == 0
-    assert {*files_in("o")} == {
-        "record.jsonl",
-        "checkpoint.safetensors",
-        "checkpoints/fedavg-seed-0/checkpoint.safetensors",
-        "run.toml",
-        "table.md",
-    }
+    Path("o/fedavg-seed0").mkdir(parents=True)
+    Path("o/fedavg-seed0/record.jsonl").write_text("")
+    assert command(FIRST) == 0
+    assert {*files_in("o")} == {*RUN_FILES, "table.md"}
 
 
 @pytest.mark.parametrize("baseline", ["", "--baseline local"])
@@ -520,10 +466,8 @@ def test_other_options_of_a_folders_method_name_the_report_of_two(baseline, caps
 
     assert command(again) == 2
     error = capsys.readouterr().err
-    assert "out: o holds record.jsonl" in error and "pflcore report o OTHER" in error
-    assert command(f"{again} --resume") == 2
-    error = capsys.readouterr().err
-    assert "another run" in error and "pflcore report o OTHER" in error
+    assert "o/ditto-seed0 holds another run: lam is 0.1 there and 3.0 here" in error
+    assert "pflcore report o OTHER" in error
 
     assert command(again.replace("--out o", "--out p").replace(baseline, "")) == 0
     assert command("report o p --out both --baseline local") == 0
@@ -613,7 +557,10 @@ run fedavg DIGITS --workers 100000 | workers:
 run fedavg DIGITS --clients-per-block 0 | clients_per_block: expected
 run fedavg DIGITS --last 0 | last:
 run fedavg DIGITS --checkpoint-every -1 | checkpoint_every:
-run fedavg DIGITS --resume | resume:
+run fedavg DIGITS --schedule slower | schedule: expected
+run fedavg DIGITS --schedule step:x:0.1 | schedule: expected rounds and a factor
+run fedavg DIGITS --patience 3 | patience: expected an evaluation
+run waffle DIGITS --target all --patience 3 --val 0.2 --eval-split val | target: expected one client
 reproduce nothing --quiet | name: expected one of
 attack --data digits --quiet --clients 0 | clients
 attack --data digits --quiet --steps -3 | steps
@@ -743,18 +690,18 @@ def test_a_signal_after_the_last_round_leaves_a_whole_record(monkeypatch, capsys
     assert run.complete and len(run.rounds) == 3 and run.stopped is None
     said = capsys.readouterr()
     assert "stopped" not in said.out
-    assert "Interrupted after the last round; the record is whole." in said.err
+    assert "Interrupted; " in said.err and run.samples["round"] == 3
     monkeypatch.setattr(FedAvg, "update", honest)
-    before = Path("o/record.jsonl").read_bytes()
-    assert command(f"run fedavg {DIGITS} --out o --resume") == 0
-    assert Path("o/record.jsonl").read_bytes() == before
+    before = Path("o/fedavg-seed0/record.jsonl").read_bytes()
+    assert command(f"run fedavg {DIGITS} --out o") == 0
+    assert Path("o/fedavg-seed0/record.jsonl").read_bytes() == before
 
 
 @pytest.mark.deep("another process")
 @pytest.mark.skipif(os.name == "nt", reason="no such signals")
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_leaves_a_readable_record_and_its_table(number):
-    path = Path("o/record.jsonl")
+    path = Path("o/fedavg-seed0/record.jsonl")
     code = (  # restores the signals that the parent process may ignore
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from "
         "pflcore.cli import main; sys.exit(main())"
@@ -800,8 +747,9 @@ def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     last = capsys.readouterr().err.splitlines()[-1]
     assert code == 1 and "failed: File too large; the record up to there is" in last
-    assert "--resume" in last and last.endswith(".") and ". " not in last
-    lines = Path("o/record.jsonl").read_text().split("\n")
+    assert "the same command goes on" in last
+    assert last.endswith(".") and ". " not in last
+    lines = Path("o/fedavg-seed0/record.jsonl").read_text().split("\n")
     # All lines are whole except the last, which the disk has cut off.
     assert len(lines) > 3 and all(json.loads(line) for line in lines[:-1])
 
@@ -860,14 +808,7 @@ def test_without_matplotlib_everything_but_the_pictures(capsys, monkeypatch, pic
     out, err = capsys.readouterr()
     assert "| fedavg " in out and err.count("needs matplotlib") == 1
     assert "pip install matplotlib" in err and "pflcore report o" in err
-    assert {*os.listdir("o")} == {
-        "record.jsonl",
-        "table.md",
-        "checkpoint.safetensors",
-        "checkpoints",
-        "run.toml",
-        ".lock",
-    }
+    assert {*files_in("o")} == {*RUN_FILES, "table.md"}
 
 
 def test_info_says_what_runs(capsys):

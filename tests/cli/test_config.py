@@ -25,6 +25,11 @@ def config(text, name="c.toml"):
     return name
 
 
+def run_files(folder):
+    """The files of options of the runs in a folder."""
+    return sorted(Path(folder).glob("*/run.toml"))
+
+
 def assert_equal_records(*folders):
     """Checks that the runs have equal headers, and equal bits but for seconds."""
     first, second = (read(folder) for folder in folders)
@@ -47,10 +52,11 @@ def assert_equal_records(*folders):
 )
 def test_the_file_of_a_run_repeats_it_bit_for_bit(words):
     assert command(f"{words} {DIGITS} --out a") == 0
-    name = words.split()[0]
-    assert command(f"{name} --config a/run.toml --quiet --out b") == 0
+    files = run_files("a")
+    for file in files:
+        assert command(f"run --config {file} --quiet --out b") == 0
     assert_equal_records("a", "b")
-    assert Path("a/run.toml").read_text() == Path("b/run.toml").read_text()
+    assert [f.read_text() for f in files] == [f.read_text() for f in run_files("b")]
 
 
 OWN = """
@@ -71,7 +77,8 @@ def test_a_file_may_name_ones_own_algorithm(monkeypatch):
     assert command(f"{words} --out a") == 0
     (run,) = read("a")
     assert run.header["options"]["part"] == 0.25
-    assert command("run --config a/run.toml --quiet --out b") == 0
+    (file,) = run_files("a")
+    assert command(f"run --config {file} --quiet --out b") == 0
     assert_equal_records("a", "b")
 
 
@@ -85,7 +92,7 @@ def test_flags_override_the_file():
     assert ditto.header["training"]["lr"] == 0.2 and ditto.header["seed"] == 3
     assert ditto.header["training"]["reshuffle"] is True
     assert ditto.header["rounds"] == 3
-    assert command(f"run local --config a/run.toml {DIGITS}") == 2
+    assert command(f"run local --config a/ditto-seed3/run.toml {DIGITS}") == 2
 
 
 # A line of the file, flags of which the last one is an option of the first, and its
@@ -111,7 +118,8 @@ def test_a_flag_chooses_other_options_than_the_file(line, flags, played, name):
     config("\n".join([line, *(f"{k} = {v!r}" for k, v in rest.items())]))
     more = "--grid training.lr=0.1" if name == "tune" else ""
     assert command(f"{name} fedavg --config c.toml {flags} {more} --out a") == 0
-    assert played in Path("a/run.toml").read_text()
+    folder = "a/fedavg-seed0" if name == "run" else "a"
+    assert played in Path(folder, "run.toml").read_text()
 
 
 def test_a_table_of_an_algorithm_that_does_not_run_is_passed_over(capsys):
@@ -140,10 +148,10 @@ run ditto | lan = 1 | config: got 'lan', did you mean 'lam'? Expected an option 
 run | algorithm = "ditto"; roundz = 1 | config: got 'roundz', did you mean 'rounds'?
 run | rounds = 1 | name of an algorithm
 compare | algorithms = ["ditto"]; [ditto]; lamb = 2 | config: got 'ditto.lamb', did you mean 'ditto.lam'?
-compare | algorithm = "ditto"; algorithms = ["ditto"] | config: got 'algorithm', did you mean 'algorithms'?
-run fedavg | graphs = "yes" | graphs: expected true or false, got 'yes'
+run fedavg | graphs = "yes" | graphs: expected True or False, got 'yes'
 run fedavg | lr = -1 | lr: expected
-run fedavg | metrics = [[1]] | metrics: expected single values in a list, got [1]
+run fedavg | metrics = [[1]] | metrics: expected
+run fedavg | batch-size = 1; batch_size = 2 | config: expected each option once in c.toml, got 'batch_size'
 run fedavg | lr = | config: expected a file of options in TOML, got c.toml (
 """  # noqa: E501
 
@@ -164,13 +172,15 @@ def test_a_file_that_is_not_there_is_one_sentence(capsys):
     assert "got nowhere.toml (No such file or directory)" in err
 
 
-def test_a_users_file_of_that_name_is_kept():
-    Path("o").mkdir()
-    mine = config("# mine\nlr = 0.25\n", "o/run.toml")
-    assert command(f"run fedavg --config {mine} {DIGITS} --out o") == 0
-    assert Path(mine).read_text() == "# mine\nlr = 0.25\n"
-    assert command("run --config o/run-2.toml --quiet --out p") == 0
-    assert_equal_records("o", "p")
+def test_one_file_serves_all_commands():
+    config('algorithms = ["ditto", "local"]\neval_every = 2\n[ditto]\nlam = 0.7\n')
+    text = Path("c.toml").read_text()
+    Path("c.toml").write_text("\ufeff" + text, encoding="utf-8")  # as on Windows
+    words = f"--config c.toml {DIGITS} --quiet"
+    assert command(f"compare {words} --out a") == 0
+    assert command(f"run ditto {words} --out b") == 0
+    assert read("b")[0].header["options"]["lam"] == 0.7
+    assert command(f"tune ditto {words} --grid lam=.1,1 --out t") == 0
 
 
 def test_the_names_of_compare_may_stand_at_the_front(capsys):
@@ -196,7 +206,8 @@ def test_rules_of_ones_own_are_options_and_stand_in_the_file(monkeypatch):
     monkeypatch.syspath_prepend(".")
     words = f"{DIGITS} --sampling rules_of_mine:latest --steps rules_of_mine:slow"
     assert command(f"compare fedavg scaffold {words} --out o") == 0
-    assert command("compare --config o/run.toml --quiet --out p") == 0
+    for file in run_files("o"):
+        assert command(f"run --config {file} --quiet --out p") == 0
     for run, again in zip(read("o"), read("p"), strict=True):
         assert [r["cohort"] for r in run.rounds] == [[1], [2], [3]]
         assert run.header["sampling"] == "function latest"

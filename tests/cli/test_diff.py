@@ -17,7 +17,7 @@ def test_a_run_that_is_repeated_is_equal(capsys):
     for folder in "ab":
         assert command(f"run fedavg {DIGITS} --out {folder}") == 0
     capsys.readouterr()
-    assert command("diff a b/record.jsonl") == 0
+    assert command("diff a b/fedavg-seed0/record.jsonl") == 0
     out = capsys.readouterr().out
     assert "The descriptions are equal." in out
     assert "Equal bits in all 3 rounds" in out

@@ -2,11 +2,9 @@
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
-from parts.tuning import pretended_optuna
 from places import ROOT
 
 from pflcore import cli
@@ -39,19 +37,16 @@ def commands():
 
 
 @pytest.mark.deep("all commands of a page")
-def test_every_command_of_the_page_works(monkeypatch):
-    """They run one after another, with a stand-in for Optuna."""
-    monkeypatch.setitem(sys.modules, "optuna", pretended_optuna())
+def test_every_command_of_the_page_works():
+    """They run one after another."""
     lines = commands()
     assert len(lines) == 14
     for line in lines:
         words = shlex.split(line.replace("--seeds 3", "--seeds 2"), comments=True)
         # The folder of `diff` has runs that are added later.
         assert cli.main(words[1:]) == 0, line
-    names = [run.name for run in read("table/record.jsonl")]
-    assert len(names) == 8 and names[-1] == "feddwa, seed 1"
-    drawn = Path("tuned/ditto/run-2.toml").read_text()
-    assert "trials = 20" in drawn and "lam=.01:10:log" in drawn
+    names = {run.name for run in read("table")}
+    assert len(names) == 8 and "feddwa, seed 1" in names
     chosen = Path("tuned/ditto/tuned.toml").read_text()
     (tuned, *_) = read("compared")
     assert tuned.algorithm == "ditto"
@@ -63,4 +58,4 @@ def test_every_command_of_the_page_works(monkeypatch):
 def test_the_page_has_the_commands_and_files_that_it_names():
     assert {path.name for path in Path().glob("*.toml")} == {"table.toml", "tune.toml"}
     named = {line.split()[1] for line in commands()}
-    assert named == {"compare", "diff", "tune", "report"}
+    assert named == {"compare", "diff", "tune", "report", "run"}

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from parts.commands import command
 from parts.user import simulation
 from small import equals, images, tiny_model
@@ -52,6 +53,17 @@ def test_options_may_stand_between_folder_and_data(history, capsys):
     assert header == ["prediction", *(f"score {name}" for name in CLASSES)]
     want = history.model("H11").scores(pd.read_csv("new.csv")).numpy()
     np.testing.assert_array_equal(np.array([r[1:] for r in rows], np.float32), want)
+
+
+def test_probabilities_are_those_of_the_scores(history, capsys):
+    words = "predict models new.csv --client H11 --scores --probabilities"
+    assert command(words) == 0
+
+    header, *rows = lines(capsys.readouterr().out)
+
+    assert header[-3:] == [f"probability {name}" for name in CLASSES]
+    numbers = torch.tensor([[float(cell) for cell in row[1:]] for row in rows])
+    assert torch.allclose(numbers[:, :3].softmax(1), numbers[:, 3:])
 
 
 def test_a_client_is_a_number_where_no_name_is_one(history, capsys):
@@ -191,18 +203,19 @@ def test_a_run_exports_what_predict_reads(tmp_path, monkeypatch, capsys):
     assert command(words) == 0
     assert "for client H11" in capsys.readouterr().out
     rows.to_csv("new.csv", index=False)
-    assert command("predict o/models/waffle-0 new.csv --client H11") == 0
+    assert command("predict o/waffle-seed0/models new.csv --client H11") == 0
     first = capsys.readouterr().out
     answers = [row[0] for row in lines(first)[1:]]
     assert len(answers) == len(rows) and set(answers) <= set(CLASSES)
 
-    for folder in ("o", "o/models"):  # the only run's models are meant
+    for folder in ("o", "o/waffle-seed0"):  # the only run's models are meant
         assert command(f"predict {folder} new.csv --client H11") == 0
         assert capsys.readouterr().out == first
-    shutil.copytree("o/models/waffle-0", "o/models/waffle-1")
+    shutil.copytree("o/waffle-seed0", "o/waffle-seed1")
     assert command("predict o new.csv --client H11") == 2
     error = capsys.readouterr().err
-    assert "models of one run (o/models/waffle-0, o/models/waffle-1), got o" in error
+    places = "o/waffle-seed0/models, o/waffle-seed1/models"
+    assert f"models of one run ({places}), got o" in error
 
 
 def test_a_model_of_ones_own_class_is_named(history, capsys, tmp_path, monkeypatch):

@@ -96,7 +96,7 @@ def test_the_wheel_holds_no_benchmark_needs_four_packages_and_runs(built, tmp_pa
     command = "-m pflcore run fedavg --data digits --rounds 1 --quiet --out out"
     run = ran(*command.split(), cwd=tmp_path, env=env)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert (tmp_path / "out" / "record.jsonl").is_file()
+    assert (tmp_path / "out" / "fedavg-seed0" / "record.jsonl").is_file()
 
 
 @pytest.mark.deep("a wheel is built")

@@ -1,7 +1,6 @@
 """Shared data of the tests of tuning."""
 
 import math
-import sys
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -42,61 +41,39 @@ TRAINING = Training(lr=0.3, batch_size=8)
 
 
 class PretendedStudy:
-    """Stands for a study of Optuna: proposes what a seed draws, and notes its results.
+    """Stands for a study of Optuna: draws values by a seed, and keeps the results.
 
     It is its own trial, too.
     """
 
-    def __init__(self, seed=0, direction="MAXIMIZE"):
+    def __init__(self, seed):
         self.random = Random(seed)
-        self.directions = [SimpleNamespace(name=direction)]
-        self.told = []
-
-    def ask(self):
-        return self
+        self.results = []
 
     def suggest_float(self, key, low, high, log):
-        if log:
-            low, high = math.log(low), math.log(high)
-        value = self.random.uniform(low, high)
-        return math.exp(value) if log else value
-
-    def suggest_int(self, key, low, high, log):
-        return self.random.randint(low, high)
+        assert log
+        value = math.exp(self.random.uniform(math.log(low), math.log(high)))
+        self.options[key] = value
+        return value
 
     def suggest_categorical(self, key, values):
-        return self.random.choice(values)
+        self.options[key] = self.random.choice(values)
+        return self.options[key]
 
-    def tell(self, trial, value):
-        assert trial is self
-        self.told.append(value)
-
-
-class PretendedLog:
-    """Stands for `optuna.logging`."""
-
-    INFO = 20
-    WARNING = 30
-    level = INFO
-
-    def get_verbosity(self):
-        return self.level
-
-    def set_verbosity(self, level):
-        self.level = level
+    def optimize(self, function, n_trials, catch):
+        assert catch is ValueError
+        for _ in range(n_trials):
+            self.options = {}
+            score = function(self)
+            self.results.append((self.options, score))
 
 
 def pretended_optuna():
-    """The part of Optuna that makes a study, where Optuna is not installed.
-
-    As Optuna's own does, it says on stderr that it makes a study.
-    """
-    log = PretendedLog()
+    """The part of Optuna that makes a study, where Optuna is not installed."""
 
     def create_study(direction, sampler):
-        if log.level <= log.INFO:
-            print("A new study created", file=sys.stderr)
-        return PretendedStudy(sampler, direction.upper())
+        assert direction == "maximize"
+        return PretendedStudy(sampler)
 
     samplers = SimpleNamespace(TPESampler=lambda seed: seed)
-    return SimpleNamespace(samplers=samplers, create_study=create_study, logging=log)
+    return SimpleNamespace(samplers=samplers, create_study=create_study)

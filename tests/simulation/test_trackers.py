@@ -428,7 +428,7 @@ def test_a_command_closes_a_diverged_run_as_failed(folder, wandb):
 def test_a_resumed_command_shows_each_round_once(folder, tensorboard):
     words = f"run fedavg {DIGITS} --out o --track tensorboard"
     assert command(words) == 0
-    assert command(f"{words} --resume --rounds 5") == 0
+    assert command(f"{words} --rounds 5") == 0
     (shown,) = tensorboard.values()
     assert [step for step, _ in shown["eval/accuracy"]] == [1, 2, 3, 4, 5]
 

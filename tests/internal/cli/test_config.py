@@ -39,8 +39,8 @@ def read_again(values, groups, prefixed, folder):
     flags = flags_of(groups, prefixed)
     path = folder / "o.toml"
     path.write_text(config_text(values, flags, "c"), encoding="utf-8")
-    words = read_config(path).words(flags)
-    return parse("prog", "About.", groups, words, prefixed)
+    defaults = read_config(path).defaults(flags)
+    return parse("prog", "About.", groups, [], prefixed, defaults=defaults)
 
 
 # A word may be anything but the word for None, and may look like an option.

@@ -138,9 +138,3 @@ def test_options_of_a_function():
     ):
         found = parsed({"cut": cls}, words)["cut"]
         assert [found[k] for k in ("sizes", "alpha", "padding")] == want
-
-
-def test_looking_ahead_passes_over_what_it_does_not_know():
-    words = "--algorithms a b --n 3 --x -1 --help"
-    found = parsed({"compare": CompareOptions}, words, complete=False)
-    assert found == {"compare": {"algorithms": ("a", "b"), "tuned": ()}}

@@ -26,7 +26,6 @@ PACKAGE = ROOT / "pflcore"
 TABLE = """\
 _device:
 check:
-_proposals: check
 ops: check
 metrics: check
 privacy: check
@@ -41,8 +40,8 @@ algorithms: _cohort _device check ops data nn train robust
 simulation: _device check ops metrics data nn results train robust algorithms
 interop: check ops data train robust algorithms results simulation
 testing: check data train algorithms simulation
-tuning: _proposals check metrics data train algorithms results simulation
-cli: check ops data nn train robust algorithms results simulation tuning
+tuning: check metrics data train algorithms results simulation
+cli: check ops metrics data nn train robust algorithms results simulation tuning
 """
 LAYERS = {name: {*below.split()} for name, below in re.findall(r"(\w+):(.*)", TABLE)}
 

@@ -15,8 +15,8 @@ from places import ROOT
 from pflcore.results import _run_pictures as pictures
 from pflcore.results._export import scalars
 from pflcore.results._pictures import line_styles
-from pflcore.results._render import markdown_table
 from pflcore.results.record import group_runs, read, to_json
+from pflcore.results.table import markdown_table
 
 
 def test_plain_turns_everything_into_json(tmp_path):

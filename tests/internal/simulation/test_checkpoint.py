@@ -36,14 +36,17 @@ def no_pictures(monkeypatch):
 
 
 def lines_of(folder):
-    lines = [
-        json.loads(line) for line in (folder / "record.jsonl").read_bytes().splitlines()
-    ]
+    """The lines of all records of a folder, without the times."""
+    lines = []
+    for path in sorted(folder.glob("*/record.jsonl")):
+        lines += [json.loads(line) for line in path.read_bytes().splitlines()]
     return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
 
 
-def count(record):
-    return record.read_bytes().count(b"\n") if record.exists() else 0
+def count(folder):
+    """The number of lines in all records of a folder."""
+    paths = folder.glob("*/record.jsonl")
+    return sum(path.read_bytes().count(b"\n") for path in paths)
 
 
 @pytest.mark.deep("another process")
@@ -58,22 +61,20 @@ def test_a_killed_run_ends_as_the_unbroken_one(tmp_path, no_pictures, capfd):
     while kills < 8:
         folders += 1
         folder = tmp_path / f"broken-{folders}"
-        record = folder / "record.jsonl"
         while True:
             every = str(rng.choice((1, 2, 5)))
             words = [
                 *COMPARE,
                 "--out",
                 str(folder),
-                "--resume",
                 "--no-keep-checkpoint",
                 "--checkpoint-every",
                 every,
             ]
             child = forks.Process(target=cli.main, args=(words,))
             child.start()
-            until = count(record) + rng.randrange(1, 8)
-            while child.is_alive() and count(record) < until:
+            until = count(folder) + rng.randrange(1, 8)
+            while child.is_alive() and count(folder) < until:
                 time.sleep(0.002)
             time.sleep(rng.random() * 0.01)
             child.kill()
@@ -82,43 +83,22 @@ def test_a_killed_run_ends_as_the_unbroken_one(tmp_path, no_pictures, capfd):
                 break
             assert child.exitcode == -signal.SIGKILL, capfd.readouterr().err
             kills += 1
-            seen.add(count(record))
+            seen.add(count(folder))
         assert lines_of(folder) == want
-        assert not (folder / "checkpoints").exists() and folders < 8
+        assert not [*folder.rglob("*.safetensors")] and folders < 8
     assert len(seen) > 3, "the kills came at the same places"
-
-
-def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(
-    tmp_path, no_pictures, capsys
-):
-    argv = f"run fedavg {SMALL} --rounds 3 --out {tmp_path} --resume".split()
-    assert cli.main(argv) == 0
-    before = (tmp_path / "record.jsonl").read_bytes()
-    assert cli.main(argv) == 0 and (tmp_path / "record.jsonl").read_bytes() == before
-    for more, word in (
-        ("--lr 0.3", "lr is 0.01 there and 0.3 here"),
-        ("--participation 0.5", "participation is 1.0 there and 0.5 here"),
-        ("--overwrite", "no --overwrite"),
-    ):
-        capsys.readouterr()
-        assert cli.main([*argv, *more.split()]) == 2
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1 and word in err, err
-        assert (tmp_path / "record.jsonl").read_bytes() == before
-    (tmp_path / "checkpoint.safetensors").unlink()
-    assert cli.main(argv) == 2 and "without a checkpoint" in capsys.readouterr().err
 
 
 def test_a_damaged_folder_is_left_as_it_is(tmp_path, no_pictures, capsys, monkeypatch):
     argv = (
-        f"run fedavg {SMALL} --rounds 9 --out {tmp_path} --resume --checkpoint-every 2"
+        f"run fedavg {SMALL} --rounds 9 --out {tmp_path} --checkpoint-every 2"
     ).split()
     # Ctrl-C comes when the line of round 5 is written to the record.
     monkeypatch.setattr(
         RecordWriter, "write", fails(RecordWriter.write, 6, KeyboardInterrupt())
     )
     assert cli.main(argv) == 130
-    (path,) = tmp_path.glob("checkpoints/*/checkpoint.safetensors")
+    (path,) = tmp_path.glob("*/checkpoint.safetensors")
     path.write_bytes(path.read_bytes().replace(b"0", b"1"))
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     capsys.readouterr()
@@ -129,9 +109,7 @@ def test_a_damaged_folder_is_left_as_it_is(tmp_path, no_pictures, capsys, monkey
 
 
 def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypatch):
-    argv = (
-        f"run waffle {SMALL} --target all --rounds 4 --resume --checkpoint-every 1"
-    ).split()
+    argv = (f"run waffle {SMALL} --target all --rounds 4 --checkpoint-every 1").split()
     assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
     from pflcore import step as real
 
@@ -141,7 +119,7 @@ def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypat
     assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 130
     assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 0
     assert lines_of(tmp_path / "broken") == lines_of(tmp_path / "whole")
-    assert not (tmp_path / "broken" / "checkpoints").exists()
+    assert not [*(tmp_path / "broken").rglob("*.safetensors")]
 
 
 # models ---------------------------------------------------------------------

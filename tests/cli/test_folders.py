@@ -1,0 +1,136 @@
+"""One run, one folder: what a second call does, and the report on clients."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from parts.commands import DIGITS, command
+
+from pflcore.results import read
+from pflcore.results.clients import client_frame
+
+pytest.importorskip("tyro")
+pytest.importorskip("tomli_w")
+pytest.importorskip("sklearn")
+pytest.importorskip("scipy")
+WORDS = f"compare fedavg local {DIGITS} --seeds 2 --checkpoint-every 1 --out o"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pflcore.results._run_pictures.draw", lambda *_: [])
+
+
+def records(folder="o"):
+    """The bytes of each record, by its folder."""
+    return {p.parent.name: p.read_bytes() for p in Path(folder).glob("*/record.jsonl")}
+
+
+def test_each_run_has_a_folder():
+    assert command(WORDS) == 0
+
+    names = ["fedavg-seed0", "fedavg-seed1", "local-seed0", "local-seed1"]
+    assert sorted(records()) == names
+    for name in names:
+        files = {"record.jsonl", "checkpoint.safetensors", "run.toml"}
+        assert files <= {p.name for p in Path("o", name).iterdir()}
+
+
+def test_whole_runs_are_not_played_again(capsys):
+    assert command(WORDS) == 0
+    before = records()
+
+    assert command(WORDS) == 0
+    assert records() == before
+    assert capsys.readouterr().err.count("it is not played again") == 4
+
+
+@pytest.mark.parametrize("num_lines", [0, 1, 2])
+def test_a_torn_run_goes_on_to_the_same_numbers(num_lines):
+    assert command(WORDS) == 0
+    whole = read("o")
+    path = Path("o/fedavg-seed1/record.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:num_lines]) + lines[num_lines][:20])
+
+    assert command(WORDS) == 0
+    for one, other in zip(whole, read("o"), strict=True):
+        assert one.compare(other).equal
+        assert one.samples == other.samples
+
+
+@pytest.mark.parametrize(
+    ("words", "difference"),
+    [
+        ("--lr 0.3", "lr is 0.1 there and 0.3 here"),
+        ("--participation 0.5", "participation is 1.0 there and 0.5 here"),
+        ("--data-seed 4", "data_seed is 0 there and 4 here"),
+        ("--rounds 1", "3 are played"),
+    ],
+)
+def test_another_run_is_refused(words, difference, capsys):
+    assert command(WORDS) == 0
+    before = records()
+
+    assert command(f"{WORDS} {words}") == 2
+    assert difference in capsys.readouterr().err
+    assert records() == before
+
+
+def test_other_seeds_and_methods_are_added():
+    assert command(WORDS) == 0
+    assert command(f"run ditto {DIGITS} --seed 4 --baseline local --out o") == 0
+
+    assert "ditto-seed4" in records()
+    assert "| ditto" in Path("o/table.md").read_text()
+
+
+def test_a_file_of_a_run_repeats_it():
+    assert command(f"{WORDS} --schedule cosine --data-seed each") == 0
+    for file in sorted(Path("o").glob("*/run.toml")):
+        assert command(f"run --config {file} --quiet --out again") == 0
+
+    for one, other in zip(read("o"), read("again"), strict=True):
+        assert one.compare(other).equal
+
+
+def test_a_cut_of_each_seed_is_that_of_its_data_seed():
+    assert command(f"{WORDS} --data-seed each") == 0
+    assert command(f"run fedavg {DIGITS} --seed 1 --data-seed 1 --out one") == 0
+
+    assert read("o")[1].compare(read("one")[0]).round is None
+    assert "2 seeds, each with a cut of its own" in Path("o/table.md").read_text()
+
+
+def test_outcomes_of_samples_give_the_accuracies():
+    assert command(WORDS) == 0
+
+    for run in read("o"):
+        outcomes = run.samples["correct"].values()
+        shares = [text.count("1") / len(text) for text in outcomes]
+        assert shares == run.last_values("accuracy").tolist()
+
+
+def test_a_client_has_its_difference_and_a_verdict(capsys):
+    assert command(WORDS) == 0
+    frame = client_frame(read("o"), "local")
+    by_name = {run.name: run.last_values("accuracy") for run in read("o")}
+    want = by_name["fedavg, seed 0"] - by_name["local, seed 0"]
+    want = (want + by_name["fedavg, seed 1"] - by_name["local, seed 1"]) / 2
+
+    assert np.allclose(frame["difference"], 100 * want)
+    assert (frame["low"] <= frame["difference"]).all()
+    assert (frame["difference"] <= frame["high"]).all()
+    assert command("report o --per client --baseline local") == 0
+    assert "fedavg against local: " in capsys.readouterr().out
+
+
+def test_patience_ends_a_run():
+    words = f"run fedavg {DIGITS} --rounds 40 --lr 3 --val 0.2 --eval-split val"
+    assert command(f"{words} --patience 2 --out o") == 0
+
+    (run,) = read("o")
+    assert run.complete and run.rounds_played < 40
+    assert command(f"{words} --patience 2 --out o") == 0
+    assert command(f"run fedavg {DIGITS} --patience 2") == 2
