@@ -143,15 +143,16 @@ def _check_own_loss(net: Net, data: Federation, scores: Tensor, y: Tensor) -> No
 def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> None:
     """Raises MismatchError for targets of a loss that compares them one by one.
 
-    The scores get the targets' shape, and so may not have their axes in another order.
+    The scores get the targets' shape, and so are as many, with the axes in one order.
     """
     has_steps = scores.dim() > 2 and y.dim() > 2
     is_same_count = scores.numel() == y.numel()
-    if is_same_count and has_steps and not has_one_score_each(scores, y):
+    if not is_same_count or (has_steps and not has_one_score_each(scores, y)):
         raise MismatchError(
             f"loss: {name!r} compares outputs and targets one by one, and the model "
-            f"gives scores {list(scores.shape)} for targets {list(y.shape)}; transpose "
-            "one of them."
+            f"gives scores {list(scores.shape)} for targets {list(y.shape)}; give one "
+            "score for each target, with the axes in one order, or take "
+            "'cross_entropy' for classes."
         )
     smallest, largest = torch.aminmax(data.y)
     are_labels = data.classes is not None and not data.y.is_floating_point()
