@@ -27,7 +27,7 @@ from bench import against, table
 from bench.problem import Absent, Calls, Problem, Size, parsed
 from pflcore.check import Words, reject, require
 from pflcore.ops import backend
-from pflcore.results._files import write_text
+from pflcore.simulation._files import write_text
 
 Op = Literal[
     "sqdist",

@@ -45,9 +45,8 @@ from pflcore import (
     Training,
 )
 from pflcore.check import PositiveInt
-from pflcore.data import federation_of
+from pflcore.lab.data import federation_of
 from pflcore.nn.models import model_for
-from pflcore.results.record import group_runs
 from pflcore.robust import (
     MEANS,
     ByzantineMean,
@@ -58,6 +57,7 @@ from pflcore.robust import (
     WeightedMean,
 )
 from pflcore.simulation._attacks import Attack
+from pflcore.simulation.record import group_runs
 
 RULE_ATTACKS = ("nearby", "nearby_blind")  # by clients that know the server's rule
 ATTACKS = (*get_args(Attack), *RULE_ATTACKS)

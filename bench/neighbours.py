@@ -18,7 +18,7 @@ from bench.problem import Facts, gram, parsed
 from bench.table import Table
 from pflcore import Simulation, Training, metrics, ops
 from pflcore.algorithms._feddwa import FedDWA
-from pflcore.data import federation_of
+from pflcore.lab.data import federation_of
 from pflcore.nn.models import model_for
 
 CUTS: dict[str, tuple[str, Facts]] = {

@@ -21,8 +21,14 @@ from bench.problem import Facts, fact
 from bench.table import Table, clock
 from pflcore import Evaluation, Federation, Simulation
 from pflcore.data._ragged import Ragged
-from pflcore.results._pictures import figure_of, line_styles, plain_ticks, save, tidy
-from pflcore.results.record import RecordWriter
+from pflcore.lab.results._pictures import (
+    figure_of,
+    line_styles,
+    plain_ticks,
+    save,
+    tidy,
+)
+from pflcore.simulation.record import RecordWriter
 
 ALGORITHMS = ("fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster")
 

@@ -20,7 +20,7 @@ import torch
 
 import pflcore
 from bench.problem import Absent, Call, Facts, Measured, Problem, fact
-from pflcore.results.table import escape_cell, markdown_table
+from pflcore.lab.results.table import escape_cell, markdown_table
 
 Timer = Callable[[Call, float], tuple[list[float], Any]]
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import Clients, Evaluation, Federation, Simulation, Training
-from pflcore.data import _sources as sources
+from pflcore.lab.data import _sources as sources
 from pflcore.nn.models import model_for
 from pflcore.train._context import TrainContext
 from pflcore.train._workers import single_threaded

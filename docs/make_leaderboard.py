@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.papers.plan import load
 from bench.papers.table import number
-from pflcore.results.table import markdown_table
+from pflcore.lab.results.table import markdown_table
 
 DOCS = Path(__file__).parent
 OUTCOMES = DOCS.parent / "bench" / "papers" / "outcomes.json"

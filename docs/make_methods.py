@@ -22,7 +22,7 @@ from torch import nn
 from bench.papers.costs import Call, Cost, cost
 from pflcore import Net
 from pflcore.algorithms import ALGORITHMS, Algorithm
-from pflcore.cli._options import field_comments
+from pflcore.lab.cli._options import field_comments
 
 FOLDER = Path(__file__).with_name("methods")
 ARXIV = "https://arxiv.org/abs/"

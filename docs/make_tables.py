@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pflcore.cli._data import reserved_names
-from pflcore.cli._experiment import NamedFunction, data_options_of, partition_of
-from pflcore.cli._options import dataclass_of_arguments, field_comments
-from pflcore.data import FEDERATIONS, PARTITIONS
+from pflcore.data import PARTITIONS
+from pflcore.lab.cli._data import reserved_names
+from pflcore.lab.cli._experiment import NamedFunction, data_options_of, partition_of
+from pflcore.lab.cli._options import dataclass_of_arguments, field_comments
+from pflcore.lab.data import FEDERATIONS
 
 PAGE = Path(__file__).with_name("data.md")
 

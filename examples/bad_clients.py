@@ -27,7 +27,7 @@ from pflcore import (
     Training,
 )
 from pflcore.algorithms import Payload, Tensors, TrainResult
-from pflcore.data import federation_of
+from pflcore.lab.data import federation_of
 
 N = 8  # clients
 BAD = 5  # the bad client's number

@@ -40,7 +40,7 @@ from pflcore import (
     pairwise_sqdist,
 )
 from pflcore.algorithms import Ditto, FactorizedWaffle, FedAvg, FedDWA, HypCluster
-from pflcore.data import federation_of
+from pflcore.lab.data import federation_of
 from pflcore.nn.models import model_for
 
 PAGE = Path("runs/demo/index.html")

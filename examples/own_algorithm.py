@@ -12,7 +12,7 @@ from torch import nn
 
 from pflcore import Clients, FedAvg, Net, Simulation, Training, testing
 from pflcore.algorithms import Payload, Tensors, TrainResult
-from pflcore.data import federation_of
+from pflcore.lab.data import federation_of
 
 
 @dataclass(frozen=True)

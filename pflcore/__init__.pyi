@@ -2,6 +2,7 @@ from pflcore.algorithms import ALGORITHMS, Algorithm, FedAvg, Stop, algorithm_of
 from pflcore.data import Federation
 from pflcore.data._protocols import cross_device, cross_silo
 from pflcore.interop import Client, Server, pack, personalize, unpack
+from pflcore.lab.tuning import tune
 from pflcore.ops import __version__ as __version__
 from pflcore.ops import (
     aggregate,
@@ -26,7 +27,6 @@ from pflcore.simulation.callbacks import EarlyStopping, MLflow, TensorBoard, Wan
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.round import step
 from pflcore.train import Clients, Fit, Net, Objective, Training
-from pflcore.tuning import tune
 
 __all__ = [
     "ALGORITHMS",

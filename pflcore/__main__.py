@@ -2,6 +2,6 @@
 
 import sys
 
-from pflcore.cli import main
+from pflcore.lab.cli import main
 
 sys.exit(main())

@@ -6,8 +6,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from pflcore import Federation, Net, data, evaluate
-from pflcore.data import federation_of
+from pflcore import Federation, Net, evaluate
+from pflcore.lab import data
+from pflcore.lab.data import federation_of
 from pflcore.simulation.round import RunConfig
 
 synthetic_clusters, synthetic_linear, synthetic_quadratic = (

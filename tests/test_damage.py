@@ -27,9 +27,9 @@ from ugly import randn
 from bench.papers.runs import load_states
 from examples import examples
 from pflcore import pack
-from pflcore.results.record import read
-from pflcore.results.table import table
+from pflcore.lab.results.table import table
 from pflcore.simulation import checkpoint
+from pflcore.simulation.record import read
 
 HOW = ["alter", "cut", "insert", "remove", "exchange", "double", "empty"]
 damages = st.tuples(

@@ -17,11 +17,11 @@ from torch import nn
 from examples import examples
 from pflcore import Simulation, Training
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAdam, FedAvg, Scaffold
+from pflcore.lab.results import read
+from pflcore.lab.results.table import table
 from pflcore.privacy import epsilon, noise_multiplier
-from pflcore.results import read
-from pflcore.results import record as records
-from pflcore.results.table import table
 from pflcore.robust import Private
+from pflcore.simulation import record as records
 from pflcore.simulation import round as by_hand
 
 # z, q, rounds, delta, and the epsilon that the accountant of Opacus 1.6.0 prints.

@@ -14,7 +14,7 @@ from small import layers
 
 from pflcore import FedAvg, Stop, testing
 from pflcore.algorithms import Algorithm, Claim, FedPer, Traits
-from pflcore.data import federation_of
+from pflcore.lab.data import federation_of
 from pflcore.testing import check
 
 FAULTS = {}

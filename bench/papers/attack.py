@@ -18,11 +18,11 @@ from bench.problem import Facts, parsed
 from bench.table import markdown
 from pflcore import Algorithm, Federation, Training
 from pflcore.check import NonNegativeInt, PositiveInt, require
-from pflcore.cli._experiment import make_algorithm
-from pflcore.data import load
-from pflcore.data._sources import Source
+from pflcore.lab.cli._experiment import make_algorithm
+from pflcore.lab.data import load
+from pflcore.lab.data._sources import Source
 from pflcore.nn.models import model_for
-from pflcore.results._files import lock_folder, write_text
+from pflcore.simulation._files import lock_folder, write_text
 
 ASIDE = ("algorithms", "workers", "out", "quiet")  # options that change no result
 

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pflcore import Algorithm, Federation, Net, Training, step
 from pflcore.check import PositiveInt, checked
 from pflcore.data._protocols import with_validation
-from pflcore.results.table import markdown_table
+from pflcore.lab.results.table import markdown_table
 from pflcore.simulation.round import RunConfig, initial_state
 from pflcore.train._context import TrainContext
 from pflcore.train._engines import Engine

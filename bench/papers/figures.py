@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pflcore import History, metrics
-from pflcore.results import _pictures as pictures
-from pflcore.results._pictures import LINE_COLOURS, figure_of, lines, save, tidy
+from pflcore.lab.results import _pictures as pictures
+from pflcore.lab.results._pictures import LINE_COLOURS, figure_of, lines, save, tidy
 
 Points = Sequence[tuple[float, float]]
 Triple = tuple[Any, float, float]  # an option's value, and two results

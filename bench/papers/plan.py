@@ -18,8 +18,8 @@ A plan has the following keys.
     with a target is run once for each client.
 - `methods`: For each name of a method, "algorithm", "options", "training", and
   - "grid": For each option its values ("training.lr" and the like set how clients
-    train). `pflcore.tuning` searches the grid on validation data: the protocol's, or
-    20 % of each client's training samples. Only the point that is chosen there is
+    train). `pflcore.lab.tuning` searches the grid on validation data: the protocol's,
+    or 20 % of each client's training samples. Only the point that is chosen there is
     tested.
   - "state_of": Another method, whose trained states are evaluated in this method's
     way. Nothing is trained.
@@ -65,18 +65,18 @@ from typing import Any
 from bench.problem import Facts
 from pflcore import Training, cross_device, cross_silo
 from pflcore.check import require
-from pflcore.cli._experiment import (
+from pflcore.data._protocols import DEFAULT_SHARES, StudyProtocol, without_roles
+from pflcore.lab.cli._experiment import (
     Job,
     Options,
     describe_jobs,
     load_federation,
     make_jobs,
 )
-from pflcore.data import SOURCES, TABULAR
-from pflcore.data._protocols import DEFAULT_SHARES, StudyProtocol, without_roles
-from pflcore.results.record import to_json
+from pflcore.lab.data import SOURCES, TABULAR
+from pflcore.lab.tuning import Candidate, Grid
+from pflcore.simulation.record import to_json
 from pflcore.train._random import STREAM_VERSION
-from pflcore.tuning import Candidate, Grid
 
 PLANS = Path(__file__).resolve().parent / "plans"
 Plan = Mapping[str, Any]

@@ -19,10 +19,10 @@ from bench.papers.table import rows_of, verdicts
 from bench.problem import Facts, parsed
 from pflcore import Net
 from pflcore.check import NonNegativeFloat, require
-from pflcore.cli._experiment import make_algorithm
+from pflcore.lab.cli._experiment import make_algorithm
+from pflcore.lab.results._progress import Progress
 from pflcore.nn.models import model_for
 from pflcore.ops import __version__, backend
-from pflcore.results._progress import Progress
 
 
 def say(text: str) -> None:

@@ -21,15 +21,15 @@ from bench.problem import Facts
 from bench.table import clock, processor
 from pflcore import Clients, History, Simulation, tune
 from pflcore.algorithms._clusters import Ensemble, HypCluster, loss_per_model
-from pflcore.cli._experiment import make_algorithm, make_model, make_net
 from pflcore.data._protocols import StudyProtocol, with_validation
-from pflcore.results._files import atomic_write, remove_part_files, write_text
-from pflcore.results._history import RunEnd
-from pflcore.results._progress import Progress
-from pflcore.results.record import OnRound, RecordWriter, read, to_json
+from pflcore.lab.cli._experiment import make_algorithm, make_model, make_net
+from pflcore.lab.results._progress import Progress
+from pflcore.lab.tuning import Tuned
+from pflcore.simulation._files import atomic_write, remove_part_files, write_text
+from pflcore.simulation._history import RunEnd
 from pflcore.simulation._per_target import merge_records
 from pflcore.simulation._state import RunConfig, State
-from pflcore.tuning import Tuned
+from pflcore.simulation.record import OnRound, RecordWriter, read, to_json
 
 # A round, the bytes down and up since the last kept one, and the state after it.
 Kept = tuple[int, int, int, State]

@@ -22,10 +22,10 @@ from bench.problem import Facts
 from pflcore import FedAvg, History, evaluate, metrics
 from pflcore.data._federation import random_permutation
 from pflcore.data._protocols import StudyProtocol
-from pflcore.results import _run_pictures as pictures
-from pflcore.results._files import write_text
-from pflcore.results.record import to_json
+from pflcore.lab.results import _run_pictures as pictures
+from pflcore.simulation._files import write_text
 from pflcore.simulation._state import RunConfig, State
+from pflcore.simulation.record import to_json
 
 
 def results(config: RunConfig, state: State, protocol: StudyProtocol) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 from bench.papers.plan import Plan
 from bench.problem import Facts
 from pflcore import History, metrics
-from pflcore.results._notes import describe_incidents, describe_outliers
-from pflcore.results.table import markdown_table
+from pflcore.lab.results._notes import describe_incidents, describe_outliers
+from pflcore.lab.results.table import markdown_table
 
 Key = tuple[str, str, str]  # setting, method, variant
 Runs = Mapping[Key, Sequence[History]]

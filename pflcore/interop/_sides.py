@@ -16,10 +16,10 @@ from torch import Tensor
 
 from pflcore.algorithms import name_of
 from pflcore.algorithms._protocol import Algorithm
-from pflcore.results.record import to_json
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation._describe import Record, describe_net, first_difference
 from pflcore.simulation._functions import describe_functions
+from pflcore.simulation.record import to_json
 from pflcore.train import Net
 
 SideState = dict[str, Any]

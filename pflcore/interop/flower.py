@@ -52,7 +52,7 @@ from pflcore.interop._flower_personal import (
 )
 from pflcore.interop._server import Server
 from pflcore.interop._sides import read_state, write_state
-from pflcore.results._files import lock_folder
+from pflcore.simulation._files import lock_folder
 from pflcore.simulation._loop import MAX_VOID_ROUNDS
 from pflcore.simulation._state import RunConfig
 from pflcore.simulation._uploads import RoundOutcome

@@ -21,12 +21,12 @@ from pflcore.check import summarize
 from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged
 from pflcore.ops import __version__, backend
-from pflcore.results._updates import OUTLIER_RATIO, longest_update
-from pflcore.results.record import to_json
 from pflcore.simulation._functions import function_digest
 from pflcore.simulation._sampling import describe_sampling
 from pflcore.simulation._state import RunConfig, State
+from pflcore.simulation._updates import OUTLIER_RATIO, longest_update
 from pflcore.simulation._uploads import RoundOutcome
+from pflcore.simulation.record import to_json
 from pflcore.train import Net
 from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import allows_tf32

@@ -23,11 +23,11 @@ from pflcore.data._federation import Scaling
 from pflcore.data._inputs import Field, Fields
 from pflcore.data._read_errors import one_line
 from pflcore.nn._layers import build_module, describe_module
-from pflcore.results._files import atomic_write
-from pflcore.results.record import to_json
 from pflcore.simulation._evaluate import has_custom_predict
+from pflcore.simulation._files import atomic_write
 from pflcore.simulation._models import Personalized
 from pflcore.simulation.checkpoint import write_tensors
+from pflcore.simulation.record import to_json
 from pflcore.train import Net
 from pflcore.train._losses import LOSSES
 

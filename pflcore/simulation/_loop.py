@@ -36,12 +36,12 @@ from pflcore.check import (
 from pflcore.data._federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.ops import backend
-from pflcore.results._history import History, RunEnd
 from pflcore.simulation import _describe as describe
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation._describe import Record
 from pflcore.simulation._evaluate import evaluate, evaluate_clients
 from pflcore.simulation._functions import describe_functions, warn_of_names
+from pflcore.simulation._history import History, RunEnd
 from pflcore.simulation._log import log_engine, log_round
 from pflcore.simulation._run_models import RunModels
 from pflcore.simulation._sampling import Sampling, checked_sampling

@@ -18,13 +18,13 @@ from pflcore.algorithms import FedAvg, Scaffold, Waffle, WeightErosion, algorith
 from pflcore.algorithms._protocol import Algorithm
 from pflcore.check import Model, Words, checked, reject, require
 from pflcore.data._federation import Federation
-from pflcore.results._history import History, RunEnd
-from pflcore.results._weights import dense_weights
 from pflcore.simulation._attacks import Adversary
 from pflcore.simulation._describe import Record
+from pflcore.simulation._history import History, RunEnd
 from pflcore.simulation._loop import Simulation
 from pflcore.simulation._models import Personalized
 from pflcore.simulation._run_models import TargetModels
+from pflcore.simulation._weights import dense_weights
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training
 

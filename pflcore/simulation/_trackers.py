@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pflcore.check import checked, import_optional, warn_caller
-from pflcore.results._export import require_tensorboard, scalars, summary_writer
-from pflcore.results._history import RunEnd
-from pflcore.results.record import to_json
+from pflcore.simulation._export import require_tensorboard, scalars, summary_writer
+from pflcore.simulation._history import RunEnd
+from pflcore.simulation.record import to_json
 
 Record = dict[str, Any]
 MAX_NAME_LETTERS = 250  # of a name in MLflow

@@ -20,14 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pflcore.check import NonNegativeFloat, NonNegativeInt, checked, warn_caller
-from pflcore.results._files import atomic_write, remove_part_files
-from pflcore.results.record import to_json
 from pflcore.simulation._describe import (
     Record,
     content_digest,
     difference_in_digits,
     explain_other_run,
 )
+from pflcore.simulation._files import atomic_write, remove_part_files
 from pflcore.simulation._functions import warn_of_names
 from pflcore.simulation._state import (
     RunConfig,
@@ -36,6 +35,7 @@ from pflcore.simulation._state import (
     load_state_dict,
     state_dict,
 )
+from pflcore.simulation.record import to_json
 
 __all__ = ["Checkpoint", "load"]
 FORMAT_VERSION = 7

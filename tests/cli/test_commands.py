@@ -26,8 +26,9 @@ from parts.user import simulation
 from places import ROOT
 
 import pflcore
-from pflcore import ALGORITHMS, Checkpoint, FedAvg, Simulation, cli
-from pflcore.results.record import read
+from pflcore import ALGORITHMS, Checkpoint, FedAvg, Simulation
+from pflcore.lab import cli
+from pflcore.simulation.record import read
 
 pytest.importorskip("tyro")
 pytest.importorskip("sklearn")
@@ -51,8 +52,10 @@ def pictures(tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as without:
-        without.setattr("pflcore.cli._report._draw_federation", lambda *_: Path("none"))
-        without.setattr("pflcore.results._run_pictures.draw", lambda *_: [])
+        without.setattr(
+            "pflcore.lab.cli._report._draw_federation", lambda *_: Path("none")
+        )
+        without.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
         yield without.undo
 
 
@@ -704,7 +707,7 @@ def test_a_signal_leaves_a_readable_record_and_its_table(number):
     path = Path("o/fedavg-seed0/record.jsonl")
     code = (  # restores the signals that the parent process may ignore
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from "
-        "pflcore.cli import main; sys.exit(main())"
+        "pflcore.lab.cli import main; sys.exit(main())"
     )
     command_line = f"{CLUSTERS} --rounds 1000000 --out o"
     words = [sys.executable, "-c", code, *command_line.split()]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from parts.commands import DIGITS, command
 
-from pflcore.results import read
+from pflcore.lab.results import read
 
 pytest.importorskip("tyro")
 pytest.importorskip("tomli_w")
@@ -16,7 +16,7 @@ pytest.importorskip("sklearn")
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.results._run_pictures.draw", lambda *_: [])
+    monkeypatch.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
 
 
 def config(text, name="c.toml"):

@@ -10,7 +10,7 @@ pytest.importorskip("sklearn")
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.results._run_pictures.draw", lambda *_: [])
+    monkeypatch.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
 
 
 def test_a_run_that_is_repeated_is_equal(capsys):

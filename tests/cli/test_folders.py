@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from parts.commands import DIGITS, command
 
-from pflcore.results import read
-from pflcore.results.clients import client_frame
+from pflcore.lab.results import read
+from pflcore.lab.results.clients import client_frame
 
 pytest.importorskip("tyro")
 pytest.importorskip("tomli_w")
@@ -19,7 +19,7 @@ WORDS = f"compare fedavg local {DIGITS} --seeds 2 --checkpoint-every 1 --out o"
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.results._run_pictures.draw", lambda *_: [])
+    monkeypatch.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
 
 
 def records(folder="o"):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from pflcore import cli
-from pflcore.results import read
+from pflcore.lab import cli
+from pflcore.lab.results import read
 
 pytest.importorskip("tyro")
 pytest.importorskip("tomli_w")
@@ -20,7 +20,7 @@ TEXT = (ROOT / "docs" / "many_runs.md").read_text(encoding="utf-8")
 def files(tmp_path, monkeypatch):
     """The files of the page, in an empty folder, with fewer rounds."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.results._run_pictures.draw", lambda *_: [])
+    monkeypatch.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
     for text in re.findall(r"```toml\n(.*?)```", TEXT, re.S):
         name = re.match(r"# (\S+)", text)[1]
         Path(name).write_text(text.replace("rounds = 20", "rounds = 2"))

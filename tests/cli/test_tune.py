@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from parts.commands import DIGITS, command
 
-from pflcore.results import read
+from pflcore.lab.results import read
 from pflcore.simulation import Simulation
 
 pytest.importorskip("tyro")
@@ -19,7 +19,7 @@ GRID = "--grid lam=.01,10 training.lr=1e-9,.2"
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.results._run_pictures.draw", lambda *_: [])
+    monkeypatch.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
 
 
 @pytest.fixture

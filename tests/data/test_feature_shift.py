@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from small import equals
 
 from pflcore import Federation
-from pflcore.data import federation_of
+from pflcore.lab.data import federation_of
 
 SHIFTS = ("rotation", "noise", "brightness")
 

@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 from pflcore import Federation, cross_silo
-from pflcore.data import federation_of, partition
+from pflcore.data import partition
+from pflcore.lab.data import federation_of
 
 
 def index(*lists):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from entry_points import folder, leaf, sentence
 
-from pflcore.data import federation_of, load
+from pflcore.lab.data import federation_of, load
 
 
 def csv(path, *texts):

@@ -8,7 +8,8 @@ import torch
 from entry_points import folder, leaf, sentence
 
 from pflcore import Client, Evaluation, Federation, Simulation, Training
-from pflcore.data import federation_of, partition
+from pflcore.data import partition
+from pflcore.lab.data import federation_of
 
 X = [[0.5, 1.5], [2.5, 3.5], [4.5, 5.5]]  # inputs of each client
 

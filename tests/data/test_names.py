@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from pflcore import Federation
-from pflcore.data import federation_of, partition
+from pflcore.data import partition
+from pflcore.lab.data import federation_of
 
 
 class Folders(Dataset):

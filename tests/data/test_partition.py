@@ -14,8 +14,9 @@ from places import golden, tabled
 from small import equals
 
 from pflcore import Federation
-from pflcore import data as sources
-from pflcore.data import federation_of, partition
+from pflcore import data as rules
+from pflcore.data import partition
+from pflcore.lab.data import federation_of
 
 GOLDEN = golden("partitions")
 MNIST, BASES, PUBLISHED = (GOLDEN[name] for name in ("mnist", "bases", "published"))
@@ -136,7 +137,7 @@ def test_concept_shift_is_independent_per_client_and_of_the_seed():
 
 
 @given(
-    st.sampled_from([*sources.PARTITIONS]),
+    st.sampled_from([*rules.PARTITIONS]),
     st.integers(2, 12),
     tens(12, 60),
     st.integers(0, 3),
@@ -316,12 +317,12 @@ def test_examples_of_the_docstrings_are_true():
     assert {len(rows) for rows in whole(part)} == {20}  # 2 shards of 10 samples
 
 
-@pytest.mark.parametrize("function", [partition, sources.pad_sequences])
+@pytest.mark.parametrize("function", [partition, rules.pad_sequences])
 def test_docstring_examples_run(function):
     finder = doctest.DocTestFinder()
     runner = doctest.DocTestRunner()
 
-    for example in finder.find(function, function.__name__, globs=vars(sources)):
+    for example in finder.find(function, function.__name__, globs=vars(rules)):
         runner.run(example)
 
     assert runner.tries > 0 and runner.failures == 0

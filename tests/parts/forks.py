@@ -15,7 +15,7 @@ import torch
 
 MODULES = [
     *("pytest", "tyro", "tqdm", "matplotlib.pyplot", "parts.ranks"),
-    *("pflcore.cli", "pflcore.cli._experiment", "pflcore.results.table"),
+    *("pflcore.lab.cli", "pflcore.lab.cli._experiment", "pflcore.lab.results.table"),
 ]
 
 

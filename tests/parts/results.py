@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from pflcore.results import record as records
+from pflcore.simulation import record as records
 
 N = 4
 

@@ -11,8 +11,8 @@ from parts.user import TRAINING, simulation
 from small import images
 
 from pflcore import Evaluation, Hardware
-from pflcore.results import read
-from pflcore.results import record as records
+from pflcore.lab.results import read
+from pflcore.simulation import record as records
 
 PLAYED = simulation(rounds=3).run()
 

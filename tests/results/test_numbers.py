@@ -14,8 +14,8 @@ from parts.user import simulation
 from small import images
 
 from pflcore import Evaluation, History
-from pflcore.results import record as records
-from pflcore.results.table import table
+from pflcore.lab.results.table import table
+from pflcore.simulation import record as records
 from pflcore.simulation.callbacks import EarlyStopping, Stop
 
 

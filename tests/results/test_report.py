@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parts.results import N, a_run, cells, line
 
-from pflcore.results import RunEnd
-from pflcore.results import record as records
-from pflcore.results.table import table
+from pflcore.lab.results import RunEnd
+from pflcore.lab.results.table import table
+from pflcore.simulation import record as records
 
 ACCURACIES = st.lists(
     st.floats(0, 1, allow_subnormal=False, width=32), min_size=N, max_size=N

@@ -14,9 +14,9 @@ from places import tabled
 from small import images, layers
 from torch import nn
 
-from pflcore.results import record as records
-from pflcore.results.record import read
-from pflcore.results.table import table
+from pflcore.lab.results.table import table
+from pflcore.simulation import record as records
+from pflcore.simulation.record import read
 
 
 # records --------------------------------------------------------------------

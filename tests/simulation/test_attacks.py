@@ -13,7 +13,6 @@ from torch import nn
 
 from pflcore import ALGORITHMS, Adversary, FedAvg
 from pflcore.algorithms import Algorithm, Waffle
-from pflcore.results.record import read
 from pflcore.robust import (
     Bulyan,
     ClipToMedian,
@@ -23,6 +22,7 @@ from pflcore.robust import (
     MultiKrum,
     NearestNeighborMixing,
 )
+from pflcore.simulation.record import read
 
 
 # attacks --------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_running_statistics_are_no_way_around_a_defence():
 # the command line -----------------------------------------------------------
 def test_the_command_line_poisons_and_defends(tmp_path, capsys):
     pytest.importorskip("tyro")
-    from pflcore.cli import main
+    from pflcore.lab.cli import main
 
     options = (
         "--attack inner_product --attack-clients 1 2 --attack-strength 5 --mean "

@@ -20,9 +20,9 @@ from pflcore import (
     cross_silo,
     tune,
 )
-from pflcore.results import RunEnd, read
-from pflcore.results import record as records
-from pflcore.results.table import table
+from pflcore.lab.results import RunEnd, read
+from pflcore.lab.results.table import table
+from pflcore.simulation import record as records
 
 
 def regression():

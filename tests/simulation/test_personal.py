@@ -14,7 +14,7 @@ from torch import nn
 
 from pflcore import Evaluation, FedAvg, Hardware, Simulation, Training, run_each_target
 from pflcore.algorithms import APFL, Ditto, VoidRound, Waffle, WeightErosion
-from pflcore.results import record as records
+from pflcore.simulation import record as records
 
 
 def as_evaluated(history, data):

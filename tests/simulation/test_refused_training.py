@@ -6,7 +6,7 @@ from small import images, tiny_model
 
 from pflcore import ALGORITHMS, Simulation, Training
 from pflcore.algorithms import algorithm_of
-from pflcore.cli import main
+from pflcore.lab.cli import main
 
 DATA = images((12, 12, 20))
 OTHERS = {"local_optimizer": "adamw", "clip_grad": 0.5, "steps": 2}

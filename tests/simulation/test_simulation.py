@@ -32,8 +32,8 @@ from pflcore import (
     step,
 )
 from pflcore.algorithms import MRMTL, Ditto, Mocha, PFedMe, QFedAvg, Scaffold
-from pflcore.results import record as records
-from pflcore.results.table import table
+from pflcore.lab.results.table import table
+from pflcore.simulation import record as records
 from pflcore.simulation.round import RunConfig, initial_state
 
 

@@ -398,7 +398,7 @@ def folder(tmp_path, monkeypatch):
     pytest.importorskip("tyro")
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.results._run_pictures.draw", lambda *_: [])
+    monkeypatch.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
     return tmp_path
 
 

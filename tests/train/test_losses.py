@@ -162,9 +162,7 @@ def test_axes_in_another_order_are_no_targets(loss):
         return layers("Linear 3 6, Unflatten 1 [2,3]")
 
     fits = layers("Linear 3 6")
-    with sentence(
-        r"loss: .* scores \[\d+, 2, 3\] for targets \[\d+, 3, 2\]; give one"
-    ):
+    with sentence(r"loss: .* scores \[\d+, 2, 3\] for targets \[\d+, 3, 2\]; give one"):
         evaluated(loss, wrong, y)
     assert evaluated(loss, fits, y)["loss"][0] > 0
 

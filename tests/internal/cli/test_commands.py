@@ -8,12 +8,13 @@ import pytest
 from parts.commands import DIGITS, command
 from small import swept
 
-from pflcore import Training, cli
+from pflcore import Training
 from pflcore.algorithms import ALGORITHMS
-from pflcore.cli import _experiment as experiment
-from pflcore.cli import _run as commands
-from pflcore.cli._folder import new_folder
-from pflcore.results.record import read
+from pflcore.lab import cli
+from pflcore.lab.cli import _experiment as experiment
+from pflcore.lab.cli import _run as commands
+from pflcore.lab.cli._folder import new_folder
+from pflcore.simulation.record import read
 
 pytest.importorskip("tyro")
 pytest.importorskip("sklearn")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from small import swept
 
 from pflcore.algorithms import class_of
-from pflcore.cli._config import config_text, read_config
-from pflcore.cli._experiment import Options
-from pflcore.cli._options import flags_of, parse
-from pflcore.cli._output import OutputOptions
+from pflcore.lab.cli._config import config_text, read_config
+from pflcore.lab.cli._experiment import Options
+from pflcore.lab.cli._options import flags_of, parse
+from pflcore.lab.cli._output import OutputOptions
 from pflcore.train import Training
 
 pytest.importorskip("tyro")

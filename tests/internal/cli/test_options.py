@@ -10,17 +10,18 @@ import pytest
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import PositiveFloat
-from pflcore.cli._data import DataOptions
-from pflcore.cli._experiment import Options, data_options_of, partition_of
-from pflcore.cli._options import (
+from pflcore.data import PARTITIONS
+from pflcore.lab.cli._data import DataOptions
+from pflcore.lab.cli._experiment import Options, data_options_of, partition_of
+from pflcore.lab.cli._options import (
     dataclass_of_arguments,
     field_comments,
     option_fields,
     parse,
 )
-from pflcore.cli._output import OutputOptions
-from pflcore.cli._run import CompareOptions
-from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES
+from pflcore.lab.cli._output import OutputOptions
+from pflcore.lab.cli._run import CompareOptions
+from pflcore.lab.data import FEDERATIONS, SOURCES
 from pflcore.train import Training
 
 pytest.importorskip("tyro")

@@ -9,7 +9,7 @@ from places import tabled
 
 from bench.papers import table
 from pflcore import History
-from pflcore.cli import main
+from pflcore.lab.cli import main
 
 
 def test_subpopulations():

@@ -3,7 +3,8 @@
 import pandas
 import pytest
 
-from pflcore.data import _tables, federation_of
+from pflcore.data import _tables
+from pflcore.lab.data import federation_of
 
 CELLS = {
     "numbers": ["0.1", "1e-3", "123456789.123456789", "7"],

@@ -35,13 +35,11 @@ train: _device check ops metrics data nn
 _cohort: _device ops train
 _geometric_median: _device check ops train
 robust: _cohort _device _geometric_median check ops train
-results: check metrics privacy robust
 algorithms: _cohort _device check ops data nn train robust
-simulation: _device check ops metrics data nn results train robust algorithms
-interop: check ops data train robust algorithms results simulation
+simulation: _device check ops metrics privacy data nn train robust algorithms
+interop: check ops data train robust algorithms simulation
 testing: check data train algorithms simulation
-tuning: check metrics data train algorithms results simulation
-cli: check ops metrics data nn train robust algorithms results simulation tuning
+lab: check ops metrics data nn train robust algorithms simulation
 """
 LAYERS = {name: {*below.split()} for name, below in re.findall(r"(\w+):(.*)", TABLE)}
 
@@ -98,7 +96,7 @@ def test_no_two_files_need_each_other():
 NO_EXTRA = """
 import sys, torch
 before = set(sys.modules)  # torch itself takes tqdm where there is one
-import pflcore, pflcore.interop.lowrank, pflcore.nn.models, pflcore.results.table, pflcore.nn
+import pflcore, pflcore.interop.lowrank, pflcore.nn.models, pflcore.lab.results.table, pflcore.nn
 import pflcore.simulation.callbacks, pflcore.testing
 heavy = "matplotlib peft transformers torchvision tyro tqdm mlxtend scipy sklearn flwr pandas"
 heavy += " tensorboard wandb mlflow"
@@ -194,12 +192,15 @@ def test_no_advice_needs_an_index_that_has_pflcore():
 
 def test_the_map_names_every_file():
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    for name in [p.parent.name for p in PACKAGE.glob("*/__init__.py")]:
+    folders = [p.parent for p in PACKAGE.glob("*/**/__init__.py")]
+    for folder in folders:
+        files = {p.stem.lstrip("_") for p in folder.glob("*.py")} - {"init__"}
+        if not files:
+            continue  # it holds folders alone
+        name = folder.relative_to(PACKAGE).as_posix()
         (row,) = re.findall(rf"^\| `pflcore/{name}/` \| (.*) \|$", text, re.M)
-        files = {p.stem.lstrip("_") for p in (PACKAGE / name).glob("*.py")} - {"init__"}
-        assert {w for w in re.findall(r"`([a-z0-9_]+)`", row) if w != name} == files, (
-            name
-        )
+        words = {*re.findall(r"`([a-z0-9_]+)`", row)} - {folder.name}
+        assert words == files, name
 
 
 def test_every_extra_is_documented():

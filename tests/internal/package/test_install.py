@@ -7,7 +7,7 @@ import torch
 
 import pflcore
 from pflcore.check import PIP_NAMES
-from pflcore.cli import EXTRAS, PACKAGE, main
+from pflcore.lab.cli import EXTRAS, PACKAGE, main
 from pflcore.ops import _library as library
 
 

@@ -14,7 +14,7 @@ from bench.papers import plan as plans
 from bench.papers import run as reproduce
 from bench.papers import runs
 from pflcore import Simulation
-from pflcore.results.record import read
+from pflcore.simulation.record import read
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tyro")

@@ -25,9 +25,9 @@ from bench.papers.runs import picks
 from bench.papers.table import rows_of, verdicts
 from pflcore import Federation, Net, Simulation, Training, cross_device, cross_silo
 from pflcore.algorithms import FedAvg, FineTune
-from pflcore.data import federation_of
-from pflcore.results._progress import Progress
-from pflcore.results.record import read
+from pflcore.lab.data import federation_of
+from pflcore.lab.results._progress import Progress
+from pflcore.simulation.record import read
 from pflcore.simulation.round import RunConfig, initial_state
 
 SILO, DEVICE, VARIANTS = (

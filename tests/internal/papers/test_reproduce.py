@@ -20,10 +20,11 @@ import pflcore
 from bench.papers import costs, figures, runs
 from bench.papers import plan as plans
 from bench.papers import run as reproduce
-from pflcore import Net, Simulation, cli
+from pflcore import Net, Simulation
 from pflcore.algorithms import L2C, FedAvg, FedDWA, FedFomo, Mocha
-from pflcore.cli._experiment import make_algorithm, model_of, partition_of
-from pflcore.results.record import read
+from pflcore.lab import cli
+from pflcore.lab.cli._experiment import make_algorithm, model_of, partition_of
+from pflcore.simulation.record import read
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tyro")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pflcore.results.clients import bootstrap_mean
+from pflcore.lab.results.clients import bootstrap_mean
 
 pytest.importorskip("scipy")
 

@@ -12,11 +12,11 @@ from parts.results import N, a_long_run, a_run, line, write
 from parts.user import simulation
 from places import ROOT
 
-from pflcore.results import _run_pictures as pictures
-from pflcore.results._export import scalars
-from pflcore.results._pictures import line_styles
-from pflcore.results.record import group_runs, read, to_json
-from pflcore.results.table import markdown_table
+from pflcore.lab.results import _run_pictures as pictures
+from pflcore.lab.results._pictures import line_styles
+from pflcore.lab.results.table import markdown_table
+from pflcore.simulation._export import scalars
+from pflcore.simulation.record import group_runs, read, to_json
 
 
 def test_plain_turns_everything_into_json(tmp_path):

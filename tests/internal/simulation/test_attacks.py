@@ -10,9 +10,8 @@ from small import equals, served, t
 
 from pflcore import ALGORITHMS, FedAvg
 from pflcore.algorithms import Cohort, Scaffold, Traits
+from pflcore.lab.results.table import table
 from pflcore.ops._robust import SORT_BLOCK_COLUMNS
-from pflcore.results.record import group_runs
-from pflcore.results.table import table
 from pflcore.robust import Bulyan, CenteredClipping, FLTrust, median
 from pflcore.simulation._attacks import DEFAULT_STRENGTH, Adversary
 from pflcore.simulation._rows import CohortRows
@@ -22,6 +21,7 @@ from pflcore.simulation._uploads import (
     update_norms,
     update_origins,
 )
+from pflcore.simulation.record import group_runs
 
 # All but "private", which is no robust mean.
 DEFENCES = tuple(name for name in MEANS if name != "private")

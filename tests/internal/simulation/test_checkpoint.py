@@ -17,10 +17,10 @@ from parts.forks import forking_context
 from parts.memory import fails
 from small import equals, layers
 
-from pflcore import cli
-from pflcore.results import _run_pictures as pictures
-from pflcore.results.record import RecordWriter
+from pflcore.lab import cli
+from pflcore.lab.results import _run_pictures as pictures
 from pflcore.simulation._evaluate import has_custom_predict
+from pflcore.simulation.record import RecordWriter
 
 # the command line -----------------------------------------------------------
 SMALL = "--data synthetic_linear --n 5 --lr 0.01 --quiet"

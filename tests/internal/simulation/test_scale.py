@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from pflcore import Training
 from pflcore.algorithms import HypCluster, Waffle
-from pflcore.results._export import rows
-from pflcore.results.record import group_runs, to_json
 from pflcore.simulation import checkpoint
+from pflcore.simulation._export import rows
 from pflcore.simulation._per_target import dense_report
+from pflcore.simulation.record import group_runs, to_json
 from pflcore.train._random import draw_without_replacement
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pflcore.check import checked
-from pflcore.results._history import History, RunEnd
-from pflcore.results._json import to_json as to_json
+from pflcore.simulation._history import History, RunEnd
+from pflcore.simulation._json import to_json as to_json
 
 __all__ = ["read"]
 Facts = Mapping[str, Any]

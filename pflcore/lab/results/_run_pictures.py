@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 
 from pflcore import metrics
-from pflcore.results._history import History
-from pflcore.results._labels import (
+from pflcore.lab.results._labels import (
     label_runs,
     one_run_per_seed,
     setting_words,
     settings_of,
     split_name,
 )
-from pflcore.results._pictures import (
+from pflcore.lab.results._pictures import (
     HeatMap,
     LineStyle,
     figure_of,
@@ -37,8 +36,9 @@ from pflcore.results._pictures import (
     save,
     tidy,
 )
-from pflcore.results._weights import min_num_clients
-from pflcore.results.record import Runs
+from pflcore.simulation._history import History
+from pflcore.simulation._weights import min_num_clients
+from pflcore.simulation.record import Runs
 
 PICTURE_NAMES = ("weights", "curves", "clients")  # names of the files that `draw` makes
 MAX_WEIGHT_CLIENTS = 1000  # clients in a picture of mixing weights

@@ -13,8 +13,8 @@ from pflcore.check import (
     PositiveInt,
     checked,
 )
-from pflcore.cli._track import TrackerName
-from pflcore.results.table import Format
+from pflcore.lab.cli._track import TrackerName
+from pflcore.lab.results.table import Format
 
 FEDERATION_PICTURE = "federation.png"  # which client holds which samples
 CLIENT_FILES = {"md": "clients.md", "csv": "clients.csv"}

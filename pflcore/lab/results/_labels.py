@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pflcore.results._history import History
-from pflcore.results.record import DATA_FIELDS, Line, Runs, to_json
+from pflcore.simulation._history import History
+from pflcore.simulation.record import DATA_FIELDS, Line, Runs, to_json
 
 # Fields of a header that hold options, in the order in which labels name them.
 OPTION_GROUPS = ("model_options", "training", "options")

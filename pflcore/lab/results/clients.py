@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from pflcore.check import OpenUnitFloat, checked, import_optional, require
-from pflcore.results._history import History
-from pflcore.results._labels import (
+from pflcore.lab.results._labels import (
     find_runs,
     label_runs,
     one_run_per_seed,
@@ -24,8 +23,9 @@ from pflcore.results._labels import (
     settings_of,
     split_name,
 )
-from pflcore.results.record import Runs
-from pflcore.results.table import are_comparable, markdown_table
+from pflcore.lab.results.table import are_comparable, markdown_table
+from pflcore.simulation._history import History
+from pflcore.simulation.record import Runs
 
 __all__ = ["client_frame", "client_table"]
 NUM_RESAMPLES = 9999
@@ -63,7 +63,7 @@ def client_frame(
     difference, low, high, verdict. Numbers are in percent, at the last round.
 
     Args:
-        runs: The runs, as from `pflcore.results.read`.
+        runs: The runs, as from `pflcore.lab.results.read`.
         baseline: The name of an algorithm among the runs.
         confidence: The share of intervals that hold the true difference.
 

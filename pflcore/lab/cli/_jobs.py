@@ -14,31 +14,31 @@ import torch
 
 from pflcore.algorithms import name_of
 from pflcore.check import require
-from pflcore.cli import _experiment as experiment
-from pflcore.cli._config import write_config
-from pflcore.cli._experiment import Job
-from pflcore.cli._failure import RunFailed, first_line
-from pflcore.cli._folder import (
+from pflcore.data import Federation
+from pflcore.lab.cli import _experiment as experiment
+from pflcore.lab.cli._config import write_config
+from pflcore.lab.cli._experiment import Job
+from pflcore.lab.cli._failure import RunFailed, first_line
+from pflcore.lab.cli._folder import (
     RunFolder,
     make_folder,
     new_folder,
     read_runs,
     run_folder,
 )
-from pflcore.cli._output import OutputOptions
-from pflcore.cli._predict import MODELS_FOLDER
-from pflcore.cli._report import write_report
-from pflcore.cli._track import require_tracker, tracker_of
-from pflcore.data import Federation
-from pflcore.results._files import lock_folder
-from pflcore.results._progress import Progress
-from pflcore.results.record import Facts, Line, OnRound, RecordWriter
-from pflcore.results.table import column_names, require_columns
+from pflcore.lab.cli._output import OutputOptions
+from pflcore.lab.cli._predict import MODELS_FOLDER
+from pflcore.lab.cli._report import write_report
+from pflcore.lab.cli._track import require_tracker, tracker_of
+from pflcore.lab.results._progress import Progress
+from pflcore.lab.results.table import column_names, require_columns
 from pflcore.simulation import History, Simulation
 from pflcore.simulation._evaluate import correct_samples
+from pflcore.simulation._files import lock_folder
 from pflcore.simulation._per_target import target_folder
 from pflcore.simulation._ranks import Ranks
 from pflcore.simulation.checkpoint import Checkpoint
+from pflcore.simulation.record import Facts, Line, OnRound, RecordWriter
 
 
 def run_jobs(

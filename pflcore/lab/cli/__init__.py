@@ -27,21 +27,21 @@ import torch
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import pip_install, require
-from pflcore.cli._data import data
-from pflcore.cli._diff import diff
-from pflcore.cli._failure import RunFailed, first_line
-from pflcore.cli._options import allow_own_modules
-from pflcore.cli._predict import predict
-from pflcore.cli._report import report
-from pflcore.cli._run import compare, run
-from pflcore.cli._tune import tune_command
+from pflcore.lab.cli._data import data
+from pflcore.lab.cli._diff import diff
+from pflcore.lab.cli._failure import RunFailed, first_line
+from pflcore.lab.cli._options import allow_own_modules
+from pflcore.lab.cli._predict import predict
+from pflcore.lab.cli._report import report
+from pflcore.lab.cli._run import compare, run
+from pflcore.lab.cli._tune import tune_command
+from pflcore.lab.results._progress import INTERRUPTED
 from pflcore.ops import __version__, backend
 from pflcore.ops._library import REINSTALL, other_torch
-from pflcore.results._progress import INTERRUPTED
 from pflcore.simulation._signals import ENDING_SIGNALS
 
 __all__ = ["main"]
-PACKAGE = Path(__file__).resolve().parent.parent
+PACKAGE = Path(__file__).resolve().parents[2]
 # The modules of each extra of the package.
 TOML_READER = "tomllib" if sys.version_info >= (3, 11) else "tomli"
 EXTRAS = {

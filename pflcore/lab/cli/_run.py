@@ -17,8 +17,9 @@ from pathlib import Path
 
 from pflcore.algorithms import ALGORITHMS, class_of, name_of
 from pflcore.check import require
-from pflcore.cli import _experiment as experiment
-from pflcore.cli._config import (
+from pflcore.data import PARTITIONS
+from pflcore.lab.cli import _experiment as experiment
+from pflcore.lab.cli._config import (
     Config,
     ConfigOptions,
     config_path,
@@ -26,16 +27,16 @@ from pflcore.cli._config import (
     read_choice,
     read_config,
 )
-from pflcore.cli._experiment import Job, Options
-from pflcore.cli._groups import (
+from pflcore.lab.cli._experiment import Job, Options
+from pflcore.lab.cli._groups import (
     chosen_groups,
     chosen_names,
     cut_of,
     own_training_groups,
     passed_over_keys,
 )
-from pflcore.cli._jobs import run_jobs
-from pflcore.cli._options import (
+from pflcore.lab.cli._jobs import run_jobs
+from pflcore.lab.cli._options import (
     allow_own_modules,
     flags_of,
     given_keys,
@@ -43,10 +44,10 @@ from pflcore.cli._options import (
     parse,
     words_behind,
 )
-from pflcore.cli._output import OutputOptions
-from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES
+from pflcore.lab.cli._output import OutputOptions
+from pflcore.lab.data import FEDERATIONS, SOURCES
 from pflcore.nn.models import MODELS
-from pflcore.results.record import Line
+from pflcore.simulation.record import Line
 from pflcore.train import Training
 
 ALGORITHM_NAMES = ", ".join(ALGORITHMS)

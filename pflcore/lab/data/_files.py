@@ -26,9 +26,9 @@ from pflcore.data._federation import Federation
 from pflcore.data._labels import Classes, ReaderOptions
 from pflcore.data._read import SPLITS, read_clients
 from pflcore.data._read_errors import explain_read_errors
-from pflcore.data._sources import DATA_FOLDER_HINT, check_published, digest_of
 from pflcore.data._tables import read_frame, read_tables
-from pflcore.data._text import CHARACTERS, number_texts
+from pflcore.lab.data._sources import DATA_FOLDER_HINT, check_published, digest_of
+from pflcore.lab.data._text import CHARACTERS, number_texts
 
 AnyPath = str | os.PathLike[str]
 # Starts of the names of files that may be in a folder of data.

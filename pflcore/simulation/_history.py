@@ -26,11 +26,11 @@ from pflcore.check import (
     reject,
     require,
 )
-from pflcore.results import _export as export
-from pflcore.results._compare import Comparison, compare_runs
-from pflcore.results._export import Per
-from pflcore.results._updates import OUTLIER_RATIO, longest_update, updates_of_round
-from pflcore.results._weights import dense_weights, has_weights
+from pflcore.simulation import _export as export
+from pflcore.simulation._compare import Comparison, compare_runs
+from pflcore.simulation._export import Per
+from pflcore.simulation._updates import OUTLIER_RATIO, longest_update, updates_of_round
+from pflcore.simulation._weights import dense_weights, has_weights
 
 Record = dict[str, Any]
 RUNAWAY_RATIO = 1e6  # times the median update of a round
@@ -78,8 +78,8 @@ class History:
     """The results of a run: its records and its models.
 
     `Simulation.run` returns the history of a run that it played, and
-    `pflcore.results.read` those of the runs in a file. A file holds neither models nor
-    the state: what needs them raises ValueError.
+    `pflcore.lab.results.read` those of the runs in a file. A file holds neither models
+    nor the state: what needs them raises ValueError.
 
     Attributes:
         header: The description of the run: algorithm, options, data, seed; {} where the
@@ -259,7 +259,7 @@ class History:
         does, with its numbers. Equal bits are said, too. The seconds of rounds are left
         out.
         """
-        words = "a History, as Simulation.run() and pflcore.results.read() return it"
+        words = "a History, of Simulation.run() or pflcore.lab.results.read()"
         require(isinstance(other, History), "other", words, other)
         names = (f"{self.name} (first)", f"{other.name} (second)")
         headers = (self.header, other.header)

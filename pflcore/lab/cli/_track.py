@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pflcore.check import import_optional
-from pflcore.results.record import Facts
 from pflcore.simulation.callbacks import MLflow, TensorBoard, Tracker, Wandb
+from pflcore.simulation.record import Facts
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 TENSORBOARD_FOLDER = "tensorboard"  # of the events in the folder of a record

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from pflcore.algorithms import name_of
 from pflcore.check import require
-from pflcore.cli._experiment import Job
-from pflcore.results.record import DATA_FIELDS, Line, read, to_json
+from pflcore.lab.cli._experiment import Job
 from pflcore.simulation import History, checkpoint
 from pflcore.simulation import _describe as describe
 from pflcore.simulation.checkpoint import comparable_header
+from pflcore.simulation.record import DATA_FIELDS, Line, read, to_json
 
 RECORD_FILE = "record.jsonl"
 

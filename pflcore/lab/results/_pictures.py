@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pflcore.check import import_optional
-from pflcore.results._files import atomic_write
+from pflcore.simulation._files import atomic_write
 
 # The colours of Okabe and Ito, which colour-blind people can distinguish, too.
 LINE_COLOURS = (

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from pflcore.results._history import History
+from pflcore.simulation._history import History
 
 Groups = Mapping[str, list[History]]  # the runs of each group, by its label
 SHOWN_OUTLIERS = 3  # the most clients that a footnote names

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pflcore.check import summarize
-from pflcore.results._json import to_json
+from pflcore.simulation._json import to_json
 
 Facts = Mapping[str, Any]
 Values = dict[str, tuple[Any, Any]]  # of the first run and of the second, by name

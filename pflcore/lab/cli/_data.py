@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pflcore.check import checked, require
-from pflcore.cli import _experiment as experiment
-from pflcore.cli._experiment import Options, options_subset
-from pflcore.cli._options import (
+from pflcore.data import PARTITIONS
+from pflcore.data._partition import options_of
+from pflcore.lab.cli import _experiment as experiment
+from pflcore.lab.cli._experiment import Options, options_subset
+from pflcore.lab.cli._options import (
     dataclass_of_arguments,
     option_fields,
     parse,
     words_behind,
 )
-from pflcore.cli._output import OutputOptions
-from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES
-from pflcore.data._files import READERS
-from pflcore.data._partition import options_of
-from pflcore.results._files import safe_write
-from pflcore.results._pictures import FORMATS, write_figure
+from pflcore.lab.cli._output import OutputOptions
+from pflcore.lab.data import FEDERATIONS, SOURCES
+from pflcore.lab.data._files import READERS
+from pflcore.lab.results._pictures import FORMATS, write_figure
+from pflcore.simulation._files import safe_write
 from pflcore.train import Training
 
 ANY_NAME = "NAME"  # stands in the help for the name of the data

@@ -40,12 +40,12 @@ from pflcore.check import (
     reject,
     require,
 )
-from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation, federation_of
+from pflcore.data import PARTITIONS, Federation
 from pflcore.data._feature_shift import ShiftName
-from pflcore.data._files import READERS
 from pflcore.data._partition import options_of
+from pflcore.lab.data import FEDERATIONS, SOURCES, federation_of
+from pflcore.lab.data._files import READERS
 from pflcore.nn.models import MODELS, TEXT_MODELS, model_for
-from pflcore.results.record import DATA_FIELDS, Facts, Line, OnRound
 from pflcore.simulation import (
     Evaluation,
     Hardware,
@@ -59,6 +59,7 @@ from pflcore.simulation._per_target import possible_targets
 from pflcore.simulation._ranks import ONE_RANK, Ranks, find_ranks
 from pflcore.simulation.callbacks import EarlyStopping
 from pflcore.simulation.checkpoint import Checkpoint
+from pflcore.simulation.record import DATA_FIELDS, Facts, Line, OnRound
 from pflcore.train import Training
 from pflcore.train._net import Net
 

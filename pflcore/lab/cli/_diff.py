@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from pflcore.check import require
-from pflcore.results.record import Runs, read
 from pflcore.simulation import History
+from pflcore.simulation.record import Runs, read
 
 
 def diff(argv: Sequence[str]) -> int:

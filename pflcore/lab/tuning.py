@@ -39,19 +39,19 @@ from pflcore.check import (
     require,
 )
 from pflcore.data._protocols import StudyProtocol
+from pflcore.lab.results.table import markdown_table
 from pflcore.metrics import Metric, is_higher_better, metrics_of
-from pflcore.results._files import lock_folder
-from pflcore.results.record import to_json
-from pflcore.results.table import markdown_table
 from pflcore.simulation import Simulation
 from pflcore.simulation._describe import content_digest, decisive_entries
 from pflcore.simulation._evaluate import evaluate
+from pflcore.simulation._files import lock_folder
 from pflcore.simulation._functions import function_digest, warn_of_names
 from pflcore.simulation._ranks import ONE_RANK, Ranks
 from pflcore.simulation._sampling import Sampling
 from pflcore.simulation._settings import Evaluation, Hardware
 from pflcore.simulation._state import RunConfig, State, flatten_state
 from pflcore.simulation.checkpoint import Checkpoint, load, save
+from pflcore.simulation.record import to_json
 from pflcore.train import Net, Training
 from pflcore.train._losses import default_loss
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from pflcore.algorithms import ALGORITHMS, class_of, name_of
-from pflcore.cli import _experiment as experiment
-from pflcore.cli._config import Config
-from pflcore.cli._experiment import Options
-from pflcore.cli._options import (
+from pflcore.lab.cli import _experiment as experiment
+from pflcore.lab.cli._config import Config
+from pflcore.lab.cli._experiment import Options
+from pflcore.lab.cli._options import (
     dataclass_of_arguments,
     flags_of,
     option_fields,
     words_behind,
 )
-from pflcore.cli._output import OutputOptions
-from pflcore.results.record import Facts, Line
+from pflcore.lab.cli._output import OutputOptions
+from pflcore.simulation.record import Facts, Line
 from pflcore.train import Training
 
 
@@ -89,7 +89,7 @@ def passed_over_keys(names: Sequence[str], config: Config) -> set[str]:
         names: The names of the algorithms that run.
         config: The file of options.
     """
-    from pflcore.cli._tune import TuneOptions
+    from pflcore.lab.cli._tune import TuneOptions
 
     keys = {"algorithms", "algorithm", "tuned", "split"}
     for cls in (Options, Training, OutputOptions, TuneOptions):

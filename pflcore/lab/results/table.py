@@ -21,9 +21,7 @@ from pflcore.check import (
     import_optional,
     require,
 )
-from pflcore.metrics import human_bytes
-from pflcore.results._history import History
-from pflcore.results._labels import (
+from pflcore.lab.results._labels import (
     TABLE_FIELDS,
     find_runs,
     label_runs,
@@ -32,8 +30,10 @@ from pflcore.results._labels import (
     settings_of,
     split_name,
 )
-from pflcore.results._notes import Groups, footnotes_on, notes_on
-from pflcore.results.record import DATA_FIELDS, Runs
+from pflcore.lab.results._notes import Groups, footnotes_on, notes_on
+from pflcore.metrics import human_bytes
+from pflcore.simulation._history import History
+from pflcore.simulation.record import DATA_FIELDS, Runs
 
 __all__ = ["table"]
 Format = Literal["md", "latex", "csv"]
@@ -198,7 +198,7 @@ def table(
     deviation over the seeds. The best number of a column is bold.
 
     Args:
-        runs: The runs, as from `pflcore.results.read`.
+        runs: The runs, as from `pflcore.lab.results.read`.
         last: The number of rounds in the column "mean of last".
         baseline: The name of an algorithm among the runs. It adds a column with the
             percentage of clients that do worse than with that algorithm.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pflcore.check import checked, import_optional
 from pflcore.metrics import mean
-from pflcore.results._files import safe_write
+from pflcore.simulation._files import safe_write
 
 Per = Literal["round", "client"]
 Line = Mapping[str, Any]

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 
 from pflcore.check import Words, import_object, reject, require
-from pflcore.cli._options import POSITIONAL, parse
 from pflcore.data._read_errors import explain_read_errors
 from pflcore.data._tables import read_lines
+from pflcore.lab.cli._options import POSITIONAL, parse
 from pflcore.metrics import class_probabilities
-from pflcore.results._files import atomic_write
 from pflcore.simulation._exported import (
     MANIFEST_FILE,
     client_names,
     load_model,
     read_manifest,
 )
+from pflcore.simulation._files import atomic_write
 from pflcore.simulation._models import Personalized
 
 MODELS_FOLDER = "models"  # the folder of exported models, in the folder of a run

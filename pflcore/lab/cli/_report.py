@@ -9,17 +9,17 @@ from itertools import takewhile
 from pathlib import Path
 
 from pflcore.check import reject, require
-from pflcore.cli._failure import RunFailed
-from pflcore.cli._options import parse
-from pflcore.cli._output import CLIENT_FILES, FEDERATION_PICTURE, ReportOptions
 from pflcore.data import Federation
-from pflcore.results import _run_pictures as pictures
-from pflcore.results import table
-from pflcore.results._files import write_text
-from pflcore.results._pictures import save
-from pflcore.results.clients import client_table
-from pflcore.results.record import Runs, read
+from pflcore.lab.cli._failure import RunFailed
+from pflcore.lab.cli._options import parse
+from pflcore.lab.cli._output import CLIENT_FILES, FEDERATION_PICTURE, ReportOptions
+from pflcore.lab.results import _run_pictures as pictures
+from pflcore.lab.results import table
+from pflcore.lab.results._pictures import save
+from pflcore.lab.results.clients import client_table
 from pflcore.simulation import History
+from pflcore.simulation._files import write_text
+from pflcore.simulation.record import Runs, read
 
 
 def report(argv: Sequence[str]) -> int:

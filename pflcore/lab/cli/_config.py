@@ -22,9 +22,9 @@ from pflcore.check import (
     require,
     validated,
 )
-from pflcore.cli._options import Flag, words_behind
+from pflcore.lab.cli._options import Flag, words_behind
 from pflcore.ops import __version__
-from pflcore.results._files import atomic_write
+from pflcore.simulation._files import atomic_write
 
 CONFIG_FILE = "run.toml"
 CHOICE_FILE = "tuned.toml"  # what `pflcore tune` has chosen

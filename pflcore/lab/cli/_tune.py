@@ -17,8 +17,9 @@ from typing import Any
 
 from pflcore.algorithms import ALGORITHMS, class_of, name_of
 from pflcore.check import PositiveInt, checked, reject, require
-from pflcore.cli import _experiment as experiment
-from pflcore.cli._config import (
+from pflcore.data._protocols import StudyProtocol, cross_silo
+from pflcore.lab.cli import _experiment as experiment
+from pflcore.lab.cli._config import (
     CHOICE_FILE,
     ConfigOptions,
     config_path,
@@ -27,20 +28,19 @@ from pflcore.cli._config import (
     tables_text,
     write_config,
 )
-from pflcore.cli._experiment import Job, Options, options_subset
-from pflcore.cli._folder import new_folder
-from pflcore.cli._groups import (
+from pflcore.lab.cli._experiment import Job, Options, options_subset
+from pflcore.lab.cli._folder import new_folder
+from pflcore.lab.cli._groups import (
     chosen_groups,
     chosen_names,
     cut_of,
     passed_over_keys,
 )
-from pflcore.cli._options import allow_own_modules, flags_of, parse
-from pflcore.data import SOURCES, TABULAR
-from pflcore.data._protocols import StudyProtocol, cross_silo
-from pflcore.results._files import write_text
+from pflcore.lab.cli._options import allow_own_modules, flags_of, parse
+from pflcore.lab.data import SOURCES, TABULAR
+from pflcore.lab.tuning import Tuned, check_grid, tune
+from pflcore.simulation._files import write_text
 from pflcore.train import Training
-from pflcore.tuning import Tuned, check_grid, tune
 
 TABLE_FILE = "tuned.md"
 # Options of a run that a grid search has, too.

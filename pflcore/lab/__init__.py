@@ -1,0 +1,4 @@
+"""What stands around the core: data by name, results, tuning and the command line.
+
+Nothing of the core imports it. It may need the extras.
+"""
