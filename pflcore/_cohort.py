@@ -104,8 +104,8 @@ class Cohort(NamedTuple):
         trainable: The value of `trainable_clients`; None for all clients.
         training: The options of the clients' training. None where the server does not
             know them.
-        participated: [N] bool, the clients that took part in an earlier round. None
-            means that none did.
+        new: The value of `is_new`; None where all take part for the first time.
+        participated: The value of `has_participated`; None where nobody has.
     """
 
     ids: Tensor  # [S]
@@ -118,19 +118,25 @@ class Cohort(NamedTuple):
     purpose: str = "send"
     trainable: Tensor | None = None  # [T]
     training: Training | None = None
+    new: Tensor | None = None  # bool [S]
     participated: Tensor | None = None  # bool [N]
-
-    @property
-    def has_participated(self) -> Tensor:
-        """Mask bool [N] of the clients that took part in an earlier round."""
-        if self.participated is None:
-            return torch.zeros(self.n, dtype=torch.bool)
-        return self.participated
 
     @property
     def is_new(self) -> Tensor:
         """Mask bool [S] of the clients that take part for the first time."""
-        return ~self.has_participated[self.ids]
+        if self.new is None:
+            return torch.ones(len(self.ids), dtype=torch.bool)
+        return self.new
+
+    @property
+    def has_participated(self) -> Tensor:
+        """Mask bool [N] of the federation's clients that took part so far.
+
+        It is the run's own table, and the end of the round adds the cohort to it.
+        """
+        if self.participated is None:
+            return torch.zeros(self.n, dtype=torch.bool)
+        return self.participated
 
     @property
     def trainable_clients(self) -> Tensor:
@@ -158,6 +164,7 @@ class Cohort(NamedTuple):
             ids=self.ids[kept],
             num_samples=self.num_samples[kept],
             num_dropped=self.num_dropped + dropped,
+            new=self.is_new[kept],
         )
 
     def mean_weights(self, weighting: str = "samples") -> MixingWeights:

@@ -440,8 +440,10 @@ class Server:
         purpose: str = "send",
     ) -> Cohort:
         """The cohort of these clients, for the algorithm's hooks."""
+        clients = torch.tensor(ids)
+        participated = self._state.participated
         return Cohort(
-            torch.tensor(ids),
+            clients,
             torch.tensor(num_samples),
             n=self.num_clients,
             round=round,
@@ -449,7 +451,8 @@ class Server:
             seed=self.seed,
             purpose=purpose,
             training=self.training,
-            participated=self._state.participated.clone(),
+            new=~participated[clients],
+            participated=participated,
         )
 
     def _try_round(

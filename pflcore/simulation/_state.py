@@ -137,7 +137,8 @@ class RunConfig(TrainContext):
             purpose=purpose,
             trainable=self.data.trainable_clients,
             training=self.training,
-            participated=participated.clone(),  # a state's rows change in place
+            new=~participated[ids],
+            participated=participated,
         )
 
     def fits_one_thread(self, count: int) -> bool:

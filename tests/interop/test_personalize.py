@@ -80,8 +80,11 @@ def test_it_is_the_step_of_the_methods_server(name, options, given):
     state = alg.init(torch.zeros(P, dtype=torch.float64), N)
     for r, w in enumerate([*before, rows()], 1):
         up = {"w": w, "g": GUIDE} if "guidance" in given else {"w": w}
-        state = apply(state, alg.update(state, up, some(N, r))[0])
-    sent = alg.send(state, some(N, r))
+        seen = torch.full((N,), r > 1)
+        cohort = some(N, r)._replace(new=~seen, participated=seen)
+        state = apply(state, alg.update(state, up, cohort)[0])
+    seen = torch.ones(N, dtype=torch.bool)
+    sent = alg.send(state, some(N, r)._replace(new=~seen, participated=seen))
     want = sent["u" if "u" in sent else "x"]
     assert torch.equal(personalize(rows(), name, **options, **given), want)
 
