@@ -620,7 +620,7 @@ def with_extra_client(
         seed: The seed by which they are drawn.
         ignored_label: The label of samples that count in nothing; None for none.
     """
-    newcomer = _newcomer_data(data, samples, ignored_label)
+    newcomer = newcomer_data(data, samples, ignored_label)
     if needs_val:
         newcomer = with_validation(newcomer, seed)
     newcomer = newcomer.to(data.device)
@@ -659,7 +659,7 @@ def _joined_names(
     return None if names is None or last is None else names + last
 
 
-def _newcomer_data(
+def newcomer_data(
     data: Federation, samples: Any, ignored_label: int | None
 ) -> Federation:
     """One client's samples as a federation that fits `data`.

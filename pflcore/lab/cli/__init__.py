@@ -27,6 +27,7 @@ import torch
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import pip_install, require
+from pflcore.lab.cli._adapt import adapt
 from pflcore.lab.cli._data import data
 from pflcore.lab.cli._diff import diff
 from pflcore.lab.cli._failure import RunFailed, first_line
@@ -178,6 +179,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "report": ("report FOLDER ... [options]", report),
     "data": ("data [NAME] [options]", data),
     "predict": ("predict FOLDER DATA --client NAME [options]", predict),
+    "adapt": ("adapt FOLDER DATA [options]", adapt),
     "tune": ("tune ALGORITHM --grid lam=.1,1 [options]", tune_command),
     "diff": ("diff A B", diff),
     "reproduce": ("reproduce NAME [options]", reproduce),

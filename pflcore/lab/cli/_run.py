@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from pflcore.algorithms import ALGORITHMS, class_of, name_of
 from pflcore.check import require
@@ -78,7 +79,7 @@ class CompareOptions:
 def run(argv: Sequence[str]) -> int:
     """Runs one of the algorithms below, or your own as package.module:Class."""
     names = [word for word in argv[:1] if not word.startswith("-")]
-    return _run_command(run, names, argv[len(names) :])
+    return _run_values(*command_values(run, names, argv[len(names) :]))
 
 
 def compare(argv: Sequence[str]) -> int:
@@ -90,13 +91,15 @@ def compare(argv: Sequence[str]) -> int:
         words = "the names once, at the front or behind --algorithms"
         require(not is_given_twice, "algorithms", words, names)
         rest = ["--algorithms", *names, *rest]
-    return _run_command(compare, [], rest)
+    return _run_values(*command_values(compare, [], rest))
 
 
-def _run_command(
+def command_values(
     command: Callable[..., int], names: Sequence[str], argv: Sequence[str]
-) -> int:
-    """Plays the runs of `run` or `compare`, and returns the exit code.
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The values of each group of options of `run` or `compare`, and the algorithms.
+
+    The algorithms are names by the groups of their options.
 
     Args:
         command: `run` or `compare`.
@@ -148,7 +151,7 @@ def _run_command(
         for name, value in values["training"].items():
             if f"{title}.{name}" not in given:
                 values[title][name] = value
-    return _run_values(values, algorithms)
+    return values, algorithms
 
 
 def _require_names(command: Callable[..., int], names: Sequence[str]) -> None:
@@ -195,11 +198,18 @@ def _about(command: Callable[..., int], classes: Sequence[type] = ()) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _run_values(
-    values: Mapping[str, Line],
-    algorithms: Mapping[str, str],
-) -> int:
-    """Plays the runs with these options, and returns the exit code.
+def _run_values(values: Mapping[str, Line], algorithms: Mapping[str, str]) -> int:
+    """Plays the runs with the options of `command_values`; returns the exit code."""
+    jobs, cut = jobs_of(values, algorithms)
+    output = OutputOptions(**values["output"])
+    configs = {job.name: _config_of(job, values) for job in jobs}
+    return run_jobs(jobs, cut, values.get("model", {}), output, configs)
+
+
+def jobs_of(
+    values: Mapping[str, Line], algorithms: Mapping[str, str]
+) -> tuple[list[Job], Line]:
+    """The jobs with these options, and the options of the partition or of the reader.
 
     Args:
         values: The values of each group of options.
@@ -215,10 +225,7 @@ def _run_values(
             own_training[name] = Training(**own_values)
     names = [*algorithms.values()]
     jobs = experiment.make_jobs(names, options, training, hyper, own_training)
-    cut = cut_of(options, values)
-    output = OutputOptions(**values["output"])
-    configs = {job.name: _config_of(job, values) for job in jobs}
-    return run_jobs(jobs, cut, values.get("model", {}), output, configs)
+    return jobs, cut_of(options, values)
 
 
 def _config_of(job: Job, values: Mapping[str, Line]) -> str:
