@@ -2,3 +2,5 @@
 
 Nothing of the core imports it. It may need the extras.
 """
+
+__all__: list[str] = []

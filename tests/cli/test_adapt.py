@@ -10,7 +10,6 @@ from parts.commands import command
 from small import equals
 
 from pflcore import Simulation, Training
-from pflcore.data._federation import random_permutation
 from pflcore.lab.data import federation_of
 from pflcore.nn.models import model_for
 from pflcore.simulation import load_model
@@ -47,7 +46,7 @@ def by_python(method):
     training = Training(lr=0.1, batch_size=8)
     history = Simulation(method, model, data, training, rounds=3, seed=2).run()
     site = pd.read_csv("site.csv")
-    order = random_permutation(len(site), 0).numpy()
+    order = np.random.RandomState(0).permutation(len(site))
     test, train = site.iloc[order[:30]], site.iloc[order[30:]]
     parts = {"train": train, "test": test}
     splits = {s: (p[[*FEATURES]], p["answer"].to_numpy()) for s, p in parts.items()}

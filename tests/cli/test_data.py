@@ -3,7 +3,7 @@
 import pytest
 from parts.commands import block, command
 
-from pflcore.data import PARTITIONS
+from pflcore import data as rules
 from pflcore.lab import data as catalogue
 from pflcore.lab.data import federation_of
 
@@ -23,7 +23,7 @@ def test_without_a_name_every_name_is_listed(capsys):
 
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     first_words = {row[0] for row in rows if row}
-    names = *catalogue.SOURCES, *catalogue.FEDERATIONS, *PARTITIONS
+    names = *catalogue.SOURCES, *catalogue.FEDERATIONS, *rules.PARTITIONS
     assert {*names, "folder:PATH", "leaf:PATH"} <= first_words
 
 
@@ -118,6 +118,6 @@ def test_help_shows_partitions_and_the_options_of_the_chosen_one(capsys):
 
     out = capsys.readouterr().out
     assert e.value.code == 0
-    for name in PARTITIONS:
+    for name in rules.PARTITIONS:
         assert f"  {name} " in out
     assert "--k INT" in out and "shards or classes of a client" in out
