@@ -81,6 +81,16 @@ class MixingWeights(NamedTuple):
         return {"index": cohort.ids, "weight": self.weight[0]}
 
 
+def cohort_size(participation: float, num_eligible: int) -> int:
+    """The number of clients in a round: max(1, floor(participation * n + 0.5)).
+
+    Args:
+        participation: The fraction of clients that take part, from 0 to 1.
+        num_eligible: The number of clients that may take part.
+    """
+    return max(1, int(participation * num_eligible + 0.5))
+
+
 class Cohort(NamedTuple):
     """The clients of one round, as a server's hooks receive them.
 

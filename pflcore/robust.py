@@ -28,7 +28,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from pflcore import ops
-from pflcore._cohort import Cohort, MixingWeights, Tensors, VoidRound
+from pflcore._cohort import Cohort, MixingWeights, Tensors, VoidRound, cohort_size
 from pflcore._device import to_device
 from pflcore._geometric_median import geometric_median_weights
 from pflcore.check import (
@@ -169,9 +169,9 @@ class Mean:
             num_eligible: The number of clients that may take part.
             num_trainable: The number of clients with training samples.
         """
-        most = max(1, int(participation * num_eligible + 0.5))
-        if sampling == "poisson":
-            most = num_eligible
+        most = num_eligible
+        if sampling != "poisson":
+            most = cohort_size(participation, num_eligible)
         expected = f"one for rounds of {most} clients or fewer"
         got = Words(f"{self}, which needs {self.clients_needed}")
         remedy = "lower num_byzantine, or raise participation"

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pflcore._cohort import cohort_size
 from pflcore._device import to_device
 from pflcore.algorithms._protocol import (
     Algorithm,
@@ -321,8 +322,8 @@ def sample_cohort(
 ) -> Tensor:
     """Draws the cohort of a round: client ids [S], int64, ascending.
 
-    S is max(1, floor(participation * n + 0.5)), where n counts the clients that may
-    take part; by "poisson" it is any number from 0. Required clients always take part.
+    S is `cohort_size` of the clients that may take part; by "poisson" it is any number
+    from 0. Required clients always take part.
 
     Raises ValueError where a function returns no ids, or some that may not take part.
 
@@ -337,7 +338,7 @@ def sample_cohort(
     """
     if clients is None:
         clients = torch.arange(config.data.n)
-    count = max(1, int(participation * len(clients) + 0.5))
+    count = cohort_size(participation, len(clients))
     drawn = draw_clients(config, round, count, clients, sampling, participation)
     required = config.algorithm.traits.required_clients
     if not required:
