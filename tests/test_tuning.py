@@ -197,6 +197,23 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
     assert "chosen" in tuned.table().splitlines()[2]
 
 
+def test_a_choice_at_an_end_of_its_grid_is_named():
+    p = PROTOCOLS["device"]()
+    lrs = [0.3, 0.001, 0.1]
+    tuned = search("fedavg", {"training.lr": lrs}, 4, p)
+    assert tuned.best.candidate.options == {"training.lr": 0.001}
+    assert tuned.edges == {"training.lr": "least"}
+    assert "the grid: training.lr 0.001 (least); widen it there." in tuned.table()
+
+    tuned = search("fedavg", {"training.lr": [*lrs, 1e-12]}, 4, p)
+    assert not tuned.edges and "edge" not in tuned.table()
+
+    # Neither one value, nor a choice between names, has ends.
+    grid = {"training.lr": [0.1], "weighting": ["samples", "uniform"]}
+    tuned = search("fedavg", grid, 2, p)
+    assert not tuned.edges and "edge" not in tuned.table()
+
+
 def test_late_options_share_a_state_and_others_do_not(tmp_path):
     """Candidates that differ in late options share a trained state.
 
@@ -289,7 +306,7 @@ def test_without_an_accuracy_the_loss_chooses():
         return binary_cross_entropy_with_logits(scores, y)
 
     tuned = search(p=p, net=Net(lambda: layers("Linear 4 1"), own))
-    assert tuned.best.candidate.options == {"training.lr": 0.3}
+    assert tuned.best.candidate.options == {"training.lr": 0.001}
     assert all(score < 0 for score in scores(tuned))
 
 

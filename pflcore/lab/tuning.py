@@ -222,6 +222,30 @@ class Tuned:
         chosen = self.best.candidate
         return f"A tie: {count} candidates have the best score; {chosen} is the first."
 
+    @property
+    def edges(self) -> dict[str, str]:
+        """Options whose chosen number lies at an end of its grid, and which end.
+
+        The end is "least" or "largest". Beyond it a better value may lie.
+        """
+        edges = {}
+        for key, value in self.best.candidate.options.items():
+            values = {trial.candidate.options[key] for trial in self.trials}
+            is_number = all(
+                isinstance(v, int | float) and not isinstance(v, bool) for v in values
+            )
+            if not is_number or len(values) < 2:
+                continue
+            if value in (min(values), max(values)):
+                edges[key] = "least" if value == min(values) else "largest"
+        return edges
+
+    def edge_line(self) -> str:
+        """A sentence on the chosen numbers that lie at an end of the grid."""
+        options = self.best.candidate.options
+        words = [f"{key} {options[key]:g} ({end})" for key, end in self.edges.items()]
+        return f"At the edge of the grid: {', '.join(words)}; widen it there."
+
     def report(self, protocol: int = 0) -> Tensors:
         """The best candidate's test results on the clients that a protocol reports.
 
@@ -246,7 +270,8 @@ class Tuned:
             score = f"{trial.score:.5f}" if math.isfinite(trial.score) else "-"
             note = trial.stopped or notes.get(id(trial), "")
             rows.append([str(trial.candidate), score, note])
-        return "\n".join([*markdown_table(rows), ""])
+        below = ["", self.edge_line()] if self.edges else []
+        return "\n".join([*markdown_table(rows), *below, ""])
 
 
 def candidate_of(

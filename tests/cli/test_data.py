@@ -35,6 +35,45 @@ def test_the_summary_is_that_of_the_federation(capsys):
     assert capsys.readouterr().out.strip() == want.summary()
 
 
+FILE = """\
+algorithms = ["fedavg", "ditto"]
+data = "digits"
+partition = "dirichlet"
+alpha = 0.3
+n = 5
+lr = 0.05
+data-seed = "each"
+seed = 3
+[ditto]
+lam = 0.1
+[ditto.training]
+lr = 0.1
+"""
+
+
+def test_a_file_of_options_has_its_cut(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "many.toml").write_text(FILE)
+    words = "--partition dirichlet --alpha 0.3 --n 5 --data-seed 3"
+    assert command(f"data digits {words}") == 0
+    wanted = capsys.readouterr().out
+    assert command("data --config many.toml") == 0
+    assert capsys.readouterr().out == wanted
+
+    # The file that a run leaves has the options of its method and of its model, too.
+    more = "--rounds 1 --model mlp --hidden 8 --lam 0.2 --quiet --out o"
+    assert command(f"run ditto --config many.toml {more}") == 0
+    capsys.readouterr()
+    assert command("data --config o/ditto-seed3/run.toml") == 0
+    assert capsys.readouterr().out == wanted
+    assert command("data --config many.toml --alpha 9") == 0
+    assert capsys.readouterr().out != wanted
+
+    (tmp_path / "wrong.toml").write_text("n = 5\nalhpa = 0.3\n")
+    assert command("data digits --partition dirichlet --config wrong.toml") == 2
+    assert "did you mean 'alpha'?" in capsys.readouterr().err
+
+
 def test_a_share_for_validation_samples_that_are_there_is_refused(tmp_path, capsys):
     """Data without test samples have had validation samples held out already."""
     (tmp_path / "sites").mkdir()

@@ -7,16 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pflcore.algorithms import class_of
 from pflcore.check import checked, require
 from pflcore.data import PARTITIONS
 from pflcore.data._partition import options_of
 from pflcore.lab.cli import _experiment as experiment
+from pflcore.lab.cli._config import (
+    Config,
+    ConfigOptions,
+    config_path,
+    read_config,
+)
 from pflcore.lab.cli._experiment import Options, options_subset
+from pflcore.lab.cli._groups import chosen_groups, chosen_names, passed_over_keys
 from pflcore.lab.cli._options import (
     dataclass_of_arguments,
+    flags_of,
     option_fields,
     parse,
-    words_behind,
 )
 from pflcore.lab.cli._output import OutputOptions
 from pflcore.lab.data import FEDERATIONS, SOURCES
@@ -60,19 +68,26 @@ class DataOptions(options_subset(CUT_OPTIONS)):  # type: ignore[misc]
 def data(argv: Sequence[str]) -> int:
     """Shows which client holds which samples; lists the data sets without a name."""
     names = [word for word in argv[:1] if not word.startswith("-")]
+    rest = argv[len(names) :]
+    config = read_config(config_path(rest))
+    named = config.values.pop("data", None)
+    names = names or ([str(named)] if named is not None else [])
     is_help = bool({"-h", "--help"} & {*argv})
     if not (names or is_help):
-        require(not argv, "data", "the name of the data first", argv, SOURCES)
+        words = "the name of the data first, or --config with the key data"
+        require(not argv, "data", words, argv, SOURCES)
         print(list_of_all())
         return 0
     name = names[0] if names else ANY_NAME
-    options, cut = _parse(name, argv[len(names) :])
+    options, cut = _parse(name, rest, config)
     if options.out is not None:
         fits = options.out.suffix in FORMATS
         words = f"a file that ends in {', '.join(FORMATS)}"
         require(fits, "out", words, str(options.out))
     shared = vars(options).copy()
     del shared["split"], shared["out"]
+    # A run whose cut follows the seed has it in its file.
+    shared["seed"] = config.values.get("seed", Options.seed)
     federation = experiment.load_federation(Options(data=name, **shared), cut)
     federation.size(options.split)  # raises the error of a split that does not exist
     print(federation.summary())
@@ -84,22 +99,30 @@ def data(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse(name: str, argv: Sequence[str]) -> tuple[DataOptions, dict[str, object]]:
+def _parse(
+    name: str, argv: Sequence[str], config: Config
+) -> tuple[DataOptions, dict[str, object]]:
     """The options of the command, and those of the partition or of the data."""
     prog = f"pflcore data {name}"
-    groups: dict[str, type] = {"cut": DataOptions}
+    groups: dict[str, type] = {"cut": DataOptions, "config": ConfigOptions}
     about = f"{inspect.getdoc(data)}\n\n{list_of_partitions()}"
     if name == ANY_NAME:
         about = f"{inspect.getdoc(data)}\n\n{list_of_all()}"
-    words = words_behind(argv, "partition")  # it decides which other options there are
+    # The partition decides which other options there are.
+    partition = chosen_names(argv, config)["partition"]
     functions = {
-        "partition": experiment.partition_of(name, words[-1] if words else None),
+        "partition": experiment.partition_of(name, partition),
         "data": experiment.data_options_of(name),
     }
     for title, choice in functions.items():
         if choice and choice.defaults:
             groups[title] = dataclass_of_arguments(choice.function, choice.defaults)
-    values = parse(prog, about, groups, argv, reserved=reserved_names())
+    reserved = reserved_names()
+    flags = flags_of(groups, reserved=reserved)
+    config.check_keys(flags, keys_of_runs(config), prog)
+    values = parse(
+        prog, about, groups, argv, reserved=reserved, defaults=config.defaults(flags)
+    )
     cut = {**values.get("partition", {})}
     own = functions["data"]
     if own is not None:
@@ -117,6 +140,15 @@ def reserved_names() -> set[str]:
     for cls in (Options, Training, OutputOptions):
         names |= {f.name for f in option_fields(cls)}
     return names
+
+
+def keys_of_runs(config: Config) -> set[str]:
+    """Keys of a file of options that say how a run trains, and cut no data."""
+    keys = passed_over_keys([], config)
+    names = {"data": "", "partition": None, "model": config.values.get("model", "auto")}
+    if "algorithm" in config.values:
+        keys |= {*flags_of({"run": class_of(str(config.values["algorithm"]))})}
+    return keys | {*flags_of(chosen_groups(names))}
 
 
 def list_of_all() -> str:
