@@ -46,7 +46,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 # The modules of each extra of the package.
 TOML_READER = "tomllib" if sys.version_info >= (3, 11) else "tomli"
 EXTRAS = {
-    "cli": ("tyro", "tqdm", "tomli_w", "pandas", TOML_READER),
+    "cli": ("tyro", "tqdm", "tomli_w", "pandas", "scipy", TOML_READER),
     "data": ("mlxtend", "sklearn", "scipy"),
     "hf": ("datasets",),
     "vision": ("torchvision",),

@@ -31,6 +31,7 @@ from pflcore.lab.results._labels import (
     split_name,
 )
 from pflcore.lab.results._notes import Groups, footnotes_on, notes_on
+from pflcore.lab.results._verdicts import verdict_lines
 from pflcore.metrics import human_bytes
 from pflcore.simulation._history import History
 from pflcore.simulation.record import DATA_FIELDS, Runs
@@ -201,7 +202,8 @@ def table(
         runs: The runs, as from `pflcore.lab.results.read`.
         last: The number of rounds in the column "mean of last".
         baseline: The name of an algorithm among the runs. It adds a column with the
-            percentage of clients that do worse than with that algorithm.
+            difference to it, one with the percentage of clients that do worse than with
+            it, and, of three seeds and more, a line that says which methods differ.
         columns: The columns in this order, by their names: "best", "final",
             "last_mean", "std", "worst_decile", the run's metrics, "hurt", "bytes",
             "note". None of them stands for all.
@@ -284,9 +286,17 @@ def _table(
     columns += _spread_columns(metric)
     extra = set().union(*(run.extra_metrics for run in runs)) - {metric}
     columns += [_extra_column(name) for name in sorted(extra)]
+    footnotes = list(footnotes_on(all_groups, groups, privacy_delta))
     baseline_runs = find_runs(groups, baseline) if baseline else None
     if baseline_runs:
-        columns += _baseline_columns(baseline_runs, metric, str(baseline))
+        difference, hurt = _baseline_columns(baseline_runs, metric, str(baseline))
+        columns += [difference, hurt]
+        differences = {
+            label: [difference.number_of(run) for run in members]
+            for label, members in groups.items()
+        }
+        better = metrics.is_higher_better(metric)
+        footnotes[:0] = verdict_lines(differences, str(baseline), better)
     columns += [Column("bytes", "bytes sent", 0, _total_bytes), NOTE]
     return Table(
         title=f"{setting_title(runs[0])}, {rounds} rounds",
@@ -295,7 +305,7 @@ def _table(
         seeds=_seeds_note(groups),
         groups=groups,
         columns=columns,
-        footnotes=list(footnotes_on(all_groups, groups, privacy_delta)),
+        footnotes=footnotes,
     )
 
 
