@@ -117,8 +117,9 @@ class QFedAvg(ServerStep):
     F^(q-1) L |delta|^2 + F^q)`. These are the paper's sums, with one L cancelled. The
     paper samples clients by their size and sets p = 1: that is `weighting="uniform"`.
 
-    Deviation: F is at least 1e-6. At q < 1, F^(q-1) of a client without a loss would
-    stop the server.
+    Deviations: F is at least 1e-6, since at q < 1 F^(q-1) of a client without a loss
+    would stop the server. Of an update that the server shortens, h is that of what is
+    left.
 
     The other options are those of `FedAvg`, without its mean.
 
@@ -169,13 +170,27 @@ class QFedAvg(ServerStep):
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         delta = up["delta"]
-        h = up["h"]
+        h = self._terms_of_used(up, cohort)
         mean = cohort.mean_weights(self.weighting)
         share = to_device(mean.weight, h.device).to(h)
         weight = share * up["weight"]
         step = MixingWeights(weight / (share * h).sum())
         x = step.aggregate(delta, state["x"], self.server_lr)[0]
         return {"x": x}, MixingWeights(weight.cpu())
+
+    def _terms_of_used(self, up: Tensors, cohort: Cohort) -> Tensor:
+        """The terms h [S] of the updates that are used.
+
+        A client knows nothing of a server that shortens its update: the term of the
+        long one would make the step of all clients small.
+        """
+        if cohort.training is None:
+            return up["h"]
+        lr = cohort.training.lr_at(cohort.round, cohort.rounds)
+        term = self._term(up["delta"], up["weight"], lr)
+        # A client's own term has other last digits.
+        is_larger = up["h"] > term * (1 + 1e-9)
+        return torch.where(is_larger, term.to(up["h"]), up["h"])
 
 
 def _power(values: Tensor, exponent: float) -> Tensor:

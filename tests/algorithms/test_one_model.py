@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from small import (
     F64,
     after,
@@ -17,12 +19,14 @@ from small import (
     near,
     normed_model,
     quadratics,
+    some,
     t,
     tiny,
     tiny_model,
     wide,
 )
 
+from examples import examples
 from pflcore import (
     ALGORITHMS,
     FedAvg,
@@ -32,7 +36,7 @@ from pflcore import (
     Training,
     step,
 )
-from pflcore.algorithms import MOON, FedDyn, FedNova, FedNTD
+from pflcore.algorithms import MOON, FedDyn, FedNova, FedNTD, QFedAvg
 from pflcore.simulation.round import RunConfig, initial_state
 
 
@@ -219,3 +223,31 @@ def test_scaffolds_option_two_divides_by_the_steps_with_momentum():
     state, _ = after(ALGORITHMS["scaffold"](option="II"), s)
 
     near(state.clients["c"], t([[1.0], [-2.0], [4.0]]))
+
+
+# q-FedAvg ---------------------------------------------------------------------------
+
+
+@examples(100)
+@given(
+    q=st.floats(0.01, 5),
+    lr=st.floats(1e-3, 1),
+    losses=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5),
+    shares=st.floats(0.01, 1),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_shortened_update_has_the_term_of_what_is_left(q, lr, losses, shares, seed):
+    """However long it was: else one long update would stop the step of all."""
+    n = len(losses)
+    generator = torch.Generator().manual_seed(seed)
+    delta = torch.randn(n, 6, dtype=F64, generator=generator)
+    loss = t(losses)
+
+    def update(given):
+        h = q * loss ** (q - 1) * given.square().sum(1) / lr + loss**q
+        up = {"delta": delta, "weight": loss**q, "h": h}
+        cohort = some(n)._replace(training=Training(lr=lr))
+        return QFedAvg(q=q).update({"x": torch.zeros(6, dtype=F64)}, up, cohort)[0]["x"]
+
+    want = update(delta)
+    near(update(delta / shares), want, 1e-6, 1e-12)
