@@ -17,7 +17,7 @@ from pflcore.lab.cli._options import (
     option_fields,
     words_behind,
 )
-from pflcore.lab.cli._output import OutputOptions
+from pflcore.lab.cli._output import OutputOptions, TuneOptions
 from pflcore.simulation.record import Facts, Line
 from pflcore.train import Training
 
@@ -89,8 +89,6 @@ def passed_over_keys(names: Sequence[str], config: Config) -> set[str]:
         names: The names of the algorithms that run.
         config: The file of options.
     """
-    from pflcore.lab.cli._tune import TuneOptions
-
     keys = {"algorithms", "algorithm", "tuned", "split"}
     for cls in (Options, Training, OutputOptions, TuneOptions):
         keys |= {f.name for f in option_fields(cls)}

@@ -90,3 +90,28 @@ class OutputOptions(ReportOptions):
     export: bool = False
     quiet: bool = False
     dry_run: bool = False
+
+
+@checked
+@dataclass(frozen=True)
+class TuneOptions:
+    """The grid, and the folder of its results.
+
+    Args:
+        grid: values of options, such as lam=.01,.1,1 training.lr=.05,.2; a key is an
+            option of the algorithm, or "training." and one of local training; every
+            combination is a candidate
+        seeds: number of runs of each candidate, with seed, seed + 1, ...; each has its
+            own validation samples, unless the data bring a split "val"
+        metric: metric by which candidates are compared: accuracy, loss or one of
+            --metrics of `pflcore run`; if not said, accuracy, for targets loss
+        out: folder; if not said, a new one below runs/; a second call with it plays
+            what is missing
+        quiet: print no line for each candidate
+    """
+
+    grid: tuple[str, ...] = ()
+    seeds: PositiveInt = 1
+    metric: str | None = None
+    out: Path | None = None
+    quiet: bool = False

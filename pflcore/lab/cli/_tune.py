@@ -11,12 +11,11 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from pflcore.algorithms import ALGORITHMS, class_of, name_of
-from pflcore.check import PositiveInt, checked, reject, require
+from pflcore.check import reject, require
 from pflcore.data._protocols import StudyProtocol, cross_silo
 from pflcore.lab.cli import _experiment as experiment
 from pflcore.lab.cli._config import (
@@ -37,6 +36,7 @@ from pflcore.lab.cli._groups import (
     passed_over_keys,
 )
 from pflcore.lab.cli._options import allow_own_modules, flags_of, parse
+from pflcore.lab.cli._output import TuneOptions
 from pflcore.lab.data import SOURCES, TABULAR
 from pflcore.lab.tuning import Tuned, check_grid, tune
 from pflcore.simulation._files import write_text
@@ -69,31 +69,6 @@ RUN_OPTIONS = (
     "ranks",
     "rank_timeout",
 )
-
-
-@checked
-@dataclass(frozen=True)
-class TuneOptions:
-    """The grid, and the folder of its results.
-
-    Args:
-        grid: values of options, such as lam=.01,.1,1 training.lr=.05,.2; a key is an
-            option of the algorithm, or "training." and one of local training; every
-            combination is a candidate
-        seeds: number of runs of each candidate, with seed, seed + 1, ...; each has its
-            own validation samples, unless the data bring a split "val"
-        metric: metric by which candidates are compared: accuracy, loss or one of
-            --metrics of `pflcore run`; if not said, accuracy, for targets loss
-        out: folder; if not said, a new one below runs/; a second call with it plays
-            what is missing
-        quiet: print no line for each candidate
-    """
-
-    grid: tuple[str, ...] = ()
-    seeds: PositiveInt = 1
-    metric: str | None = None
-    out: Path | None = None
-    quiet: bool = False
 
 
 def tune_command(argv: Sequence[str]) -> int:
