@@ -35,8 +35,8 @@ ROUNDS = 10
 CLIP = 2.0  # the largest norm of an update where updates are clipped
 OUTLIER = 20  # a relative update norm above this is an outlier
 # The values that the bad client uploads, by the name in the table.
-UPLOADS = {"NaN": torch.nan, "Inf": torch.inf, "1e30": 1e30, "zeros": 0.0}
-KINDS = (*UPLOADS, "inputs of 1e10")
+UPLOADS = {"NaN": torch.nan, "Inf": torch.inf, "zeros": 0.0, "1e30": 1e30}
+INPUTS = "inputs of 1e10"
 # The page's part from this heading on is not made here, and stays.
 KNOWN_RULE = "## Clients that know the rule"
 TRAINING = Training(lr=0.1, batch_size=10)
@@ -56,27 +56,30 @@ DEEP = (
     "feddbe",
 )
 ABOUT = f"""# Bad clients
+What one bad client does to the others, for each algorithm. What to do about it:
 
-The script `examples/bad_clients.py` makes this page. One of {N} clients, number {BAD}, is bad. All
-clients take part in {ROUNDS} rounds of logistic regression on Gaussian clouds, and all have the same
-clouds. Methods that treat the layers of a model differently
-({", ".join(DEEP)})
-train two layers with a batch norm between.
+- A client that uploads NaN or Inf is left out of the round. You need to do nothing.
+- Finite lies are not found without a defence: `clip`, which the table below shows, or a [robust mean](trust.md#attacks-and-defences).
 
-With NaN, Inf, 1e30 or zeros, every number that the bad client uploads has this value. With inputs
-of 1e10, it trains honestly on inputs of that size. A cell is the honest clients' mean test accuracy
-in percent after the last round, or *not finite* where two layers of large finite numbers overflow.
-The letters after it:
+## One bad client of {N}
+`python examples/bad_clients.py` makes this table. Client {BAD} is bad. All clients take part in {ROUNDS} rounds and have the same Gaussian clouds.
+The model is logistic regression. For
+{", ".join(DEEP)},
+which treat the layers of a model differently, it has two layers with a batch norm between.
+
+- **NaN, Inf, zeros, 1e30**: every number that the bad client uploads has this value.
+- **inputs of 1e10**: the bad client trains honestly on inputs of that size.
+
+A cell is the honest clients' mean test accuracy in percent after the last round, or *not finite* where two layers of large finite numbers
+overflow. The letters after it:
 
 - **d**: the bad client was dropped
 - **o**: it was reported as an outlier, with an update of more than {OUTLIER} times the median
 - **c**: its update was clipped
 - **s**: the run stopped with a message
 
-`local` uploads nothing. Clipping bounds updates and no other uploads; [what clients
-claim](#what-clients-claim) beside them has bounds of its own. Batch norm's statistics of inputs of 1e10 are averaged (in LG-FedAvg, FedBN
-and FedALA the statistics stay with their client). MOCHA leaves out a client whose step size is
-larger than the others', where that would be unstable."""  # noqa: E501
+`clip` bounds updates and nothing else: batch norm's statistics of inputs of 1e10 are averaged. [What clients claim](#what-clients-claim) beside
+their updates has bounds of its own. `local` uploads nothing."""  # noqa: E501
 
 
 def linear() -> torch.nn.Module:
@@ -126,8 +129,8 @@ def is_outlier(record: dict[str, Any]) -> bool:
 def play(name: str, kind: str | None, clip: float | None) -> str:
     """A cell of the table: the honest clients' accuracy, and marks.
 
-    `kind` is the behaviour of the bad client, one of KINDS. With None the client is
-    honest, too.
+    `kind` is the behaviour of the bad client, one of UPLOADS or INPUTS. With
+    None the client is honest, too.
     """
     data = federation_of(
         "synthetic_clusters",
@@ -139,7 +142,7 @@ def play(name: str, kind: str | None, clip: float | None) -> str:
         held_out=50,
     )
     algorithm = ALGORITHMS[name]()
-    if kind == "inputs of 1e10":
+    if kind == INPUTS:
         x = data.x.clone()
         rows = data.index["train"][BAD]
         x[rows] = x[rows] * 1e10
@@ -175,18 +178,32 @@ def play(name: str, kind: str | None, clip: float | None) -> str:
     return f"{accuracy} {marks}".strip()
 
 
+def row(name: str) -> list[str]:
+    """The cells of an algorithm; NaN and Inf share one if they do the same."""
+    nan, inf = play(name, "NaN", None), play(name, "Inf", None)
+    cells = [play(name, None, None), nan if nan == inf else f"{nan}, {inf}"]
+    cells.append(play(name, "zeros", None))
+    for kind in ("1e30", INPUTS):
+        cells += [play(name, kind, None), play(name, kind, CLIP)]
+    return cells
+
+
 def main(path: str, names: Sequence[str]) -> None:
     """Plays all runs and writes the page to `path`."""
-    lines = [ABOUT]
-    for clip in (None, CLIP):
-        heading = "Without clipping" if clip is None else f"With clip={clip:g}"
-        lines += ["", f"## {heading}", ""]
-        lines.append(f"| algorithm | all honest | {' | '.join(KINDS)} |")
-        lines.append("|:---|" + "---:|" * (len(KINDS) + 1))
-        for name in names:
-            cells = [play(name, kind, clip) for kind in (None, *KINDS)]
-            lines.append(f"| `{name}` | {' | '.join(cells)} |")
-            print(lines[-1], flush=True)
+    columns = [
+        "all honest",
+        "NaN, Inf",
+        "zeros",
+        "1e30",
+        f"1e30, clip={CLIP:g}",
+        INPUTS,
+        f"{INPUTS}, clip={CLIP:g}",
+    ]
+    lines = [ABOUT, "", f"| algorithm | {' | '.join(columns)} |"]
+    lines.append("|:---|" + "---:|" * len(columns))
+    for name in names:
+        lines.append(f"| `{name}` | {' | '.join(row(name))} |")
+        print(lines[-1], flush=True)
     page = Path(path)
     text = "\n".join(lines) + "\n"
     if page.exists():
