@@ -190,17 +190,20 @@ def test_no_advice_needs_an_index_that_has_pflcore():
     assert pip_install("torchvision") == f"pip install torchvision torch=={version}"
 
 
-def test_the_map_names_every_file():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    folders = [p.parent for p in PACKAGE.glob("*/**/__init__.py")]
-    for folder in folders:
-        files = {p.stem.lstrip("_") for p in folder.glob("*.py")} - {"init__"}
-        if not files:
-            continue  # it holds folders alone
-        name = folder.relative_to(PACKAGE).as_posix()
-        (row,) = re.findall(rf"^\| `pflcore/{name}/` \| (.*) \|$", text, re.M)
-        words = {*re.findall(r"`([a-z0-9_]+)`", row)} - {folder.name}
-        assert words == files, name
+def test_the_map_names_every_package_and_real_files():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    the_map = text.partition("## The map")[2].partition("\n## ")[0]
+    parts = re.findall(r"^\*\*`([\w/]+/)`\*\*.*\n((?:- .*\n)+)", the_map, re.M)
+    folders = {p.parent for p in PACKAGE.rglob("__init__.py")}
+    # A folder whose only file is __init__.py holds other packages alone.
+    packages = {f for f in folders if len([*f.glob("*.py")]) > 1}
+
+    assert {ROOT / name for name, _ in parts} - {ROOT / "csrc"} == packages
+    for name, lines in parts:
+        for line in lines.splitlines():
+            files = re.findall(r"`([\w/]+\.\w+)`", line.partition(":")[0])
+            assert files, line
+            assert all((ROOT / name / file).is_file() for file in files), line
 
 
 def test_every_extra_is_documented():
