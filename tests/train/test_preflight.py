@@ -106,6 +106,15 @@ def test_a_model_that_would_train_as_another_is_one_sentence(model, message):
     refused(message, model, federation())
 
 
+@pytest.mark.parametrize("draw", [np.random.rand, random.random])
+def test_random_numbers_are_never_taken_for_rounding(draw):
+    """However they fall: what they change is as large as a rounding may seem."""
+    for seed in range(40):
+        np.random.seed(seed)
+        random.seed(seed)
+        refused(IMPURE, Own(lambda m, x: m.layer(x) * draw()), federation())
+
+
 UNFIT = [  # model, torch's own error, loss
     (nn.Linear(5, 4), r"shapes cannot be multiplied \(8x6 and 5x4\)", None),
     (nn.Linear(6, 4), "implicitly created only for scalar", lambda s, y: s.sum(1)),
