@@ -214,12 +214,15 @@ def _distance(cls: type, name: str) -> int:
 def rare_options(cls: type) -> list[str]:
     """The options of a group that stand at the end of the help.
 
-    Of an algorithm these are the ones that it has from FedAvg: means and weights.
+    Of an algorithm these are the ones that it has from FedAvg, means and weights, where
+    it has others, too.
     """
     rare = {*RARE_OPTIONS}
     if issubclass(cls, Algorithm):
         rare = {f.name for f in fields(class_of("fedavg"))} - {*cls.__annotations__}
-    return [f.name for f in option_fields(cls) if f.name in rare]
+    names = [f.name for f in option_fields(cls)]
+    rare_names = [name for name in names if name in rare]
+    return [] if rare_names == names else rare_names
 
 
 def _identifier(title: str) -> str:
