@@ -306,7 +306,7 @@ def test_without_an_accuracy_the_loss_chooses():
         return binary_cross_entropy_with_logits(scores, y)
 
     tuned = search(p=p, net=Net(lambda: layers("Linear 4 1"), own))
-    assert tuned.best.candidate.options == {"training.lr": 0.001}
+    assert tuned.best.candidate.options == {"training.lr": 0.3}
     assert all(score < 0 for score in scores(tuned))
 
 

@@ -76,4 +76,4 @@ def pretended_optuna():
         return PretendedStudy(sampler)
 
     samplers = SimpleNamespace(TPESampler=lambda seed: seed)
-    return SimpleNamespace(samplers=samplers, create_study=create_study)
+    return SimpleNamespace(samplers=samplers, create_study=create_study, Trial=object)
