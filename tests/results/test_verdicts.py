@@ -48,5 +48,12 @@ def test_differences_that_seeds_share_are_shown():
     )
 
 
+def test_a_method_that_diverged_with_one_seed_is_not_judged_by_the_others():
+    from_seeds = [[0.1, 0.2, 0.3, 0.25], [0.4, 0.5, 0.6, 0.56]]
+    assert "better: ditto" in line(from_seeds)
+    from_seeds[1][2] = float("inf")
+    assert line(from_seeds) is None
+
+
 def test_two_seeds_show_nothing():
     assert line([[0.1, 0.2], [0.4, 0.5]]) is None

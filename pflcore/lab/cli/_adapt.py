@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pflcore import metrics
 from pflcore.check import NonNegativeInt, Seed32, Words, checked, reject, require
 from pflcore.data import Federation
 from pflcore.data._federation import HeldOut, random_permutation
@@ -27,6 +28,7 @@ from pflcore.simulation import Simulation, checkpoint
 from pflcore.simulation._exported import export_models
 from pflcore.simulation._models import Personalized, newcomer_data
 from pflcore.simulation._models import adapt as adapted_model
+from pflcore.train._losses import fraction_correct
 
 MODEL_FOLDER = "adapted"  # in the folder of the run, for the newcomer's model
 
@@ -81,7 +83,7 @@ def adapt(argv: Sequence[str]) -> int:
     if num_test:
         newcomer = newcomer_data(config.data, splits, config.net.ignored_label)
         y_test = newcomer.y[newcomer.index["test"][0]]
-        print(measured(model, splits["test"][0], y_test))
+        print(quality_line(model, splits["test"][0], y_test))
     print(f"Model: {out}; pflcore predict {out} new.csv --client 0")
     return 0
 
@@ -105,7 +107,10 @@ def restored_run(folder: RunFolder) -> tuple[Simulation, int | str]:
     Raises ValueError where its checkpoint is gone.
     """
     has_state = (folder.path / checkpoint.FILE_NAME).is_file()
-    words = "a run with its checkpoint (of one that is over: --keep-checkpoint)"
+    words = (
+        "a run with its checkpoint (without --no-keep-checkpoint, and of a method that "
+        "does not depend on the number of rounds)"
+    )
     require(has_state, "folder", words, str(folder.path))
     file = folder.path / CONFIG_FILE
     values, algorithms = command_values(run, [], ["--config", str(file)])
@@ -168,11 +173,11 @@ def _rows(values: Any, rows: Any) -> Any:
     return values.iloc[rows] if hasattr(values, "iloc") else values[rows]
 
 
-def measured(model: Personalized, x: Any, y: torch.Tensor) -> str:
+def quality_line(model: Personalized, x: Any, y: torch.Tensor) -> str:
     """A line on how well a model predicts targets [B, ...] from raw features."""
-    answers = model.predict(x, class_numbers=True)
-    if answers.is_floating_point():
-        errors = (answers.double() - y.double()) ** 2
-        return f"rmse: {errors.mean().sqrt():.4g} on the samples that were held out"
-    correct = (answers == y).double().mean()
+    scores = model.scores(x).cpu()
+    if model.returns == "values":
+        error = metrics.rmse(scores, y.cpu())
+        return f"rmse: {error:.4g} on the samples that were held out"
+    correct = fraction_correct(scores, y.cpu()).nanmean()
     return f"accuracy: {correct:.1%} of the samples that were held out"

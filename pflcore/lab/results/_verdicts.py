@@ -23,7 +23,8 @@ def verdict_lines(
 ) -> list[str]:
     """A sentence on who is better and who is worse than the baseline.
 
-    There is none where no method has `MIN_SEEDS` finite differences.
+    There is none where no method has `MIN_SEEDS` differences. A method with one that is
+    infinite is left out.
 
     Args:
         differences: The differences to the baseline of each method, one for each seed.
@@ -31,8 +32,14 @@ def verdict_lines(
         higher_is_better: The direction of the numbers.
     """
     pairs = {name: np.asarray(values, float) for name, values in differences.items()}
-    pairs = {name: d[np.isfinite(d)] for name, d in pairs.items()}
-    pairs = {name: d for name, d in pairs.items() if len(d) >= MIN_SEEDS}
+    # NaN is a seed without a pair. An infinite number is a model that diverged, and a
+    # test of the other seeds alone would praise its method.
+    pairs = {name: d[~np.isnan(d)] for name, d in pairs.items()}
+    pairs = {
+        name: d
+        for name, d in pairs.items()
+        if len(d) >= MIN_SEEDS and np.isfinite(d).all()
+    }
     if not pairs:
         return []
     shown = shown_by_holm({name: p_value(d) for name, d in pairs.items()})

@@ -214,7 +214,8 @@ def table(
             training samples, see `History.privacy`.
 
     Raises ValueError where no run has the baseline's name, and where no table has a
-    column of that name; ImportError without pandas.
+    column of that name; ImportError without pandas, and without scipy where seeds are
+    compared.
     """
     names = list(label_runs(runs))
     known = {None, *names, *(run.algorithm for run in runs)}
