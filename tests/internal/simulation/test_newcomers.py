@@ -4,7 +4,7 @@ import pytest
 import torch
 from small import tiny
 
-from pflcore.algorithms import FedAvg, FedDyn, Scaffold
+from pflcore.algorithms import Cohort, FedAvg, FedDyn, Scaffold
 from pflcore.simulation._models import with_new_client
 from pflcore.simulation.round import RunConfig, initial_state, step
 
@@ -56,3 +56,11 @@ def test_a_client_is_new_in_its_first_round_alone():
         assert alg.looks[-2:] == [(new, before)] * 2
         # The round is over, and the cohort still knows who was new in it.
         assert alg.report(state.server, None, outcome.cohort)["new"].tolist() == new
+
+
+def test_a_client_that_is_left_out_takes_its_newness_along():
+    cohort = Cohort(torch.arange(4), torch.ones(4), n=4)
+    new = torch.tensor([True, False, False, True])
+    kept = torch.tensor([False, True, True, True])
+    assert torch.equal(cohort._replace(new=new).take(kept).is_new, new[kept])
+    assert torch.equal(cohort.take(kept).is_new, torch.ones(3, dtype=torch.bool))
