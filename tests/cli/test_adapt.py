@@ -97,6 +97,8 @@ BAD = """\
 adapt nowhere site.csv | folder: expected the folder of one run, got nowhere with none
 adapt out none.csv | data: expected a file that is there, got 'none.csv'
 adapt out site.csv --label answers | site.csv: expected all columns of the run, got no
+adapt out none.npz | none.npz: expected samples, each with a target, got 0 samples and
+adapt out short.npz | short.npz: expected samples, each with a target, got 5 samples and
 adapt out few.csv --test 0.9 | test: expected samples left to train on, got 1
 """
 
@@ -104,6 +106,8 @@ adapt out few.csv --test 0.9 | test: expected samples left to train on, got 1
 @pytest.mark.parametrize("method", ["fedavg"], indirect=True)
 def test_a_wrong_word_is_one_sentence(method, capsys):
     table(seed=3)[NEWCOMER].head(1).to_csv("few.csv", index=False)
+    np.savez("none.npz", x=np.zeros((0, 3)), y=np.zeros(0))
+    np.savez("short.npz", x=np.zeros((5, 3)), y=np.zeros(4))
     for line in BAD.splitlines():
         words, error = line.split(" | ")
         assert command(words) == 2

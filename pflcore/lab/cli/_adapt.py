@@ -67,6 +67,9 @@ def adapt(argv: Sequence[str]) -> int:
     simulation, target = restored_run(folder)
     target = target if options.label is None else column_of(options.label)
     x, y = read_labelled(options.data, simulation.data, target)
+    words = "samples, each with a target"
+    counts = Words(f"{len(x)} samples and {len(y)} targets")
+    require(len(x) == len(y) > 0, str(options.data), words, counts)
     order = random_permutation(len(y), options.seed).numpy()
     num_test = math.ceil(options.test * len(y))
     require(num_test < len(y), "test", "samples left to train on", Words(f"{len(y)}"))
