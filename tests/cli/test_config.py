@@ -13,12 +13,6 @@ pytest.importorskip("tomli_w")
 pytest.importorskip("sklearn")
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
-
-
 def config(text, name="c.toml"):
     """A file with these options."""
     Path(name).write_text(text)

@@ -13,11 +13,6 @@ BEGIN = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 CSV = "age,died,height\n" + "1,0,2\n3,1,4\n" * 10
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def test_without_a_name_every_name_is_listed(capsys):
     assert command("data") == 0
 
@@ -51,8 +46,7 @@ lr = 0.1
 """
 
 
-def test_a_file_of_options_has_its_cut(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_file_of_options_has_its_cut(tmp_path, capsys):
     (tmp_path / "many.toml").write_text(FILE)
     words = "--partition dirichlet --alpha 0.3 --n 5 --data-seed 3"
     assert command(f"data digits {words}") == 0

@@ -7,12 +7,6 @@ pytest.importorskip("tyro")
 pytest.importorskip("sklearn")
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
-
-
 def test_a_run_that_is_repeated_is_equal(capsys):
     for folder in "ab":
         assert command(f"run fedavg {DIGITS} --out {folder}") == 0

@@ -16,12 +16,6 @@ pytest.importorskip("scipy")
 WORDS = f"compare fedavg local {DIGITS} --seeds 2 --checkpoint-every 1 --out o"
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
-
-
 def records(folder="o"):
     """The bytes of each record, by its folder."""
     return {p.parent.name: p.read_bytes() for p in Path(folder).glob("*/record.jsonl")}

@@ -22,9 +22,7 @@ def text_of(page):
 @pytest.fixture(autouse=True)
 def files(tmp_path, monkeypatch):
     """The files of the pages, in an empty folder, with fewer rounds."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
     for page in ("many_runs.md", "paper_table.md"):
         for text in re.findall(r"```toml\n(.*?)```", text_of(page), re.S):
             name = re.match(r"# (\S+)", text)[1]

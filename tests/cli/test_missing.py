@@ -13,12 +13,6 @@ pytest.importorskip("tomli_w")
 pytest.importorskip("sklearn")
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
-
-
 def records(folder="o"):
     """The bytes of the record of each run in a folder."""
     return {p: p.read_bytes() for p in Path(folder).glob("*/record.jsonl")}

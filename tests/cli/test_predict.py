@@ -19,9 +19,8 @@ MODEL = tiny_model(3, 3)
 
 
 @pytest.fixture
-def history(tmp_path, monkeypatch):
+def history():
     """A run in whose folder `models` its models are; samples are in new.csv."""
-    monkeypatch.chdir(tmp_path)
     history = simulation("ditto", hospitals().standardize(), model=MODEL).run()
     history.export("models")
     table(seed=3)[["visits", "hospital", "income", "age"]].to_csv(
@@ -129,8 +128,7 @@ def test_names_alone_are_no_samples(history, capsys, rows):
 
 
 @pytest.mark.parametrize("text", ["1.0,2,3\n,,\n4,5,6\n", "0,1,2\n1,2,3\n\n4,5,6\n"])
-def test_gaps_of_numbers_without_names_count(tmp_path, monkeypatch, capsys, text):
-    monkeypatch.chdir(tmp_path)
+def test_gaps_of_numbers_without_names_count(capsys, text):
     data = images(shape=(3,))
     run = simulation("fedavg", data, model=tiny_model(3, 4)).run()
     run.export("plain")
@@ -189,8 +187,7 @@ def test_samples_without_names(history, capsys, kind):
     equals(answers, run.predict(0, x).tolist())
 
 
-def test_a_run_exports_what_predict_reads(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_exports_what_predict_reads(tmp_path, capsys):
     rows = table()
     (tmp_path / "sites").mkdir()
     for name, part in rows.groupby("hospital"):

@@ -16,12 +16,6 @@ SHORT = "--data digits --n 3 --model linear --rounds 3 --train-samples 300"
 GRID = "--grid lam=.01,10 training.lr=1e-9,.2"
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
-
-
 @pytest.fixture
 def played(monkeypatch):
     """A list that gets the step size of every run that is played."""

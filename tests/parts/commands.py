@@ -1,6 +1,7 @@
 """Helpers of the tests of the command line."""
 
 import sys
+from pathlib import Path
 
 from pflcore.lab import cli
 
@@ -10,6 +11,16 @@ DIGITS = "--data digits --n 4 --model linear --rounds 3 --quiet"
 def command(words, *more):
     """The exit code of a command."""
     return cli.main([*words.split(), *map(str, more)])
+
+
+def draw_nothing(monkeypatch):
+    """Turns the pictures off, which take longer than the runs of tests."""
+    nothing = {
+        "pflcore.lab.results._run_pictures.draw": lambda *_: [],
+        "pflcore.lab.cli._report._draw_federation": lambda *_: Path("none"),
+    }
+    for name, function in nothing.items():
+        monkeypatch.setattr(name, function)
 
 
 def block(monkeypatch, *packages):

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from parts.commands import DIGITS, block, command
+from parts.commands import DIGITS, block, command, draw_nothing
 from parts.user import simulation
 
 from pflcore import Evaluation, Federation, MLflow, Stop, TensorBoard, Training, Wandb
@@ -398,7 +398,7 @@ def folder(tmp_path, monkeypatch):
     pytest.importorskip("tyro")
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.lab.results._run_pictures.draw", lambda *_: [])
+    draw_nothing(monkeypatch)
     return tmp_path
 
 

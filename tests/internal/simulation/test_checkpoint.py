@@ -13,12 +13,12 @@ import time
 import pytest
 import torch
 from parts.checkpoint import DATA, make
+from parts.commands import draw_nothing
 from parts.forks import forking_context
 from parts.memory import fails
 from small import equals, layers
 
 from pflcore.lab import cli
-from pflcore.lab.results import _run_pictures as pictures
 from pflcore.simulation._evaluate import has_custom_predict
 from pflcore.simulation.record import RecordWriter
 
@@ -32,7 +32,7 @@ COMPARE = (
 @pytest.fixture
 def no_pictures(monkeypatch):
     pytest.importorskip("tyro")
-    monkeypatch.setattr(pictures, "draw", lambda *_: [])
+    draw_nothing(monkeypatch)
 
 
 def lines_of(folder):
