@@ -383,7 +383,9 @@ LRS = [
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("lr, steps", LRS)
-@pytest.mark.parametrize("lam", [0.01, 0.5])
+@pytest.mark.parametrize(
+    "lam", [0.5, pytest.param(0.01, marks=pytest.mark.deep("another regulariser"))]
+)
 def test_one_clients_word_about_its_step_size_ends_no_run(lr, steps, lam):
     server, clients = apart(ALGORITHMS["mocha"](lam=lam, outer=1))
     for _ in range(3):
@@ -603,7 +605,7 @@ def plain_model():
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
-@pytest.mark.parametrize("name", swept(set(ALGORITHMS) - {"local"}))
+@pytest.mark.parametrize("name", swept(set(ALGORITHMS) - {"local"}, ("fedavg", "apfl")))
 def test_one_dtype_of_an_upload_changes_nothing_for_others(name, dtype):
     """A wider dtype is converted, and another one refused, alone and in company."""
     for ids in ([0], ALL):

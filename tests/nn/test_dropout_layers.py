@@ -40,7 +40,10 @@ MODELS = {
         "transformer", (STEPS,), 3, vocabulary=VOCABULARY, width=8, heads=2, layers=1
     ),
 }
-EACH_MODEL = pytest.mark.parametrize("name", MODELS)
+SLOW = pytest.mark.deep("other layers of torch's own")
+EACH_MODEL = pytest.mark.parametrize(
+    "name", [m if m == "gru" else pytest.param(m, marks=SLOW) for m in MODELS]
+)
 
 
 def texts(dtype=torch.float32):

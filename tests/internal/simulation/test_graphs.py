@@ -95,17 +95,16 @@ def path(run):
     return run.header()["path"]
 
 
-ANOTHER_STEP = pytest.mark.deep("another kind of step")
-QUICK_STEPS = [("fedavg", tiny_model()), ("fedavg", convolved), ("apfl", dropped)]
+SLOW = pytest.mark.deep("a pretended GPU is slow")
 MORE_STEPS = [(name, tiny_model()) for name in DIFFERENT if name != "fedavg"]
-MORE_STEPS += [("fedrod", convolved), ("fedavg", dropped)]
+MORE_STEPS += [("fedrod", convolved), ("fedavg", dropped), ("apfl", dropped)]
 
 
 @pytest.mark.parametrize(
     "algorithm, model",
     [
-        *QUICK_STEPS,
-        *(pytest.param(*step, marks=ANOTHER_STEP) for step in MORE_STEPS),
+        ("fedavg", convolved),
+        *(pytest.param(*step, marks=SLOW) for step in MORE_STEPS),
     ],
 )
 def test_graphs_change_no_bit(gpu, algorithm, model):
@@ -118,6 +117,7 @@ def test_graphs_change_no_bit(gpu, algorithm, model):
     assert_same_state(got, want)
 
 
+@SLOW
 def test_augmentation_draws_anew_in_every_replay(gpu):
     """The samples are inputs of a graph."""
     options = {"training": Training(0.05, 5, 2, augment=("flip", "crop:1"))}
@@ -128,7 +128,7 @@ def test_augmentation_draws_anew_in_every_replay(gpu):
     assert_same_state(got, want)
 
 
-@pytest.mark.deep("all ways to train")
+@pytest.mark.long("all ways to train on a pretended GPU, which is slow")
 @pytest.mark.parametrize("algorithm", without_twins("train"))
 def test_graphs_of_every_way_to_train_change_no_bit(gpu, algorithm):
     got = play(algorithm, tiny_model(), gpu)
@@ -137,8 +137,8 @@ def test_graphs_of_every_way_to_train_change_no_bit(gpu, algorithm):
     assert_same_state(got, want)
 
 
+@SLOW
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
-@pytest.mark.deep("a pretended GPU is slow")
 def test_graphs_of_an_engine_change_no_bit(gpu, engine):
     got = play("fedavg", dropped, gpu, engine=engine)
     want = play("fedavg", dropped, gpu, engine=engine, graphs=False)
@@ -182,6 +182,7 @@ def test_a_frozen_random_number_is_found_before_round_1(gpu, monkeypatch):
     assert run.config.graphs.replays == 0
 
 
+@SLOW
 def test_frozen_weights_of_one_probe_client_are_found(gpu, monkeypatch):
     """The first replay of a probe with one client has other weights.
 
@@ -201,6 +202,7 @@ def test_frozen_weights_of_one_probe_client_are_found(gpu, monkeypatch):
     assert path(run)["graphs"].startswith("eager: captured, its ")
 
 
+@SLOW
 def test_a_model_that_copies_from_the_host_is_trained_without_graphs(gpu):
     run = play("fedavg", scaled(copied_from_host), gpu)
     want = play("fedavg", scaled(lambda x: 2.0), gpu, graphs=False)
@@ -236,6 +238,7 @@ def test_a_cpu_has_no_graphs():
     assert "graphs" not in path(run)
 
 
+@SLOW
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_clients_of_other_sizes_keep_their_graphs(gpu, engine):
     """The last client's later steps have other shapes, of larger and smaller inputs."""
@@ -248,6 +251,7 @@ def test_clients_of_other_sizes_keep_their_graphs(gpu, engine):
     assert_same_state(got, want)
 
 
+@SLOW
 def test_a_run_without_replays_does_not_say_captured(gpu, monkeypatch):
     monkeypatch.setattr(_graphs, "CAPTURE_AFTER_STEPS", 99)
     run = play("fedavg", tiny_model(), gpu)

@@ -92,6 +92,7 @@ def test_float64_judges_a_large_model_on_a_card(monkeypatch):
     assert [t.is_decisive for t in found] == [True, False]
 
 
+@pytest.mark.deep("a pretended GPU is slow")
 def test_a_model_of_fixed_dtype_is_judged_without_tf32():
     before = flags()
     with pretended_gpu() as gpu:
@@ -122,6 +123,7 @@ def test_an_engine_that_fails_in_the_models_dtype_is_not_taken():
     assert engine.kind == "loop" and "no batching rule" in engine.reason
 
 
+@pytest.mark.deep("a pretended GPU is slow")
 def test_a_wrong_gradient_is_refused_on_a_card_too(monkeypatch):
     """The gradient is wrong by a part that float32 would not show."""
     old = engines.gradients
