@@ -114,6 +114,8 @@ class Task:
         keeps: the trained states are needed again
         is_part: it is one of the runs that a method has for each target
         after_step: its models are also evaluated after a local step
+        cell: a digest of what the plan says of its method in its setting, equal for all
+            seeds and for every chosen point
         edges: options whose chosen value lies at an end of its grid, and which end
     """
 
@@ -129,6 +131,7 @@ class Task:
     keeps: bool = False
     is_part: bool = False
     after_step: bool = False
+    cell: str = ""
     edges: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -167,17 +170,6 @@ class Task:
         facts = to_json([what, self.roles, base, STREAM_VERSION])
         words = json.dumps(facts, sort_keys=True)
         return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
-
-    @property
-    def cell(self) -> str:
-        """A short digest of what is played of its method in its setting.
-
-        It holds the grid, and is equal for all seeds and for every chosen point.
-        """
-        options = replace(self.options, seed=0, data_seed=0)
-        first = replace(self, job=replace(self.job, options=options))
-        facts = json.dumps(to_json([first.digest, self.grid, self.after_step]))
-        return hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
     def at(self, point: Candidate, edges: Mapping[str, str] | None = None) -> Task:
         """The run at a point of its grid.
@@ -413,6 +405,7 @@ def tasks(
             keeps = not base and (method in bases or "vary" in m or "sizes" in m)
             grid = {} if base else plan["grid"]
             part = (cut, shape, roles, grids.get(method, m.get("grid", grid)))
+            cell = _cell(plan, own | options, parts, m, [hyper, part])
             for variant, seed in product(variants, seeds_of(plan["seeds"], seeds)):
                 training = {
                     **plan["training"],
@@ -435,6 +428,7 @@ def tasks(
                     base=of_base,
                     keeps=keeps,
                     after_step=m.get("after_step", False),
+                    cell=cell,
                 )
                 trained[method, variant, seed] = task
                 out.append(task)
@@ -448,6 +442,42 @@ def tasks(
 
         out.sort(key=place)
     return out
+
+
+# Options of a run that change no result.
+HARDWARE_OPTIONS = ("device", "engine", "workers")
+
+
+def _cell(
+    plan: Plan, own: Facts, parts: Facts, method: Facts, more: Sequence[Any]
+) -> str:
+    """The digest of what a plan says of a method in a setting.
+
+    It does not depend on defaults of options that the plan does not name. So a result
+    stays that of its plan when an option is added to the program.
+
+    Args:
+        own: the setting's options, and those that replace the plan's
+        parts: the other values of the setting
+        method: the method's part of the plan
+        more: values that were merged of several parts
+    """
+    options = {**plan["options"], **own}
+    names = ("algorithm", "training", "state_of", "rounds", "after_step")
+    facts = [
+        {
+            name: value
+            for name, value in options.items()
+            if name not in HARDWARE_OPTIONS
+        },
+        [plan["training"], parts["training"]],
+        {name: method[name] for name in names if name in method},
+        [plan[name] for name in ("by_seed", "widen", "search_targets")],
+        more,
+        STREAM_VERSION,
+    ]
+    words = json.dumps(to_json(facts), sort_keys=True)
+    return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
 
 def _method_options(method: Facts, of_setting: Facts) -> dict[str, Any]:
