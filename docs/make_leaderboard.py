@@ -217,12 +217,27 @@ def _lesson(
     return f"{line}."
 
 
+def grids(plan: Facts) -> str:
+    """A table of what is searched for each method, and where its values are from."""
+    body = []
+    for method, facts in plan["methods"].items():
+        texts = []
+        for name, values in facts["grid"].items():
+            key = name.removeprefix("training.")
+            texts.append(f"{key}: {', '.join(map(str, values))}")
+        cells = {"method": method, "algorithm": facts["algorithm"]}
+        cells |= {"searched": "; ".join(texts), "its own option": facts["source"]}
+        body.append(cells)
+    return "\n".join(of_cells(body))
+
+
 def pages(outcomes: Facts) -> dict[Path, dict[str, str]]:
     """The texts between the markers of each page, by the marker's name."""
     made: dict[str, str] = {}
     for name in PLANS:
         made[name] = tables(load(name), outcomes.get(name, {}))
     board = load("leaderboard")
+    made["grids"] = grids(board)
     said = lessons(board, outcomes.get("leaderboard", {}))
     return {DOCS / "leaderboard.md": made, DOCS / "choose.md": {"lessons": said}}
 
