@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -191,7 +192,17 @@ class Reproduction:
             for point in points_beyond(tuned, task.grid):
                 more = self.search(searched, grid_of(point))
                 tuned = add_trials(tuned, more.trials)
+        self._remove_states(task)
         return [t.at(tuned.best.candidate, tuned.edges) for t in group]
+
+    def _remove_states(self, task: Task) -> None:
+        """Removes the trained states of a search that is over; its scores stay."""
+        for path in self._search_folder(task).glob("**/state-*"):
+            shutil.rmtree(path)
+
+    def _search_folder(self, task: Task) -> Path:
+        """The folder of the search of a task's method in its setting."""
+        return self.folder / "tuning" / Path(*map(slug, filter(None, task.key)))
 
     def search(self, group: list[Task], grid: Grid) -> Tuned:
         """The trials of a grid, with the group's seeds.
@@ -226,7 +237,7 @@ class Reproduction:
             # now, so another one is trained.
             if t.base and t.roles:
                 states.append(self.states(t.base)[-1][3])
-        folder = self.folder / "tuning" / Path(*map(slug, filter(None, task.key)))
+        folder = self._search_folder(task)
         name = f"{task.setting}, {task.method}"
         if task.is_part:
             folder /= f"target{options.target}"

@@ -268,6 +268,8 @@ def test_a_choice_at_an_edge_is_widened_once_and_marked(tmp_path):
     assert "training.lr 0.01 (largest tried)" in (tmp_path / "table.md").read_text()
     again = play(plan, tmp_path, seeds=1, minutes=0).write_rows()
     assert again[0]["edges"] == row["edges"]
+    # Trained states are large, and a search that is over needs none.
+    assert not [*tmp_path.glob("**/state-*")]
 
 
 def test_candidates_of_several_targets_become_one_search():

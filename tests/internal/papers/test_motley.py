@@ -320,7 +320,9 @@ def test_hurt_is_against_the_same_run_of_the_baseline(tmp_path):
         for run, loss in zip(runs, (0.1, 0.9), strict=True):
             run.rounds[-1]["eval"]["loss"] = [loss] * 6
     ft = rows_of(SILO, made.runs)[1]
-    assert (ft["hurt"], ft["std"], ft["final_std"]) == pytest.approx((0, 0, 0.8 / 2**0.5))
+    assert (ft["hurt"], ft["std"], ft["final_std"]) == pytest.approx(
+        (0, 0, 0.8 / 2**0.5)
+    )
     pytest.importorskip("matplotlib")
     assert {p.name for p in tmp_path.glob("*.png")} == {
         "silo-boxes.png",
