@@ -7,6 +7,10 @@ They are made of bench/papers/outcomes.json, which holds the rows of the plans
 - `python docs/make_leaderboard.py FOLDER ...` first takes the rows from the folders of
   `pflcore reproduce`. A row takes the place of what the file has of its setting and
   method, so that parts may be played in folders of their own, on any machine.
+
+A row is shown where it is of the plan as it stands: its "cell" is a digest of what the
+plan says of the method in the setting. Other rows stay in the file until they are
+played anew.
 """
 
 from __future__ import annotations
@@ -14,13 +18,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.papers.plan import load
-from bench.papers.table import number
-from pflcore.lab.results.table import markdown_table
+from bench.papers.plan import load, tasks
+from bench.papers.table import number, of_cells, verdict_text, verdicts_of
+from pflcore.lab.results._verdicts import Verdict
 
 DOCS = Path(__file__).parent
 OUTCOMES = DOCS.parent / "bench" / "papers" / "outcomes.json"
@@ -28,51 +32,53 @@ PLANS = ("leaderboard", "resnet-cifar")
 KEYS = (
     "setting",
     "method",
+    "variant",
+    "cell",
+    "measure",
     "seeds",
+    "seed_numbers",
+    "by_seed",
     "rounds",
     "final",
     "final_std",
-    "by_val",
-    "by_val_std",
+    "after_step",
+    "after_step_std",
     "worst_decile",
     "hurt",
     "models_a_round",
     "mib",
     "training_seconds",
+    "edges",
     "stopped",
 )
-HEAD = (
-    "method",
-    "last round",
-    "round chosen on validation",
-    "worst decile",
-    "% hurt",
-    "models a round",
-    "MiB a client",
-    "seconds a round",
-    "chosen options",
-    "seeds",
-)
+DIGITS = 8  # behind the point, of the numbers that are kept
 Facts = Mapping[str, Any]
 Rows = Sequence[Facts]
 
 
 def outcome(row: Facts) -> dict[str, Any]:
-    """The facts of a row of result.json that the pages need, with few digits."""
+    """The facts of a row of result.json that the pages need."""
     kept: dict[str, Any] = {}
     for key in KEYS:
-        value = row[key]
-        kept[key] = round(value, 4) if isinstance(value, float) else value
+        kept[key] = _rounded(row[key])
     options = {**row["options"]}
     options |= {f"training.{name}": value for name, value in row["training"].items()}
     kept["chosen"] = {name: options[name] for name in row["tuned"]}
     return kept
 
 
-def take(folder: Path, outcomes: dict[str, Any]) -> None:
-    """Puts the results of a folder in the place of those of its plan and settings.
+def _rounded(value: Any) -> Any:
+    """The value with few digits, if it has numbers."""
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return round(value, DIGITS) if isinstance(value, float) else value
 
-    Raises ValueError for the result of another plan.
+
+def take(folder: Path, outcomes: dict[str, Any]) -> None:
+    """Puts the rows of a folder in the place of those that are there.
+
+    A row stays where it has more seeds than the one in the folder, and is of the plan
+    as it stands. Raises ValueError for the result of another plan.
     """
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     abouts = {load(name)["about"]: name for name in PLANS}
@@ -84,107 +90,145 @@ def take(folder: Path, outcomes: dict[str, Any]) -> None:
     of_plan = outcomes.setdefault(abouts[result["plan"]], {})
     played = {"date": result["date"], "machine": result["machine"]}
     for row in result["rows"]:
-        if not row["variant"]:
-            of_plan.setdefault(row["setting"], {})[row["method"]] = played | outcome(
-                row
-            )
+        if row["variant"]:
+            continue
+        rows = of_plan.setdefault(row["setting"], {})
+        there = rows.get(row["method"])
+        is_same = there is not None and there["cell"] == row["cell"]
+        if is_same and there["seeds"] > row["seeds"]:
+            continue
+        rows[row["method"]] = played | outcome(row)
+
+
+def cells_of(plan: Facts) -> dict[str, dict[str, str]]:
+    """The digests of a plan by setting and method, without what it leaves out."""
+    cells: dict[str, dict[str, str]] = {}
+    for task in tasks(plan, seeds=1):
+        cells.setdefault(task.setting, {})[task.method] = task.cell
+    return cells
+
+
+def rows_of_plan(plan: Facts, played: Facts) -> dict[str, dict[str, Facts]]:
+    """The rows by setting and method that are of the plan as it stands.
+
+    Each method of the plan has an entry, which is {} where it was not played.
+    """
+    rows: dict[str, dict[str, Facts]] = {}
+    for setting, cells in cells_of(plan).items():
+        rows[setting] = {}
+        for method, cell in cells.items():
+            row = played.get(setting, {}).get(method, {})
+            rows[setting][method] = row if row.get("cell") == cell else {}
+    return rows
 
 
 def tables(plan: Facts, played: Facts) -> str:
     """A table for each setting of a plan; a row that was not played is empty."""
     lines = []
-    for setting in plan["settings"]:
-        rows = played.get(setting, {})
-        body = [_cells(method, rows.get(method)) for method in plan["methods"]]
-        runs = sum(row["seeds"] for row in rows.values())
-        planned = len(plan["methods"]) * len(plan["seeds"])
-        columns = [i for i in range(len(HEAD)) if i == 0 or any(row[i] for row in body)]
+    for setting, of_setting in rows_of_plan(plan, played).items():
+        rows = [row for row in of_setting.values() if row]
+        verdicts = verdicts_of(plan, rows)
+        body = []
+        for method, row in of_setting.items():
+            work = plan["methods"][method].get("work")
+            body.append(_cells(plan, method, work, row, verdicts.get(method)))
+        runs = sum(row["seeds"] for row in rows)
+        planned = len(of_setting) * len(plan["seeds"])
         lines += [f"**{setting}**: {runs} of {planned} runs are played.", ""]
+        left_out = plan["settings"][setting].get("leaves_out", {})
+        for reason in dict.fromkeys(left_out.values()):
+            names = [name for name, other in left_out.items() if other == reason]
+            lines += [f"Left out: {', '.join(names)}; {reason}.", ""]
         if not rows:
             continue
-        shown = [[row[i] for i in columns] for row in [HEAD, *body]]
-        where = {f"{row['date']}, {row['machine']}": None for row in rows.values()}
-        lines += [*markdown_table(shown), "", f"{'; '.join(where)}.", ""]
+        lines += [*of_cells(body), ""]
+        where = {f"{row['date']}, {row['machine']}": None for row in rows}
+        lines += [f"{'; '.join(where)}.", ""]
     return "\n".join(lines)
 
 
-def _cells(method: str, row: Facts | None) -> list[str]:
-    """The cells of a method, empty where it was not played."""
-    if row is None:
-        return [method, *[""] * (len(HEAD) - 1)]
-    if row["stopped"]:
-        return [method, row["stopped"], *[""] * (len(HEAD) - 2)]
-    chosen = ", ".join(f"{name} {value}" for name, value in row["chosen"].items())
-    by_val = number(row["by_val"], row["by_val_std"])
-    return [
-        method,
-        number(row["final"], row["final_std"]),
-        "" if by_val == "-" else by_val,
-        number(row["worst_decile"]),
-        number(row["hurt"], digits=1),
-        number(row["models_a_round"]),
-        number(row["mib"], digits=1),
-        number(row["training_seconds"]),
-        chosen.replace("training.", ""),
-        str(row["seeds"]),
-    ]
+def _cells(
+    plan: Facts, method: str, work: float | None, row: Facts, verdict: Verdict | None
+) -> dict[str, str]:
+    """The cells of a method by column, empty where it was not played."""
+    cells = {"method": method}
+    stopped = row.get("stopped")
+    is_loss = row.get("measure", "accuracy") != "accuracy"
+    digits = 5 if is_loss else 2
+
+    def value(key: str, places: int = 2) -> str:
+        text = number(row.get(key), row.get(f"{key}_std"), places)
+        return "" if text == "-" else text
+
+    cells["last round"] = stopped or value("final", digits)
+    against = plan["baseline"]
+    if against:
+        text = "" if method == against else verdict_text(verdict, digits)
+        cells[f"against {against}"] = text
+    cells["after a local step"] = value("after_step", digits)
+    cells["worst decile"] = value("worst_decile", digits)
+    cells["% hurt"] = value("hurt", 1)
+    cells["work"] = f"{work:g}" if work and row else ""
+    cells["models a round"] = value("models_a_round")
+    cells["MiB a client"] = value("mib", 1)
+    cells["seconds a round"] = value("training_seconds")
+    cells["chosen options"] = _chosen(row)
+    cells["seeds"] = str(row.get("seeds", ""))
+    return cells
+
+
+def _chosen(row: Facts) -> str:
+    """The chosen options, of which a star marks those at an end of the grid."""
+    texts = []
+    for name, value in row.get("chosen", {}).items():
+        star = "*" if name in row["edges"] else ""
+        texts.append(f"{name} {value}{star}")
+    return ", ".join(texts).replace("training.", "")
 
 
 def lessons(plan: Facts, played: Facts) -> str:
-    """What the numbers say of each setting, beyond their deviations.
-
-    Two methods differ where their means differ by more than the sum of their
-    deviations over the seeds. Of a method with a single seed nothing is said.
-    """
+    """The verdicts of each setting, as far as methods have runs of all seeds."""
     lines = []
-    for setting in plan["settings"]:
-        rows = []
-        for method in plan["methods"]:
-            row = played.get(setting, {}).get(method)
-            is_played = row is not None and row["seeds"] > 1 and not row["stopped"]
-            if is_played and row["by_val"] is not None:
-                rows.append(row)
-        lines += _lesson(setting, rows)
+    for setting, of_setting in rows_of_plan(plan, played).items():
+        rows = [row for row in of_setting.values() if row]
+        verdicts = verdicts_of(plan, rows)
+        if verdicts:
+            lines.append(_lesson(setting, plan["baseline"], verdicts, rows))
     if not lines:
-        return "No setting is played with two seeds yet, so nothing is said here."
+        return "No setting is played with all seeds yet, so nothing is said here."
     return "\n".join(lines)
 
 
-def _lesson(setting: str, rows: Rows) -> Iterator[str]:
-    """One line on a setting, where Local and another method are played."""
-    local = next((row for row in rows if row["method"] == "Local"), None)
-    others = [row for row in rows if row["hurt"] is not None]
-    if local is None or not others:
-        return
-    first = max(rows, key=lambda row: row["by_val"])
-    near = [row for row in rows if row is not first and not _differ(row, first)]
-    ahead = [row for row in rows if _differ(row, local) and _is_above(row, local)]
-    behind = [row for row in rows if _differ(row, local) and _is_above(local, row)]
-    fewest = min(row["hurt"] for row in others)
-    spared = [row for row in others if row["hurt"] == fewest]
-    value = number(first["by_val"], first["by_val_std"])
-    yield (
-        f"- **{setting}** ({len(rows)} of the methods): {first['method']} is first "
-        f"with {value} %; no different from it: {_names(near)}. Ahead of Local: "
-        f"{_names(ahead)}. Behind Local: {_names(behind)}. Fewest clients are hurt by "
-        f"{_names(spared)}: {fewest:.1f} %."
-    )
+def _lesson(
+    setting: str, baseline: str, verdicts: Mapping[str, Verdict], rows: Rows
+) -> str:
+    """One line on a setting."""
+    names: dict[str, list[str]] = {"better": [], "worse": [], "no difference shown": []}
+    for method, verdict in verdicts.items():
+        names[verdict.word].append(method)
+    parts = [f"{word}: {', '.join(some) or 'none'}" for word, some in names.items()]
+    line = f"- **{setting}**, {len(verdicts)} methods against {baseline}: "
+    line += "; ".join(parts)
+    compared = [row for row in rows if row["hurt"] is not None]
+    if compared:
+        fewest = min(row["hurt"] for row in compared)
+        spared = [row["method"] for row in compared if row["hurt"] == fewest]
+        line += f". Fewest clients are hurt by {', '.join(spared)}: {fewest:.1f} %"
+    return f"{line}."
 
 
-def _differ(a: Facts, b: Facts) -> bool:
-    """True where the means differ by more than the sum of the deviations."""
-    gap = abs(a["by_val"] - b["by_val"])
-    return bool(gap > a["by_val_std"] + b["by_val_std"])
-
-
-def _is_above(a: Facts, b: Facts) -> bool:
-    """True where the first mean is the larger one."""
-    return bool(a["by_val"] > b["by_val"])
-
-
-def _names(rows: Rows) -> str:
-    """The methods' names, or "none"."""
-    return ", ".join(row["method"] for row in rows) or "none"
+def grids(plan: Facts) -> str:
+    """A table of what is searched for each method, and where its values are from."""
+    body = []
+    for method, facts in plan["methods"].items():
+        texts = []
+        for name, values in facts["grid"].items():
+            key = name.removeprefix("training.")
+            texts.append(f"{key}: {', '.join(map(str, values))}")
+        cells = {"method": method, "algorithm": facts["algorithm"]}
+        cells |= {"searched": "; ".join(texts), "its own option": facts["source"]}
+        body.append(cells)
+    return "\n".join(of_cells(body))
 
 
 def pages(outcomes: Facts) -> dict[Path, dict[str, str]]:
@@ -193,6 +237,7 @@ def pages(outcomes: Facts) -> dict[Path, dict[str, str]]:
     for name in PLANS:
         made[name] = tables(load(name), outcomes.get(name, {}))
     board = load("leaderboard")
+    made["grids"] = grids(board)
     said = lessons(board, outcomes.get("leaderboard", {}))
     return {DOCS / "leaderboard.md": made, DOCS / "choose.md": {"lessons": said}}
 

@@ -5,9 +5,10 @@ client counts once, however many samples it has (Motley, section 4). NaN stands 
 client without a value, for instance without test samples. It is left out, and the
 result is NaN where nothing is left; it is never an error. An infinite value, such as a
 loss that diverged, stays in, and makes means and deviations infinite. Standard
-deviations are the population's (ddof = 0), as in both papers, so a single client gives
-0. Means are taken in float64. A result has the unit of the values: fractions and
-accuracies are in [0, 1]. Only functions that say "percent" return percents.
+deviations over clients are the population's (ddof = 0), as in both papers, so a single
+client gives 0. Those over seeds are a sample's (ddof = 1). Means are taken in float64.
+A result has the unit of the values: fractions and accuracies are in [0, 1]. Only
+functions that say "percent" return percents.
 
 Symbols: N clients in a vector, of which n have a value v_i that is not NaN; S clients
 of a cohort. In metrics of one client: n of its samples, B of a batch's samples, C
@@ -110,6 +111,17 @@ def std(values: Vector) -> float:
     if not len(present):
         return math.nan
     return present.std(correction=0).item()
+
+
+def std_over_seeds(values: Vector) -> float:
+    """Sample standard deviation over seeds (ddof = 1).
+
+    It is NaN for a single seed, and infinite where a value is infinite.
+    """
+    present = _present_values(values)
+    if present.isinf().any():
+        return math.inf
+    return present.std(correction=1).item() if len(present) > 1 else math.nan
 
 
 def weighted_mean(values: Vector, weight: Vector) -> float:

@@ -336,6 +336,18 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path):
     assert scores(search(alg, KNN, 1, folder=b)) == scores(search(alg, KNN, 1))
 
 
+def test_an_interrupted_candidate_is_played_anew(tmp_path, monkeypatch):
+    grid = {"training.lr": [0.05, 0.1]}
+    whole = search("fedavg", grid, 3)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FedAvg, "train", fails(FedAvg.train, 5, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            search("fedavg", grid, 3, folder=tmp_path)
+
+    assert scores(search("fedavg", grid, 3, folder=tmp_path)) == scores(whole)
+
+
 def test_results_of_other_searches_are_not_used_again(tmp_path):
     def net(act="ReLU", seed=0):
         return Net(lambda: layers(f"Linear 4 5, {act}, Linear 5 3"), seed=seed)

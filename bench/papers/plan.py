@@ -10,6 +10,8 @@ A plan has the following keys.
 - `settings`: For each name of a setting, its own values of:
   - options, "training", "model_options" and "partition_options".
   - "method_options": For each method, options that it has in this setting.
+  - "grids": For each method, the grid that it has in this setting.
+  - "leaves_out": For each method that is not played in this setting, the reason.
   - "protocol": How samples or clients are held out, as in Motley. It is
     {"kind": "cross-silo", "val", "test"}, with a split for each seed, or
     {"kind": "cross-device", "train", "val", "test", "seed"}. Without a protocol every
@@ -24,6 +26,11 @@ A plan has the following keys.
   - "state_of": Another method, whose trained states are evaluated in this method's
     way. Nothing is trained.
   - "before": The method against which the share of hurt clients is counted.
+  - "after_step": True for a method that is evaluated with what the server sends. Its
+    models are also evaluated after a local step, which is the training of a round.
+  - "work": The operations of a client's round, times those of FedAvg, as
+    `bench.papers.costs` counts them.
+  - "source": Where the values of its grid are from.
   - "rounds": The rounds, where they are not the options'. With 0 the fresh state is
     evaluated.
   - "looks_ahead": True for a method that gets no row of its own under
@@ -36,9 +43,13 @@ A plan has the following keys.
 - `checks`: What else must come out: {"tolerance", "hurt" and "largest": {method:
   [percent, within]}, "below" and "above": {method: [others, in every run]}}.
 - `grid`: The grid of each method that has none itself.
-- `by_seed`: True where the runs of each seed are a pass of their own. All settings and
-  methods are played with the first seed before the second one, each seed cuts the data
-  anew, and grids are searched with the first seed alone.
+- `widen`: True where a grid is widened once, if the choice lies at its edge: see
+  `bench.papers.search`.
+- `by_seed`: True where the runs of each seed are a pass of their own. In each setting
+  all methods are played with the first seed before the second one, each seed cuts the
+  data anew, and grids are searched with the first seed alone.
+- `baseline`: The method with which the others are compared, see
+  `bench.papers.table.verdicts_of`.
 - `search_targets`: The clients for which a method with a target is run in the search of
   its grid, where the target is "all". Without them it is run for each client.
 - `against`: An option against which results are drawn.
@@ -57,7 +68,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -102,6 +113,10 @@ class Task:
         base: the task whose trained states are evaluated; None: the run trains
         keeps: the trained states are needed again
         is_part: it is one of the runs that a method has for each target
+        after_step: its models are also evaluated after a local step
+        cell: a digest of what the plan says of its method in its setting, equal for all
+            seeds and for every chosen point
+        edges: options whose chosen value lies at an end of its grid, and which end
     """
 
     method: str
@@ -115,6 +130,9 @@ class Task:
     base: Task | None = None
     keeps: bool = False
     is_part: bool = False
+    after_step: bool = False
+    cell: str = ""
+    edges: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def options(self) -> Options:
@@ -153,14 +171,18 @@ class Task:
         words = json.dumps(facts, sort_keys=True)
         return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
-    def at(self, point: Candidate) -> Task:
-        """The run at a point of its grid."""
+    def at(self, point: Candidate, edges: Mapping[str, str] | None = None) -> Task:
+        """The run at a point of its grid.
+
+        Args:
+            edges: the options of the point that lie at an end of the grid
+        """
         options = dict(self.job.algorithm_options)
         for name, value in point.options.items():
             if not name.startswith("training."):
                 options[name] = value
         job = replace(self.job, training=point.training, algorithm_options=options)
-        return replace(self, job=job, grid={})
+        return replace(self, job=job, grid={}, edges=edges or {})
 
     def protocol(self) -> StudyProtocol:
         """Its data, and the clients that train, choose and are reported."""
@@ -232,6 +254,10 @@ def complete(plan: Plan) -> Facts:
     seeds = plan["seeds"]
     fits = isinstance(seeds, list | tuple) and all(type(seed) is int for seed in seeds)
     require(fits and seeds, "seeds", "a list of whole numbers, at least one", seeds)
+    words = "the name of a method of the plan"
+    baseline = plan["baseline"]
+    fits = baseline is None or baseline in plan["methods"]
+    require(fits, "baseline", words, baseline)
     for key in ("methods", "settings"):
         names = [*plan[key]]
         words = "names that differ as files' names"
@@ -259,7 +285,8 @@ def _check_methods(methods: Mapping[str, Facts]) -> None:
 
 def _check_setting(name: str, setting: Facts, methods: Iterable[str]) -> None:
     """Raises ValueError where a setting names other methods, or no known protocol."""
-    _known(f"method_options of {name!r}", setting.get("method_options", {}), methods)
+    for key in ("method_options", "grids", "leaves_out"):
+        _known(f"{key} of {name!r}", setting.get(key, {}), methods)
     roles = setting.get("protocol")
     if roles is None:
         return
@@ -343,7 +370,7 @@ def tasks(
     equal_compute: bool = False,
     **options: Any,
 ) -> list[Task]:
-    """The runs of a plan, setting by setting, or seed by seed as the plan says.
+    """The runs of a plan, setting by setting; within one seed by seed if it says so.
 
     Raises ValueError for a wrong name or option of any run.
 
@@ -359,10 +386,13 @@ def tasks(
         cut = parts["partition_options"]
         roles = parts["protocol"]
         theirs = parts["method_options"]
+        grids = parts["grids"]
         asked = Options(**{**plan["options"], **own, **options})
         shape = {**plan["model_options"], **parts["model_options"]}
         trained: dict[tuple[str, str, int], Task] = {}
         for method in wanted:
+            if method in parts["leaves_out"]:
+                continue
             m = plan["methods"][method]
             base = m.get("state_of")
             rounds = plan["methods"][base or method].get("rounds", asked.rounds)
@@ -374,7 +404,8 @@ def tasks(
             hyper = _method_options(m, theirs.get(method, {}))
             keeps = not base and (method in bases or "vary" in m or "sizes" in m)
             grid = {} if base else plan["grid"]
-            part = (cut, shape, roles, m.get("grid", grid))
+            part = (cut, shape, roles, grids.get(method, m.get("grid", grid)))
+            cell = _cell(plan, own | options, parts, m, [hyper, part])
             for variant, seed in product(variants, seeds_of(plan["seeds"], seeds)):
                 training = {
                     **plan["training"],
@@ -389,14 +420,64 @@ def tasks(
                 same_base = trained.get((base, "", seed))
                 of_base = trained.get((base, variant, seed), same_base)
                 task = Task(
-                    method, setting, variant, job, *part, base=of_base, keeps=keeps
+                    method,
+                    setting,
+                    variant,
+                    job,
+                    *part,
+                    base=of_base,
+                    keeps=keeps,
+                    after_step=m.get("after_step", False),
+                    cell=cell,
                 )
                 trained[method, variant, seed] = task
                 out.append(task)
     if plan["by_seed"]:
-        order = seeds_of(plan["seeds"], seeds)
-        out.sort(key=lambda task: order.index(task.options.seed))
+        seed_order = seeds_of(plan["seeds"], seeds)
+        setting_order = [*plan["settings"]]
+
+        def place(task: Task) -> tuple[int, int]:
+            of_seed = seed_order.index(task.options.seed)
+            return setting_order.index(task.setting), of_seed
+
+        out.sort(key=place)
     return out
+
+
+# Options of a run that change no result.
+HARDWARE_OPTIONS = ("device", "engine", "workers")
+
+
+def _cell(
+    plan: Plan, own: Facts, parts: Facts, method: Facts, more: Sequence[Any]
+) -> str:
+    """The digest of what a plan says of a method in a setting.
+
+    It does not depend on defaults of options that the plan does not name. So a result
+    stays that of its plan when an option is added to the program.
+
+    Args:
+        own: the setting's options, and those that replace the plan's
+        parts: the other values of the setting
+        method: the method's part of the plan
+        more: values that were merged of several parts
+    """
+    options = {**plan["options"], **own}
+    names = ("algorithm", "training", "state_of", "rounds", "after_step")
+    facts = [
+        {
+            name: value
+            for name, value in options.items()
+            if name not in HARDWARE_OPTIONS
+        },
+        [plan["training"], parts["training"]],
+        {name: method[name] for name in names if name in method},
+        [plan[name] for name in ("by_seed", "widen", "search_targets")],
+        more,
+        STREAM_VERSION,
+    ]
+    words = json.dumps(to_json(facts), sort_keys=True)
+    return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
 
 def _method_options(method: Facts, of_setting: Facts) -> dict[str, Any]:

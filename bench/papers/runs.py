@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from bench.papers import table
 from bench.papers.plan import Plan, Task, slug
+from bench.papers.search import add_trials, grid_of, merge_trials, points_beyond
 from bench.papers.table import Key, Row
 from bench.problem import Facts
 from bench.table import clock, processor
@@ -24,7 +26,8 @@ from pflcore.algorithms._clusters import Ensemble, HypCluster, loss_per_model
 from pflcore.data._protocols import StudyProtocol, with_validation
 from pflcore.lab.cli._experiment import make_algorithm, make_model, make_net
 from pflcore.lab.results._progress import Progress
-from pflcore.lab.tuning import Tuned
+from pflcore.lab.tuning import Grid, Tuned
+from pflcore.simulation._evaluate import personalized_models
 from pflcore.simulation._files import atomic_write, remove_part_files, write_text
 from pflcore.simulation._history import RunEnd
 from pflcore.simulation._per_target import merge_records
@@ -41,6 +44,7 @@ class Reproduction:
     Attributes:
         runs: the runs that are there, by setting, method and variant, one for each seed
         tasks: their tasks, with the values that a grid chose
+        cells: the digests of what is played, by setting, method and variant
         skipped: setting, method and variant of runs for which there was no time
 
     Args:
@@ -59,6 +63,7 @@ class Reproduction:
         self.progress = progress
         self.runs: dict[Key, list[History]] = {}
         self.tasks: dict[Key, list[Task]] = {}
+        self.cells: dict[Key, str] = {}
         self.skipped: dict[Key, None] = {}  # in the order of the plan
         self.ends = math.inf if minutes is None else time.monotonic() + 60 * minutes
         self.setting = ""
@@ -74,6 +79,7 @@ class Reproduction:
         by_key: dict[Key, list[Task]] = {}
         for task in todo:
             by_key.setdefault(task.key, []).append(task)
+            self.cells[task.key] = task.cell
         rows: list[Facts] = []
         for key, group in groupby(todo, lambda task: task.key):
             try:
@@ -117,6 +123,9 @@ class Reproduction:
             text = table.table_of_groups(self.plan, rows)
         else:
             rows = table.rows_of(self.plan, self.runs)
+            for row in rows:
+                key = (row["setting"], row["method"], row["variant"])
+                row["cell"] = self.cells[key]
             text = table.table(self.plan, rows)
         checks = [*table.verdicts(self.plan, rows)]
         write(self.folder, self.plan, rows, text, checks)
@@ -178,22 +187,40 @@ class Reproduction:
         if self.is_over and not any((self.folder / t.path).exists() for t in group):
             raise _NoTimeError
         searched = group[:1] if self.plan["by_seed"] else group
-        if not task.job.for_each:
-            tuned = self.search(searched)
-            return [t.at(tuned.best.candidate) for t in group]
-        scores = []
-        targets = self.plan["search_targets"] or range(self.protocol(task).data.n)
-        for target in targets:
-            tuned = self.search([t.with_target(target) for t in searched])
-            scores.append(torch.tensor([trial.score for trial in tuned.trials]))
-        best = int(torch.stack(scores).mean(0).argmax())
-        return [t.at(tuned.trials[best].candidate) for t in group]
+        tuned = self.search(searched, task.grid)
+        if self.plan["widen"]:
+            for point in points_beyond(tuned, task.grid):
+                more = self.search(searched, grid_of(point))
+                tuned = add_trials(tuned, more.trials)
+        self._remove_states(task)
+        return [t.at(tuned.best.candidate, tuned.edges) for t in group]
 
-    def search(self, group: list[Task]) -> Tuned:
-        """The trials of a method's grid, with the group's seeds.
+    def _remove_states(self, task: Task) -> None:
+        """Removes the trained states of a search that is over; its scores stay."""
+        for path in self._search_folder(task).glob("**/state-*"):
+            shutil.rmtree(path)
 
-        Raises _NoTimeError after a trial when the time is over.
+    def _search_folder(self, task: Task) -> Path:
+        """The folder of the search of a task's method in its setting."""
+        return self.folder / "tuning" / Path(*map(slug, filter(None, task.key)))
+
+    def search(self, group: list[Task], grid: Grid) -> Tuned:
+        """The trials of a grid, with the group's seeds.
+
+        A method with a target is searched with several targets. Raises _NoTimeError
+        after a trial when the time is over.
         """
+        if not group[0].job.for_each:
+            return self._search_once(group, grid)
+        n = self.protocol(group[0]).data.n
+        searches = []
+        for target in self.plan["search_targets"] or range(n):
+            of_target = [task.with_target(target) for task in group]
+            searches.append(self._search_once(of_target, grid))
+        return merge_trials(searches)
+
+    def _search_once(self, group: list[Task], grid: Grid) -> Tuned:
+        """The trials of a grid, of a method that is run once for each seed."""
         task = group[0]
         options = task.options
         protocols = []
@@ -210,7 +237,7 @@ class Reproduction:
             # now, so another one is trained.
             if t.base and t.roles:
                 states.append(self.states(t.base)[-1][3])
-        folder = self.folder / "tuning" / Path(*map(slug, filter(None, task.key)))
+        folder = self._search_folder(task)
         name = f"{task.setting}, {task.method}"
         if task.is_part:
             folder /= f"target{options.target}"
@@ -228,7 +255,7 @@ class Reproduction:
             nets,
             make_algorithm(job.algorithm, job.algorithm_options, options.target),
             job.training,
-            task.grid,
+            grid,
             options.rounds,
             states=states or None,
             participation=options.participation,
@@ -313,6 +340,7 @@ class Reproduction:
             "model_options": task.shape,
             "takes_part": len(protocol.train_clients),
             "rounds": task.options.rounds,
+            "edges": dict(task.edges),
         }
         truth = protocol.data.truth
         if self.plan["groups"] and "group" in truth:
@@ -364,7 +392,8 @@ class _RoundKeeper:
 
     What it adds are clusters: the model that a client picks, where the algorithm has
     several. And "val", the clients' results on validation samples that no client trains
-    on, where the task holds such samples out.
+    on, where the task holds such samples out. And "after_step", the clients' results
+    after a local step.
     """
 
     def __init__(
@@ -373,7 +402,10 @@ class _RoundKeeper:
         self.simulation = simulation
         self.protocol = protocol
         self.keeps = task.keeps  # whether the states are needed again
-        self.has_val = task.options.val > 0
+        holds_out = task.options.val > 0
+        has_val = not task.roles and "val" in protocol.data.index
+        self.has_val = holds_out or has_val
+        self.after_step = task.after_step
         self.states: list[Kept] = []
         self.down = 0  # bytes since the last state that was kept
         self.up = 0
@@ -394,6 +426,11 @@ class _RoundKeeper:
         if self.has_val:
             values = simulation.evaluate("val")
             line["eval"]["val"] = values.get("accuracy", values["loss"]).tolist()
+        if self.after_step:
+            config = simulation.config
+            ids = self.protocol.report_clients
+            stepped = results_after_step(config, simulation.state, ids)
+            line["eval"]["after_step"] = stepped.tolist()
         if self.keeps:
             self.states.append((round, self.down, self.up, simulation.state))
             self.down = 0
@@ -407,6 +444,22 @@ def picks(config: RunConfig, state: State, clients: Tensor) -> Tensor:
     """
     some = Clients(config, clients, max(1, state.round), state.buffers[clients])
     return loss_per_model(state.server["x"], state.server["b"], some).argmin(1)
+
+
+def results_after_step(config: RunConfig, state: State, ids: Tensor) -> Tensor:
+    """Test results [N] of the clients `ids` after a local step; NaN for the others.
+
+    A client trains the model that it is evaluated with, as it trains in a round but by
+    the run's loss alone. The results are accuracies, or losses without classes.
+    """
+    size = config.data.size("test")
+    ids = ids[size[ids] > 0]
+    model, clients = personalized_models(config, state, ids)
+    fit = clients.fit(model["w"], stream="after step")
+    loss, accuracy = clients.after(fit).evaluate({"w": fit.w}, "test")
+    values = loss if accuracy is None else accuracy
+    everybody = torch.full((config.data.n,), math.nan, dtype=torch.float64)
+    return everybody.index_copy(0, ids, values.double().cpu())
 
 
 def later(simulation: Simulation, states: Sequence[Kept], on_round: OnRound) -> History:

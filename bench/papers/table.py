@@ -16,6 +16,7 @@ from bench.papers.plan import Plan
 from bench.problem import Facts
 from pflcore import History, metrics
 from pflcore.lab.results._notes import describe_incidents, describe_outliers
+from pflcore.lab.results._verdicts import Verdict, compare_with_baseline
 from pflcore.lab.results.table import markdown_table
 
 Key = tuple[str, str, str]  # setting, method, variant
@@ -24,6 +25,7 @@ Row = Mapping[str, Any]
 # Columns, the keys of a row that they show, and decimals if not those of the measure.
 NUMBERS = """\
 by validation | by_val |
+after a local step | after_step |
 std | std |
 worst decile | worst_decile |
 paper | paper |
@@ -88,10 +90,12 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
             "paper_std": paper_std,
             "expected": plan["expected"].get(setting, {}).get(method),
             "seeds": len(group),
+            "seed_numbers": [run.header["seed"] for run in group],
+            "edges": header.get("edges", {}),
             "played": [run.rounds_played for run in group],
             "evaluations": len(group[0].evaluations),
             "epochs": header["training"]["epochs"],
-            "tuned": [*plan["methods"][method].get("grid", plan["grid"])],
+            "tuned": [*_grid_of(plan, setting, method)],
             **_costs(group, played),
             "to_goal": _to_goal(runs, setting, group, metric),
             "held_out": group[0].held_out,
@@ -101,6 +105,14 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
         }
         rows.append(row)
     return rows
+
+
+def _grid_of(plan: Plan, setting: str, method: str) -> Mapping[str, Any]:
+    """The grid of a method in a setting."""
+    of_method = plan["methods"][method].get("grid", plan["grid"])
+    grids = plan["settings"][setting].get("grids", {})
+    grid: Mapping[str, Any] = grids.get(method, of_method)
+    return grid
 
 
 def _related(
@@ -154,14 +166,19 @@ def _scores(
         mean[name] = metrics.mean([of_seed.get(name) for of_seed in summaries])
     has_seeds = len(group) > 1
     by_val = [scale * value for run in group for value in _by_val(run, metric)]
+    stepped = [scale * value for run in group for value in _after_step(run)]
     return {
         "best": metrics.mean(best),
-        "best_std": metrics.std(best) if has_seeds else None,
+        "best_std": metrics.std_over_seeds(best) if has_seeds else None,
         "final": mean["mean"] * scale,
-        "final_std": metrics.std(final) if has_seeds else None,
+        "final_std": metrics.std_over_seeds(final) if has_seeds else None,
         "by_seed": final,
         "by_val": metrics.mean(by_val) if by_val else None,
-        "by_val_std": metrics.std(by_val) if by_val and has_seeds else None,
+        "by_val_std": metrics.std_over_seeds(by_val) if by_val and has_seeds else None,
+        "after_step": metrics.mean(stepped) if stepped else None,
+        "after_step_std": (
+            metrics.std_over_seeds(stepped) if stepped and has_seeds else None
+        ),
         "std": mean["std"] * scale,
         "worst_decile": mean["worst_decile"] * scale,
         "hurt": mean.get("hurt"),
@@ -180,6 +197,57 @@ def _by_val(run: History, metric: str) -> list[float]:
     val = [metrics.mean(values) for values in run.series("val")[1]]
     best = metrics.best(val, higher_is_better).at
     return [metrics.mean(run.series(metric)[1][best])]
+
+
+def _after_step(run: History) -> list[float]:
+    """The mean after a local step, as a list of one number; empty without it."""
+    if "after_step" not in run.last_evaluation:
+        return []
+    return [metrics.mean(run.last_values("after_step"))]
+
+
+def verdicts_of(plan: Plan, rows: Sequence[Row]) -> dict[str, Verdict]:
+    """The verdict on each method of a setting against the plan's baseline.
+
+    It is that of `pflcore report --baseline`: a paired t test over the seeds at the
+    last evaluation, corrected by Holm for all methods that are compared. Methods
+    without runs of all seeds of the plan are left out.
+
+    Args:
+        rows: The setting's rows.
+    """
+    whole = {}
+    for row in rows:
+        if row["seeds"] == len(plan["seeds"]) and not row["variant"]:
+            whole[row["method"]] = row
+    baseline = whole.pop(plan["baseline"], None)
+    if baseline is None:
+        return {}
+    of_baseline = _number_by_seed(baseline)
+    differences: dict[str, list[float]] = {}
+    for method, row in whole.items():
+        differences[method] = []
+        for seed, value in _number_by_seed(row).items():
+            difference = value - of_baseline.get(seed, math.nan)
+            differences[method].append(difference)
+    higher_is_better = baseline["measure"] == "accuracy"
+    return compare_with_baseline(differences, higher_is_better)
+
+
+def _number_by_seed(row: Row) -> dict[int, float]:
+    """A row's mean over clients of each seed, infinite where it was stopped."""
+    by_seed = dict(zip(row["seed_numbers"], row["by_seed"], strict=True))
+    if row["stopped"]:
+        return dict.fromkeys(by_seed, math.inf)
+    return by_seed
+
+
+def verdict_text(verdict: Verdict | None, digits: int = 2) -> str:
+    """A verdict with its interval; "" for none."""
+    if verdict is None:
+        return ""
+    low, high = (f"{end:+.{digits}f}" for end in (verdict.low, verdict.high))
+    return f"{verdict.word}: {verdict.difference:+.{digits}f} ({low} to {high})"
 
 
 def _largest_cluster(group: Sequence[History]) -> float | None:
@@ -347,10 +415,16 @@ def table(plan: Plan, rows: Sequence[Row]) -> str:
         select = several and not protocol and some["by_val"] is None
         selects |= select
         variants = dict.fromkeys(r["variant"] for r in of_setting)
+        compared = verdicts_of(plan, of_setting)
         body = []
         for _, of_method in groupby(of_setting, lambda r: r["method"]):
             by_variant = {r["variant"]: r for r in of_method}
-            body.append(_cells(by_variant, variants, is_accuracy, select))
+            cells = _cells(by_variant, variants, is_accuracy, select)
+            if plan["baseline"]:
+                verdict = compared.get(cells["method"])
+                text = verdict_text(verdict, 2 if is_accuracy else 5)
+                cells[f"against {plan['baseline']}"] = text
+            body.append(cells)
         # The deviation over clients is NaN for one client.
         one_client = math.isnan(some["std"])
         whose = "of the target alone" if one_client else "mean over clients"
@@ -452,7 +526,12 @@ def _tuned_notes(row: Row) -> list[str]:
     chosen = dict(row["options"])
     for name, value in row["training"].items():
         chosen[f"training.{name}"] = value
-    return [f"{name} {chosen.get(name)}" for name in row["tuned"]]
+    notes = []
+    for name in row["tuned"]:
+        end = row["edges"].get(name)
+        mark = f" ({end} tried)" if end else ""
+        notes.append(f"{name} {chosen.get(name)}{mark}")
+    return notes
 
 
 def number(x: float | None, std: float | None = None, digits: int = 2) -> str:
@@ -471,7 +550,7 @@ def rows_of_groups(plan: Plan, runs: Runs) -> list[Facts]:
 
     WAFFLe is that of Hao et al. 2020.
 
-    "ours" has means over runs in percent, and "std" their deviations (ddof = 0).
+    "ours" has means over runs in percent, and "std" their deviations (ddof = 1).
     """
     rows = []
     for (setting, method, variant), group in runs.items():
@@ -488,7 +567,10 @@ def rows_of_groups(plan: Plan, runs: Runs) -> list[Facts]:
             "seeds": len(group),
             **{k: header[k] for k in ("data", "rounds", "options", "parameters")},
             "ours": {name: metrics.mean(numbers) for name, numbers in values.items()},
-            "std": {name: metrics.std(numbers) for name, numbers in values.items()},
+            "std": {
+                name: metrics.std_over_seeds(numbers)
+                for name, numbers in values.items()
+            },
             "paper": plan["reported"].get(setting, {}).get(method),
             "stopped": next((run.stopped for run in group if run.stopped), None),
         }

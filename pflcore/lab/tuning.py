@@ -641,7 +641,8 @@ class _Player:
     def _run(self, simulation: Simulation, name: str) -> TrainedState:
         """Runs a simulation, from its checkpoint if there is one.
 
-        Raises MemoryError where the machine lacks memory.
+        Raises MemoryError where the machine lacks memory, and KeyboardInterrupt where
+        the run was interrupted.
         """
         keeper = None
         if self.folder is not None:
@@ -651,6 +652,8 @@ class _Player:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
             history = simulation.run(checkpoint=keeper, resume=keeper is not None)
+        if history.interrupted:  # It is no result of the candidate.
+            raise KeyboardInterrupt
         return simulation.state, history.stopped
 
     def score(self, candidate: Candidate, run: int) -> dict[str, Any]:

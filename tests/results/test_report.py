@@ -214,7 +214,7 @@ def test_csv_has_the_mean_and_the_deviation_over_seeds(values):
     if len(values) == 1:
         assert std == ""
     else:
-        assert float(std) == pytest.approx(np.std(means.numpy()), abs=1e-7)
+        assert float(std) == pytest.approx(np.std(means.numpy(), ddof=1), abs=1e-7)
     assert row["seeds"] == str(len(values))
 
 

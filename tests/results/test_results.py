@@ -183,7 +183,7 @@ def test_a_run_of_fewer_rounds_has_no_mean_of_more():
 
 def test_seeds_become_mean_and_std():
     text = tell(a_run(), a_run(seed=1, shift=0.1), a_run("fedavg"))
-    assert cells(text, "waffle")["final"] == "32.00 ± 5.00"
+    assert cells(text, "waffle")["final"] == "32.00 ± 7.07"
     assert (
         cells(text, "fedavg")["final"] == "27.00" and "over 2 seeds (fedavg 1)" in text
     )

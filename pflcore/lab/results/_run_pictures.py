@@ -237,7 +237,7 @@ def _seed_curve(
             values.setdefault(round, []).append(scale * value)
     rounds = sorted(values)
     mean = np.array([metrics.mean(values[round]) for round in rounds])
-    std = np.array([metrics.std(values[round]) for round in rounds])
+    std = np.array([metrics.std_over_seeds(values[round]) for round in rounds])
     return rounds, mean, std
 
 

@@ -4,11 +4,16 @@ Runs of one seed have the same data, weights, cohorts and batches, so they are p
 several methods in one table the p values are corrected by Holm (1979): where no method
 differs, the chance that the line names any is at most `LEVEL`, for differences that are
 normal.
+
+`compare_with_baseline` is the one comparison: the line below a table and the column of
+a leaderboard are made of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,44 +22,96 @@ from pflcore.check import import_optional
 LEVEL = 0.05
 MIN_SEEDS = 3  # with two, no difference that one meets is large enough
 
+Word = Literal["better", "worse", "no difference shown"]
 
-def verdict_lines(
-    differences: Mapping[str, Sequence[float]], baseline: str, higher_is_better: bool
-) -> list[str]:
-    """A sentence on who is better and who is worse than the baseline.
 
-    There is none where no method has `MIN_SEEDS` differences. A method with one that is
-    infinite is left out.
+class Verdict(NamedTuple):
+    """The comparison of a method with a baseline.
+
+    The interval is that of this method alone. The word is corrected for the number of
+    methods, so an interval without 0 may stand beside "no difference shown".
+
+    Attributes:
+        word: "better", "worse" or "no difference shown".
+        difference: The mean of the differences to the baseline.
+        low: The lower end of its 95 % interval.
+        high: The upper end of its 95 % interval.
+        seeds: The number of pairs.
+    """
+
+    word: Word
+    difference: float
+    low: float
+    high: float
+    seeds: int
+
+
+def compare_with_baseline(
+    differences: Mapping[str, Sequence[float]], higher_is_better: bool
+) -> dict[str, Verdict]:
+    """The verdict on each method of a table.
+
+    A method with fewer than `MIN_SEEDS` differences has none, and neither has one with
+    a difference that is infinite.
 
     Args:
-        differences: The differences to the baseline of each method, one for each seed.
-        baseline: The name of the baseline.
+        differences: The differences to the baseline of each method, one for each seed;
+            NaN for a seed without a pair.
         higher_is_better: The direction of the numbers.
     """
     pairs = {name: np.asarray(values, float) for name, values in differences.items()}
-    # NaN is a seed without a pair. An infinite number is a model that diverged, and a
-    # test of the other seeds alone would praise its method.
+    # An infinite number is a model that diverged, and a test of the other seeds alone
+    # would praise its method.
     pairs = {name: d[~np.isnan(d)] for name, d in pairs.items()}
     pairs = {
         name: d
         for name, d in pairs.items()
         if len(d) >= MIN_SEEDS and np.isfinite(d).all()
     }
-    if not pairs:
-        return []
     shown = shown_by_holm({name: p_value(d) for name, d in pairs.items()})
-    names: dict[str, list[str]] = {"better": [], "worse": [], "no difference shown": []}
+    verdicts = {}
     for name, d in pairs.items():
-        is_better = (d.mean() > 0) == higher_is_better
-        word = "better" if is_better else "worse"
-        names[word if name in shown else "no difference shown"].append(name)
+        word: Word = "no difference shown"
+        if name in shown:
+            word = "better" if (d.mean() > 0) == higher_is_better else "worse"
+        mean = float(d.mean())
+        half = half_width(d)
+        verdicts[name] = Verdict(word, mean, mean - half, mean + half, len(d))
+    return verdicts
+
+
+def verdict_lines(
+    differences: Mapping[str, Sequence[float]], baseline: str, higher_is_better: bool
+) -> list[str]:
+    """A sentence on who is better and who is worse than the baseline.
+
+    There is none where no method has a verdict, see `compare_with_baseline`.
+
+    Args:
+        differences: The differences to the baseline of each method, one for each seed.
+        baseline: The name of the baseline.
+        higher_is_better: The direction of the numbers.
+    """
+    verdicts = compare_with_baseline(differences, higher_is_better)
+    if not verdicts:
+        return []
+    names: dict[str, list[str]] = {"better": [], "worse": [], "no difference shown": []}
+    for name, verdict in verdicts.items():
+        names[verdict.word].append(name)
     parts = [f"{word}: {', '.join(some)}" for word, some in names.items() if some]
-    seeds = sorted({len(d) for d in pairs.values()})
+    seeds = sorted({verdict.seeds for verdict in verdicts.values()})
     count = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
     return [
         f"Against {baseline}, at the last evaluation: {'; '.join(parts)} (paired t "
         f"test over {count} seeds, corrected by Holm at {100 * LEVEL:g} %)."
     ]
+
+
+def half_width(differences: np.ndarray) -> float:
+    """Half the width of the 95 % interval for the mean of paired differences [n]."""
+    n = len(differences)
+    quantile = import_optional("scipy.stats").t.ppf(1 - LEVEL / 2, n - 1)
+    return float(quantile * differences.std(ddof=1) / math.sqrt(n))
 
 
 def p_value(differences: np.ndarray) -> float:

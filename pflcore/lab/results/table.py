@@ -152,7 +152,7 @@ class Table:
                 is_short = groups[column.heading].count() < groups.size()
                 mean.loc[is_short, column.heading] = math.nan
         mean = mean.where(mean.abs() < math.inf)
-        std = groups.std(ddof=0).where(mean.notna())
+        std = groups.std(ddof=1).where(mean.notna())
         std.loc[groups.size() < 2] = math.nan
         return mean, std
 
@@ -196,7 +196,7 @@ def table(
     """The runs as text: a table per setting, a row per algorithm.
 
     Accuracies are in percent. The cell of several seeds has the mean ± standard
-    deviation over the seeds. The best number of a column is bold.
+    deviation over the seeds, of a sample (ddof 1). The best number of a column is bold.
 
     Args:
         runs: The runs, as from `pflcore.lab.results.read`.

@@ -4,6 +4,7 @@ Both plans are played whole at a tiny size, in pieces as well.
 """
 
 import json
+import math
 import runpy
 
 import pytest
@@ -12,12 +13,16 @@ from places import ROOT
 
 from bench.papers import plan as plans
 from bench.papers import run as reproduce
-from bench.papers import runs
-from pflcore import Simulation
+from bench.papers import runs, search, table
+from pflcore import FedAvg, Simulation, Training
+from pflcore.lab.cli._experiment import make_algorithm
+from pflcore.lab.results._verdicts import compare_with_baseline
+from pflcore.lab.tuning import Trial, Tuned, candidate_of, check_grid
 from pflcore.simulation.record import read
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tyro")
+pytest.importorskip("scipy")
 
 MAKER = runpy.run_path(str(ROOT / "docs" / "make_leaderboard.py"))
 TINY = {"n": 2, "train_samples": 60, "test_samples": 40, "workers": 1}
@@ -30,11 +35,21 @@ def tiny(name, *methods, settings=1, rounds=1):
     plan["settings"] = {f"cut {i}": digits for i in range(settings)}
     own = {"model": "linear", "rounds": rounds, "eval_every": 1}
     plan["options"] = plan["options"] | TINY | own
+    if name == "leaderboard":
+        plan["options"]["val"] = 0.2
     plan["model_options"] = {}
-    plan["grid"] = {option: [0.05, 0.1] for option in plan["grid"]}
-    plan["search_targets"] = plan["search_targets"] and [0]
     names = methods or plan["methods"]
-    plan["methods"] = {method: plan["methods"][method] for method in names}
+    plan["methods"] = {method: dict(plan["methods"][method]) for method in names}
+    for method in plan["methods"].values():
+        if "grid" in method:
+            method["grid"] = {option: v[:2] for option, v in method["grid"].items()}
+    if "FedPer" in plan["methods"]:
+        # The patterns of a grid are names of LeNet-5.
+        plan["methods"]["FedPer"] |= {"grid": {"training.lr": [0.05, 0.1]}}
+    plan["widen"] = False
+    if plan["baseline"] not in plan["methods"]:
+        plan["baseline"] = None
+    plan["search_targets"] = plan["search_targets"] and [0]
     return plan
 
 
@@ -43,19 +58,56 @@ def play(plan, folder, **options):
     return reproduce.reproduce(plan, folder, quiet=True, draw=False, **options)
 
 
-def test_the_leaderboard_is_complete():
-    plan = plans.load("leaderboard")
-    todo = plans.tasks(plan)
+BOARD = plans.load("leaderboard")
 
-    assert len(plan["methods"]) == 16 and [*plan["methods"]][:2] == ["Local", "FedAvg"]
-    assert len(todo) == 4 * 16 * 3
-    searched = {len(v) for task in todo for v in task.grid.values()}
-    assert searched == {4} and all(len(task.grid) == 1 for task in todo)
-    # The first seed of all is played before the second one, and each has its own cut.
-    assert [task.options.seed for task in todo] == [0] * 64 + [1] * 64 + [2] * 64
-    assert all(task.options.data_seed == task.options.seed for task in todo)
-    for method, options in plan["methods"].items():
+
+def test_the_leaderboard_is_complete():
+    methods = [*BOARD["methods"]]
+
+    assert len(methods) == 29 and methods[:3] == ["Local", "FedAvg", "FedAvg + FT"]
+    assert sum(name.endswith(", 2 epochs") for name in methods) == 3
+    assert len(BOARD["settings"]) == len(BOARD["seeds"]) == 5
+    assert BOARD["baseline"] == "FedAvg + FT" and BOARD["widen"]
+    for method, options in BOARD["methods"].items():
         assert method == "Local" or options["before"] == "Local"
+        assert options["source"] and options["work"] >= 1
+
+
+def test_every_grid_of_the_leaderboard_has_twelve_candidates():
+    todo = plans.tasks(BOARD, seeds=1)
+
+    assert len(todo) == 5 * 29 - 5
+    for task in todo:
+        assert math.prod(map(len, task.grid.values())) == 12, task.key
+        assert any(key.endswith("lr") for key in task.grid), task.key
+        algorithm = make_algorithm(task.job.algorithm, task.job.algorithm_options)
+        check_grid(algorithm, task.job.training, task.grid)
+
+
+def test_the_leaderboard_is_played_setting_by_setting():
+    settings = [*BOARD["settings"]][:2]
+
+    todo = plans.tasks(BOARD, seeds=2, settings=settings, methods=["Local", "FedAvg"])
+
+    order = [(task.setting, task.options.seed, task.method) for task in todo]
+    assert order == [
+        (setting, seed, method)
+        for setting in settings
+        for seed in (0, 1)
+        for method in ("Local", "FedAvg")
+    ]
+    # Each seed has its own cut.
+    assert all(task.options.data_seed == task.options.seed for task in todo)
+
+
+def test_a_setting_says_what_it_leaves_out():
+    left_out = BOARD["settings"]["School"]["leaves_out"]
+
+    todo = plans.tasks(BOARD, seeds=1, settings=["School"])
+
+    assert {*BOARD["methods"]} - {task.method for task in todo} == {*left_out}
+    text = MAKER["tables"](BOARD, {})
+    assert f"Left out: {', '.join(left_out)}; it needs the classes" in text
 
 
 def test_the_resnet_table_is_complete():
@@ -79,7 +131,8 @@ def test_a_part_is_played_and_the_rest_goes_on(tmp_path, monkeypatch):
 
     def run(self, *args, **options):
         played.append(self)
-        if len(played) == 4:  # two candidates and a run of Local, and a candidate
+        # Two candidates and a run of Local, and a candidate of WAFFLE.
+        if len(played) == 4:
             over.append(True)
         return honest(self, *args, **options)
 
@@ -90,8 +143,8 @@ def test_a_part_is_played_and_the_rest_goes_on(tmp_path, monkeypatch):
 
     over.clear()
     rest = play(plan, tmp_path / "parts", seeds=1)
-    # Of WAFFLE one candidate was there: the other one, and a run for each target.
-    assert not rest.skipped and len(played) == 4 + 1 + 2
+    # Of WAFFLE one candidate was there: three others, and a run for each target.
+    assert not rest.skipped and len(played) == 4 + 3 + 2
     for key, (run,) in whole.runs.items():
         (other,) = rest.runs[key]
         for name in ("accuracy", "val"):
@@ -133,6 +186,135 @@ def test_a_round_is_chosen_on_validation_data(tmp_path):
     assert "by validation" in text and "selected on test data" not in text
 
 
+# the search -------------------------------------------------------------------
+
+
+# The values of an option, the chosen one, and the value beyond it.
+BEYOND = [
+    ([0.01, 0.1], 0.1, 1.0),
+    ([0.01, 0.03, 0.1], 0.1, 0.33),
+    ([0.01, 0.03, 0.1], 0.01, 0.0033),
+    ([2, 5, 10], 10, 20),
+    ([2, 3, 4], 2, 1),
+    ([1, 2], 1, 0),
+    ([2, 3], 2, 1),
+    ([0.0, 0.1], 0.0, None),
+    ([0.0, 0.1], 0.1, None),
+]
+
+
+@pytest.mark.parametrize("values, chosen, want", BEYOND)
+def test_a_step_beyond_a_grid_has_its_ratio(values, chosen, want):
+    assert search.value_beyond(values, chosen) == want
+
+
+def tuned(grid, score):
+    """A search of a grid of FedAvg, with the scores of a function."""
+    trials = []
+    for lr in grid["training.lr"]:
+        for server_lr in grid["server_lr"]:
+            options = {"training.lr": lr, "server_lr": server_lr}
+            candidate = candidate_of(FedAvg(), Training(lr=0.1), options)
+            values = torch.tensor([score(lr, server_lr)], dtype=torch.float64)
+            trials.append(Trial(candidate, [values]))
+    return Tuned(trials, [], lambda *_: None)
+
+
+def test_each_edge_and_all_of_them_are_widened():
+    grid = {"training.lr": [0.1, 0.2, 0.4], "server_lr": [0.5, 1.0]}
+
+    points = search.points_beyond(
+        tuned(grid, lambda lr, server_lr: lr * server_lr), grid
+    )
+
+    assert [tuple(point.values()) for point in points] == [
+        (0.4, 2.0),
+        (0.8, 1.0),
+        (0.8, 2.0),
+    ]
+    inner = tuned(grid, lambda lr, server_lr: -abs(lr - 0.2) - server_lr)
+    assert [*search.points_beyond(inner, grid)] == [
+        {"training.lr": 0.2, "server_lr": 0.25}
+    ]
+
+
+def test_a_value_that_an_option_cannot_have_is_not_tried():
+    options = {"momentum": 0.9}
+    trials = [
+        Trial(
+            candidate_of(FedAvg(), Training(lr=0.1), {"training.momentum": momentum}),
+            [torch.tensor([momentum])],
+        )
+        for momentum in (0.5, options["momentum"])
+    ]
+
+    points = search.points_beyond(
+        Tuned(trials, [], lambda *_: None), {"training.momentum": [0.5, 0.9]}
+    )
+
+    assert points == []
+
+
+def test_a_choice_at_an_edge_is_widened_once_and_marked(tmp_path):
+    plan = tiny("leaderboard", "Local", rounds=3) | {"widen": True}
+    plan["options"] |= {"train_samples": 600, "test_samples": 100}
+    # These step sizes are far too small, so the larger one is always better.
+    plan["methods"]["Local"]["grid"] = {"training.lr": [1e-4, 1e-3]}
+
+    (row,) = play(plan, tmp_path, seeds=1).write_rows()
+
+    assert row["training"]["lr"] == 0.01
+    assert row["edges"] == {"training.lr": "largest"}
+    assert "training.lr 0.01 (largest tried)" in (tmp_path / "table.md").read_text()
+    again = play(plan, tmp_path, seeds=1, minutes=0).write_rows()
+    assert again[0]["edges"] == row["edges"]
+    # Trained states are large, and a search that is over needs none.
+    assert not [*tmp_path.glob("**/state-*")]
+
+
+def test_candidates_of_several_targets_become_one_search():
+    grid = {"training.lr": [0.1, 0.2], "server_lr": [1.0]}
+    first = tuned(grid, lambda lr, _: lr)
+    second = tuned(grid, lambda lr, _: -3 * lr)
+    second.trials[0].stopped = "diverged"
+
+    merged = search.merge_trials([first, second])
+
+    assert merged.trials[0].score == -math.inf
+    assert merged.best.score == pytest.approx((0.2 - 0.6) / 2)
+
+
+# a local step -------------------------------------------------------------------
+
+
+def test_one_cell_repeats_bit_for_bit(tmp_path):
+    plan = tiny("leaderboard", "Local", "FedAvg")
+
+    first = play(plan, tmp_path / "first", seeds=1)
+    # Another number of threads, and a method alone.
+    second = play(plan, tmp_path / "second", seeds=1, methods=["FedAvg"], workers=2)
+
+    key = ("cut 0", "FedAvg", "")
+    (one,), (other,) = first.runs[key], second.runs[key]
+    assert first.tasks[key][0].job.training == second.tasks[key][0].job.training
+    for name in ("accuracy", "loss", "val", "after_step"):
+        assert torch.equal(one.series(name)[1], other.series(name)[1])
+
+
+def test_a_shared_model_is_evaluated_after_a_local_step(tmp_path):
+    plan = tiny("leaderboard", "FedAvg", "FedAvg + FT", "Local")
+    plan["methods"]["FedAvg + FT"]["options"] = {"finetune_epochs": 1}
+    for method in plan["methods"].values():
+        method["grid"] = {"training.lr": [0.1]}
+
+    rows = {row["method"]: row for row in play(plan, tmp_path, seeds=1).write_rows()}
+
+    assert rows["Local"]["after_step"] is None
+    assert rows["FedAvg"]["after_step"] != rows["FedAvg"]["final"]
+    text = (tmp_path / "table.md").read_text()
+    assert "after a local step" in text
+
+
 @pytest.mark.deep("each method of both plans is searched and run")
 @pytest.mark.parametrize("name", MAKER["PLANS"])
 def test_every_method_is_played(name, tmp_path):
@@ -149,27 +331,31 @@ def test_every_method_is_played(name, tmp_path):
 
 
 SETTING = "CIFAR-10, Dirichlet .1"
+CELLS = MAKER["cells_of"](BOARD)
 
 
-def row(method, *values, seeds=3, hurt=None):
-    """A row of outcomes: the mean on the chosen round, and its deviation."""
-    mean, std = values
+def row(method, *by_seed, hurt=None):
+    """A row of outcomes with the means of several seeds."""
     facts = dict.fromkeys(MAKER["KEYS"])
-    facts |= {"setting": SETTING, "method": method, "seeds": seeds, "hurt": hurt}
-    facts |= {"final": mean, "final_std": std, "by_val": mean, "by_val_std": std}
-    facts |= {"date": "2026-11-28", "machine": "a processor"}
-    return facts | {"chosen": {"training.lr": 0.05}}
+    facts |= {"setting": SETTING, "method": method, "variant": "", "hurt": hurt}
+    facts |= {"cell": CELLS[SETTING][method], "measure": "accuracy"}
+    facts |= {"seeds": len(by_seed), "seed_numbers": [*range(len(by_seed))]}
+    facts |= {"by_seed": [*by_seed], "final": sum(by_seed) / len(by_seed)}
+    facts |= {"date": "2026-11-28", "machine": "a processor", "final_std": 1.5}
+    edges = {"training.lr": "largest"} if method == "FedPer" else {}
+    return facts | {"chosen": {"training.lr": 0.05}, "edges": edges}
 
 
 OUTCOME = {
     SETTING: {
         facts["method"]: facts
         for facts in (
-            row("Local", 60.0, 1.0),
-            row("FedAvg", 40.0, 2.0, hurt=90.0),
-            row("FedPer", 65.0, 1.5, hurt=10.0),
-            row("Ditto", 63.0, 0.6, hurt=5.0),
-            row("APFL", 99.0, 0.0, seeds=1, hurt=0.0),
+            row("Local", 60.0, 62.0, 61.0, 59.0, 63.0),
+            row("FedAvg", 40.0, 42.1, 40.9, 39.2, 43.0, hurt=90.0),
+            row("FedAvg + FT", 65.0, 67.0, 66.0, 64.0, 68.0, hurt=12.0),
+            row("FedPer", 66.0, 68.1, 67.0, 65.1, 69.0, hurt=10.0),
+            row("Ditto", 65.3, 66.9, 65.8, 64.2, 68.1, hurt=5.0),
+            row("APFL", 99.0, hurt=0.0),
         )
     }
 }
@@ -185,26 +371,80 @@ def test_the_pages_are_made_from_the_outcomes():
 
 
 def test_a_row_that_was_not_played_is_empty():
-    text = MAKER["tables"](plans.load("leaderboard"), OUTCOME)
+    text = MAKER["tables"](BOARD, OUTCOME)
 
     lines = {
         line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line
     }
-    assert "13 of 48 runs are played." in text
+    assert "26 of 145 runs are played." in text
     assert text.count("2026-11-28, a processor.") == 1
     assert "**CIFAR-10, two classes**: 0" in text
-    assert "65.00 ± 1.50" in lines["FedPer"] and "lr 0.05" in lines["FedPer"]
+    assert "67.04 ± 1.50" in lines["FedPer"]
+    assert "lr 0.05*" in lines["FedPer"] and "lr 0.05*" not in lines["Ditto"]
     assert set(lines["WAFFLE"].replace("WAFFLE", "")) == {"|", " "}
 
 
-def test_lessons_hold_beyond_the_deviations():
-    (line,) = MAKER["lessons"](plans.load("leaderboard"), OUTCOME).splitlines()
+def test_rows_of_another_plan_are_not_shown():
+    other = {SETTING: {"Local": OUTCOME[SETTING]["Local"] | {"cell": "another"}}}
 
-    # A single seed has no deviation, so nothing is said of APFL.
-    assert "FedPer is first with 65.00 ± 1.50 %; no different from it: Ditto." in line
-    assert "Ahead of Local: FedPer, Ditto. Behind Local: FedAvg." in line
-    assert "by Ditto: 5.0 %" in line and "APFL" not in line
-    assert "No setting" in MAKER["lessons"](plans.load("leaderboard"), {})
+    text = MAKER["tables"](BOARD, other)
+
+    assert "61.00" not in text and f"**{SETTING}**: 0 of 145" in text
+
+
+def test_a_cell_depends_on_the_grid_and_not_on_the_seed():
+    changed = plans.load("leaderboard")
+    changed["methods"]["Ditto"]["grid"] = {"lam": [0.1, 1]}
+    changed["methods"]["Ditto"]["source"] = "elsewhere"
+
+    def cells(plan, seeds):
+        todo = plans.tasks(plan, seeds=seeds, settings=[SETTING])
+        return {(task.method, task.cell) for task in todo}
+
+    assert cells(BOARD, 2) == {*CELLS[SETTING].items()}
+    differs = cells(BOARD, 1) - cells(changed, 1)
+    assert [method for method, _ in differs] == ["Ditto"]
+
+
+def test_the_verdicts_are_those_of_the_report():
+    rows = [*OUTCOME[SETTING].values()]
+
+    got = table.verdicts_of(BOARD, rows)
+
+    baseline = OUTCOME[SETTING]["FedAvg + FT"]["by_seed"]
+    differences = {}
+    for facts in rows:
+        if facts["method"] not in ("FedAvg + FT", "APFL"):  # APFL has one seed.
+            pairs = zip(facts["by_seed"], baseline, strict=True)
+            differences[facts["method"]] = [a - b for a, b in pairs]
+    assert got == compare_with_baseline(differences, True)
+    words = {method: verdict.word for method, verdict in got.items()}
+    assert words == {
+        "Local": "worse",
+        "FedAvg": "worse",
+        "FedPer": "better",
+        "Ditto": "no difference shown",
+    }
+    assert "better: +1.04 (+0.97 to +1.11)" in MAKER["tables"](BOARD, OUTCOME)
+
+
+def test_a_lower_loss_is_better():
+    rows = [facts | {"measure": "loss"} for facts in OUTCOME[SETTING].values()]
+
+    got = table.verdicts_of(BOARD, rows)
+
+    assert (got["Local"].word, got["FedPer"].word) == ("better", "worse")
+
+
+def test_lessons_are_the_verdicts():
+    (line,) = MAKER["lessons"](BOARD, OUTCOME).splitlines()
+
+    # APFL lacks seeds, so nothing is compared with it.
+    assert (
+        "4 methods against FedAvg + FT: better: FedPer; worse: Local, FedAvg;" in line
+    )
+    assert "no difference shown: Ditto." in line
+    assert "No setting" in MAKER["lessons"](BOARD, {})
 
 
 def test_outcomes_are_taken_from_folders_row_by_row(tmp_path):
@@ -229,3 +469,6 @@ def test_outcomes_are_taken_from_folders_row_by_row(tmp_path):
     row = outcomes["leaderboard"]["cut 0"]["Local"]
     assert row["chosen"].keys() == {"training.lr"}
     assert row["final"] == pytest.approx(made.write_rows()[0]["final"], abs=1e-4)
+    MAKER["take"](tmp_path / "whole", outcomes)
+    # A folder with fewer seeds of the same plan takes nothing away.
+    assert outcomes["leaderboard"]["cut 1"]["Local"]["seeds"] == 2

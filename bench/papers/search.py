@@ -1,0 +1,94 @@
+"""The search of a plan's grids: a choice at an edge is widened once.
+
+A grid has the same number of candidates for every method. Where the best value of an
+option is the least or the largest one that was tried, a better one may lie beyond. So
+the next value beyond is tried, too, beside the values that were chosen. The table marks
+what lies at an end even then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from pflcore.lab.tuning import Candidate, Grid, Trial, Tuned, candidate_of
+
+DIGITS = 2  # of a value beyond the grid
+
+
+def value_beyond(values: Sequence[Any], chosen: float) -> float | None:
+    """The value one step beyond an end of a grid; None where there is no such value.
+
+    The step has the ratio of the chosen value to its neighbour. A whole number stays
+    one. There is none beyond 0.
+
+    Args:
+        values: the option's values, numbers of which `chosen` is the least or largest
+        chosen: the value at the end
+    """
+    ordered = sorted(values)
+    neighbour = ordered[1] if chosen == ordered[0] else ordered[-2]
+    if not chosen or not neighbour:
+        return None
+    beyond: float = chosen * chosen / neighbour
+    if all(isinstance(value, int) for value in values):
+        whole = round(beyond)
+        return None if whole == chosen else whole
+    exponent = math.floor(math.log10(abs(beyond)))
+    return round(beyond, DIGITS - 1 - exponent)
+
+
+def points_beyond(tuned: Tuned, grid: Grid) -> list[dict[str, Any]]:
+    """The candidates beyond the edges at which the choice lies.
+
+    Each edge has its value beyond, and with several edges there are all combinations.
+    The other options have their chosen values. A value that an option cannot have is
+    left out.
+    """
+    best = tuned.best.candidate
+    choices = {key: [value] for key, value in best.options.items()}
+    for key in tuned.edges:
+        beyond = value_beyond(grid[key], best.options[key])
+        if beyond is not None and can_have(best, key, beyond):
+            choices[key].append(beyond)
+    points = []
+    for values in product(*choices.values()):
+        point = dict(zip(choices, values, strict=True))
+        if point != best.options:
+            points.append(point)
+    return points
+
+
+def can_have(candidate: Candidate, key: str, value: Any) -> bool:
+    """True where an option may have the value, beside the candidate's other ones."""
+    try:
+        candidate_of(candidate.algorithm, candidate.training, {key: value})
+    except ValueError:
+        return False
+    return True
+
+
+def merge_trials(searches: Sequence[Tuned]) -> Tuned:
+    """One search of the same candidates on the data of several ones.
+
+    A candidate that cannot be chosen in one of them cannot be chosen at all.
+    """
+    trials = []
+    for same in zip(*(tuned.trials for tuned in searches), strict=True):
+        values = [value for trial in same for value in trial.values]
+        stopped = next((trial.stopped for trial in same if trial.stopped), None)
+        trials.append(Trial(same[0].candidate, values, stopped))
+    return replace(searches[0], trials=trials)
+
+
+def add_trials(tuned: Tuned, more: Sequence[Trial]) -> Tuned:
+    """The search with further trials, of which none is there yet."""
+    return replace(tuned, trials=[*tuned.trials, *more])
+
+
+def grid_of(point: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The grid of one candidate."""
+    return {key: [value] for key, value in point.items()}
