@@ -72,7 +72,8 @@ PLACES = {
     "training": 7,
 }
 OTHER_PLACE = 8
-HELP_GROUPS = (
+SPLIT_TITLES = ("run", "output")  # the groups of which these are parts
+HELP_GROUPS: tuple[HelpGroup, ...] = (
     HelpGroup(
         "data and cut",
         "The data, and who holds which samples.",
@@ -286,7 +287,7 @@ def help_groups(title: str, cls: type, *, whole: bool = False) -> list[HelpGroup
     """
     names = [f.name for f in option_fields(cls)]
     place = PLACES.get(title, OTHER_PLACE)
-    candidates: tuple[HelpGroup, ...] = HELP_GROUPS
+    candidates = HELP_GROUPS if title in SPLIT_TITLES else ()
     if issubclass(cls, Algorithm):
         place = METHOD_PLACE
         shared = {f.name for f in fields(class_of("fedavg"))} - {*cls.__annotations__}
