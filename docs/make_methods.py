@@ -246,15 +246,14 @@ def method_parts(name: str, addresses: tuple[str, ...]) -> list[str]:
         parts.append(f"Paper: {links}")
     rows, bases = option_rows(cls)
     if rows:
-        head = ["| option | default | meaning |", "|:--|:--|:--|"]
-        parts.append("\n".join([*head, *rows]))
+        parts.append("\n".join(["Options:", "", *rows]))
     if bases and OTHER_OPTIONS not in text:
         parts.append(f"{OTHER_OPTIONS} {' and '.join(map(_link, bases))}.")
     return parts
 
 
 def option_rows(cls: type) -> tuple[list[str], list[str]]:
-    """A row of a table for each option that a class does not have from another method.
+    """A line of a list for each option that a class does not have from another method.
 
     Also the names of the methods that bring the others.
     """
@@ -264,13 +263,13 @@ def option_rows(cls: type) -> tuple[list[str], list[str]]:
     for name, field in cls.__dataclass_fields__.items():  # type: ignore[attr-defined]
         if name == "traits":
             continue
-        meaning = " ".join(comments.get(name, "").split()).replace("|", "\\|")
+        meaning = " ".join(comments.get(name, "").split())
         base = _described_at(cls, name, field.default, meaning)
         if base:
             bases.append(base)
             continue
         default = repr(field.default).replace("'", '"')
-        rows.append(f"| `{name}` | `{default}` | {meaning} |")
+        rows.append(f"- `{name}={default}`: {meaning}")
     # A method's page names those that bring its own options in turn.
     nearest = [name for name in dict.fromkeys(bases) if not _is_base(name, bases)]
     return rows, nearest
