@@ -283,8 +283,13 @@ def _is_base(name: str, others: Iterable[str]) -> bool:
 
 
 def _described_at(cls: type, name: str, default: object, meaning: str) -> str | None:
-    """The method whose page describes an option that a class has from it."""
-    for base in reversed(cls.__mro__[1:]):
+    """The method whose page describes an option that a class has in common with it.
+
+    It is a base class, or a class that the docstring names for its other options.
+    """
+    text = " ".join((inspect.getdoc(cls) or "").split())
+    named = [c for c in NAMES if f"{OTHER_OPTIONS} `{c.__name__}`" in text]
+    for base in [*reversed(cls.__mro__[1:]), *named]:
         field = getattr(base, "__dataclass_fields__", {}).get(name)
         if base not in NAMES or field is None or field.default != default:
             continue
