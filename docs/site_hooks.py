@@ -23,7 +23,8 @@ HEADING = re.compile(r"^## `(pflcore[\w.]*)`", re.MULTILINE)
 METHOD = re.compile(r"^## `(\w+)`$", re.MULTILINE)
 NAME = re.compile(r"^- `(\w+)`: (.*)$", re.MULTILINE)
 # A search shows the pages that explain before those that list.
-REFERENCE_HEAD = "---\nsearch:\n  boost: 0.3\n---\n"
+REFERENCE_BOOST = 0.3
+REFERENCE_HEAD = f"---\nsearch:\n  boost: {REFERENCE_BOOST}\n---\n"
 OPTIONS = """
     options:
       show_root_heading: false
@@ -37,8 +38,8 @@ def on_files(files: Files, config: Any) -> Files:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     readme = readme.replace("](docs/", "](")
     files.append(File.generated(config, "index.md", content=readme))
-    for path, content in reference_pages().items():
-        files.append(File.generated(config, path, content=content))
+    for place, text in reference_pages().items():
+        files.append(File.generated(config, place, content=text))
     for path in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
         page = notebook_page(path)
         contents = {f"{path.stem}.md": page.markdown, **page.pictures}
@@ -151,6 +152,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if not page.file.src_path.startswith("tutorials/"):
         markdown = NOTEBOOK_LINK.sub(r"](\1.md", markdown)
     if page.file.src_path == "api.md":
+        page.meta["search"] = {"boost": REFERENCE_BOOST}
         markdown = HEADING.sub(r"## [`\1`](reference/\1.md)", markdown)
     known = {file.src_path for file in files.documentation_pages()}
     folder = Path(page.file.src_path).parent
