@@ -285,11 +285,16 @@ def _is_base(name: str, others: Iterable[str]) -> bool:
 def _described_at(cls: type, name: str, default: object, meaning: str) -> str | None:
     """The method whose page describes an option that a class has in common with it.
 
-    It is a base class, or a class that the docstring names for its other options.
+    It is a base class, a class that the docstring names for its other options, or the
+    first one that has it from the same base class.
     """
     text = " ".join((inspect.getdoc(cls) or "").split())
     named = [c for c in NAMES if f"{OTHER_OPTIONS} `{c.__name__}`" in text]
-    for base in [*reversed(cls.__mro__[1:]), *named]:
+    owner = next(c for c in cls.__mro__ if name in inspect.get_annotations(c))
+    heirs = [c for c in NAMES if owner not in NAMES and issubclass(c, owner)]
+    heirs = heirs[: heirs.index(cls)] if cls in heirs else []
+    heirs = [c for c in heirs if not issubclass(c, cls)]
+    for base in [*reversed(cls.__mro__[1:]), *named, *heirs]:
         field = getattr(base, "__dataclass_fields__", {}).get(name)
         if base not in NAMES or field is None or field.default != default:
             continue
