@@ -56,7 +56,7 @@ portability:
 
 # the site of the documents, in site/; a link or name that leads nowhere is an error
 docs: build
-	$(BIN)/pip install --quiet mkdocs-material "mkdocstrings[python]"
+	$(BIN)/pip install --quiet mkdocs-material "mkdocstrings[python]" ruff
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # executes the notebooks of docs/tutorials, and stores what they print and draw, in some three minutes

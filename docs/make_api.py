@@ -12,10 +12,16 @@ import inspect
 import re
 from pathlib import Path
 
+import pflcore
+from pflcore.algorithms import ALGORITHMS
+
 PAGE = Path(__file__).with_name("api.md")
 SECTION = re.compile(r"^## `(pflcore[\w.]*)`$", re.MULTILINE)
 # A module whose names are read only where its framework is installed.
 FRAMEWORKS = {"pflcore.interop.flower": "flwr"}
+REFERENCES = "pflcore.ops.reference"
+# docs/algorithms.md says of each method what it is.
+METHODS = {cls: name for name, cls in ALGORITHMS.items()}
 # Types and tables have no docstring.
 TEXTS = {
     "ALGORITHMS": "The class of each algorithm, by its name.",
@@ -64,6 +70,12 @@ def first_line(module: str, name: str) -> str:
     if name in TEXTS:
         return TEXTS[name]
     thing = getattr(importlib.import_module(module), name)
+    if module != "pflcore" and getattr(pflcore, name, None) is thing:
+        return "as in `pflcore`."
+    if thing in METHODS:
+        return f"`{METHODS[thing]}`"
+    if module == REFERENCES:
+        return "by torch."
     return (inspect.getdoc(thing) or "").partition("\n")[0]
 
 

@@ -42,12 +42,12 @@ INPUTS = 128
 CLASSES = 10
 # A part of a model below this counts as nothing: a few numbers beside the models.
 LEAST_MODELS = 0.02
-ABOUT_COSTS = f"""\
-Counted in the second round of each method with its default options. S clients take part, of N, and each
-trains one epoch. The unit of what travels and of what is kept is the P numbers of the trained model, here a
-network of two layers, {INPUTS} - 128 - {CLASSES}, whose head is 7 % of it. Training is the number of floating point operations of a
-client's training over FedAvg's. "Server calls" are the ops of pflcore that a round's mix calls, with
-the shapes of their tensors; Q is the length of a part of a model. Evaluation is not counted."""  # noqa: E501
+ABOUT_COSTS = (
+    "Letters, units and how it is counted: "
+    "[What a round costs](../algorithms.md#what-a-round-costs)."
+)
+NAMES = {cls: name for name, cls in ALGORITHMS.items()}
+OTHER_OPTIONS = "The other options are those of"
 # For each page the addresses of its methods' papers.
 FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
     "one_model": {
@@ -140,9 +140,10 @@ def costs_table(methods: Iterable[str]) -> str:
     """What a round of each method costs, counted while one is played."""
     head = (
         "method | models down | models up | server keeps | client keeps | training | "
-        "needs | server calls"
+        "needs"
     )
-    lines = ["| " + head + " |", "|:--|" + "--:|" * 5 + ":--|:--|"]
+    lines = ["| " + head + " |", "|:--|" + "--:|" * 5 + ":--|"]
+    methods_of_calls: dict[str, list[str]] = {}
     base = _counted(ALGORITHMS["fedavg"]())
     for name in methods:
         algorithm = ALGORITHMS[name]()
@@ -156,10 +157,15 @@ def costs_table(methods: Iterable[str]) -> str:
             _linear_text([c.client_models for c in costs], "N"),
             _linear_text(ratios, "S"),
             _needs_text(algorithm),
-            _calls_text(costs[0]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([ABOUT_COSTS, "", *lines])
+        methods_of_calls.setdefault(_calls_text(costs[0]), []).append(f"`{name}`")
+    calls = [
+        f"- {', '.join(names)}: {text}"
+        for text, names in methods_of_calls.items()
+        if text
+    ]
+    return "\n".join([ABOUT_COSTS, "", *lines, "", "Ops of the server:", "", *calls])
 
 
 def _counted(algorithm: Algorithm) -> list[Cost]:
@@ -231,30 +237,84 @@ def method_parts(name: str, addresses: tuple[str, ...]) -> list[str]:
     """The paragraphs about one method."""
     cls = ALGORITHMS[name]
     text, _, _ = inspect.getdoc(cls).partition("\n\nArgs:\n")  # type: ignore[union-attr]
-    parts = [f"## `{name}`", _as_markdown(text)]
+    text = _with_links(_as_markdown(text))
+    parts = [f"## `{name}`", text]
     if addresses:
         links = ", ".join(
             f"[{address.partition('//')[2]}]({address})" for address in addresses
         )
         parts.append(f"Paper: {links}")
-    rows = option_rows(cls)
+    rows, bases = option_rows(cls)
     if rows:
-        head = ["| option | default | meaning |", "|:--|:--|:--|"]
-        parts.append("\n".join([*head, *rows]))
+        parts.append("\n".join(["Options:", "", *rows]))
+    if bases and OTHER_OPTIONS not in text:
+        parts.append(f"{OTHER_OPTIONS} {' and '.join(map(_link, bases))}.")
     return parts
 
 
-def option_rows(cls: type) -> list[str]:
-    """A row of a table for each option of a class."""
+def option_rows(cls: type) -> tuple[list[str], list[str]]:
+    """A line of a list for each option that a class does not have from another method.
+
+    Also the names of the methods that bring the others.
+    """
     comments = field_comments(cls)
     rows = []
+    bases = []
     for name, field in cls.__dataclass_fields__.items():  # type: ignore[attr-defined]
         if name == "traits":
             continue
-        meaning = " ".join(comments.get(name, "").split()).replace("|", "\\|")
+        meaning = " ".join(comments.get(name, "").split())
+        base = _described_at(cls, name, field.default, meaning)
+        if base:
+            bases.append(base)
+            continue
         default = repr(field.default).replace("'", '"')
-        rows.append(f"| `{name}` | `{default}` | {meaning} |")
-    return rows
+        rows.append(f"- `{name}={default}`: {meaning}")
+    # A method's page names those that bring its own options in turn.
+    nearest = [name for name in dict.fromkeys(bases) if not _is_base(name, bases)]
+    return rows, nearest
+
+
+def _is_base(name: str, others: Iterable[str]) -> bool:
+    """True where one of the other methods is derived from a method."""
+    cls = ALGORITHMS[name]
+    others = {*others} - {name}
+    return any(issubclass(ALGORITHMS[other], cls) for other in others)
+
+
+def _described_at(cls: type, name: str, default: object, meaning: str) -> str | None:
+    """The method whose page describes an option that a class has in common with it.
+
+    It is a base class, a class that the docstring names for its other options, or the
+    first one that has it from the same base class.
+    """
+    text = " ".join((inspect.getdoc(cls) or "").split())
+    named = [c for c in NAMES if f"{OTHER_OPTIONS} `{c.__name__}`" in text]
+    owner = next(c for c in cls.__mro__ if name in inspect.get_annotations(c))
+    heirs = [c for c in NAMES if owner not in NAMES and issubclass(c, owner)]
+    heirs = heirs[: heirs.index(cls)] if cls in heirs else []
+    heirs = [c for c in heirs if not issubclass(c, cls)]
+    for base in [*reversed(cls.__mro__[1:]), *named, *heirs]:
+        field = getattr(base, "__dataclass_fields__", {}).get(name)
+        if base not in NAMES or field is None or field.default != default:
+            continue
+        if " ".join(field_comments(base).get(name, "").split()) == meaning:
+            return NAMES[base]
+    return None
+
+
+def _link(name: str) -> str:
+    """A link to the part of a page that describes a method."""
+    (page,) = (page for page, methods in FAMILIES.items() if name in methods)
+    return f"[`{name}`]({page}.md#{name})"
+
+
+def _with_links(text: str) -> str:
+    """A text in which the methods that bring other options are links."""
+    for cls, name in NAMES.items():
+        sentence = OTHER_OPTIONS.replace(" ", r"\s") + rf"\s`{cls.__name__}`"
+        text = re.sub(sentence, f"{OTHER_OPTIONS} {_link(name)}", text)
+    return text
 
 
 def _as_markdown(text: str) -> str:

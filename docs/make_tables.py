@@ -1,4 +1,4 @@
-"""Writes the tables of docs/data.md, from the tables of the code.
+"""Writes the lists of options in docs/data.md, from the code.
 
 `python docs/make_tables.py` replaces what stands between the markers of each table. A
 test compares the page with these tables.
@@ -7,7 +7,7 @@ test compares the page with these tables.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,53 +20,49 @@ from pflcore.lab.data import FEDERATIONS
 PAGE = Path(__file__).with_name("data.md")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(_cell(v) for v in row)} |" for row in lines)
-
-
-def _cell(value: object) -> str:
-    """The text of a value, in which a bar does not end the cell."""
-    return str(value).replace("|", "\\|")
-
-
 def partition_options() -> str:
-    """The table of the partitions' options; equal options have one row."""
-    names_of: dict[tuple[str, ...], list[str]] = {}
+    """The lists of the partitions' options; equal options are listed once."""
+    names_of: dict[str, list[str]] = {}
     for name in PARTITIONS:
-        choice = partition_of("mnist", name)
-        for row in _option_rows(choice, "partition"):
-            names_of.setdefault(row, []).append(f"`{name}`")
-    rows = [(", ".join(names), *row) for row, names in names_of.items()]
-    return table(("partition", "option", "flag", "default", "meaning"), rows)
+        for line in _option_lines(partition_of("mnist", name), "partition"):
+            names_of.setdefault(line, []).append(f"`{name}`")
+    return _lists({line: ", ".join(names) for line, names in names_of.items()})
 
 
 def data_options() -> str:
-    """The table of the options of data that come with their clients."""
-    rows = []
+    """The lists of the options of data that come with their clients."""
+    parts = []
     for name in ("folder:PATH", "leaf:PATH", *FEDERATIONS):
-        for row in _option_rows(data_options_of(name), "data"):
-            rows.append((f"`{name}`", *row))
-    return table(("data", "option", "flag", "default", "meaning"), rows)
+        lines = _option_lines(data_options_of(name), "data")
+        if lines:
+            parts.append(_lists(dict.fromkeys(lines, f"`{name}`")))
+    return "\n\n".join(parts)
 
 
-def _option_rows(choice: NamedFunction | None, group: str) -> list[tuple[str, ...]]:
-    """Name, flag, default and meaning of each option of a function."""
+def _lists(titles: Mapping[str, str]) -> str:
+    """Lists of lines, each below its title."""
+    lines_of: dict[str, list[str]] = {}
+    for line, title in titles.items():
+        lines_of.setdefault(title, []).append(line)
+    lists = ["\n".join([f"{title}:\n", *lines]) for title, lines in lines_of.items()]
+    return "\n\n".join(lists)
+
+
+def _option_lines(choice: NamedFunction | None, group: str) -> list[str]:
+    """Name, default and meaning of each option of a function.
+
+    The flag is there where it is not the name with dashes.
+    """
     if choice is None or not choice.defaults:
         return []
     comments = field_comments(dataclass_of_arguments(choice.function, choice.defaults))
-    rows = []
+    lines = []
     for option, default in choice.defaults.items():
         flag = option.replace("_", "-")
-        if option in reserved_names():
-            flag = f"{group}-{flag}"
-        flags = f"`--{flag}`"
-        if isinstance(default, bool):
-            flags += f", `--no-{flag}`"
+        flags = f", `--{group}-{flag}`" if option in reserved_names() else ""
         meaning = " ".join(comments[option].split())
-        rows.append((f"`{option}`", flags, f"`{_shown(default)}`", meaning))
-    return rows
+        lines.append(f"- `{option}={_shown(default)}`{flags}: {meaning}")
+    return lines
 
 
 def _shown(default: Any) -> str:

@@ -62,10 +62,9 @@ What one bad client does to the others, for each algorithm. What to do about it:
 - Finite lies are not found without a defence: `clip`, which the table below shows, or a [robust mean](trust.md#attacks-and-defences).
 
 ## One bad client of {N}
-`python examples/bad_clients.py` makes this table. Client {BAD} is bad. All clients take part in {ROUNDS} rounds and have the same Gaussian clouds.
-The model is logistic regression. For
-{", ".join(DEEP)},
-which treat the layers of a model differently, it has two layers with a batch norm between.
+`python examples/bad_clients.py` makes this table. All clients take part in {ROUNDS} rounds and have the same Gaussian clouds. The model is logistic
+regression; for methods that treat the layers of a model differently ({", ".join(DEEP)})
+it has two layers with a batch norm between.
 
 - **NaN, Inf, zeros, 1e30**: every number that the bad client uploads has this value.
 - **inputs of 1e10**: the bad client trains honestly on inputs of that size.
@@ -78,8 +77,7 @@ overflow. The letters after it:
 - **c**: its update was clipped
 - **s**: the run stopped with a message
 
-`clip` bounds updates and nothing else: batch norm's statistics of inputs of 1e10 are averaged. [What clients claim](#what-clients-claim) beside
-their updates has bounds of its own. `local` uploads nothing."""  # noqa: E501
+`clip` bounds updates and nothing else: batch norm's statistics of inputs of 1e10 are averaged. `local` uploads nothing."""  # noqa: E501
 
 
 def linear() -> torch.nn.Module:

@@ -53,12 +53,12 @@ class FedCAC(Algorithm):
     mostly none. custom_i is the plain mean of their models, and x the mean of all
     models, weighed by `weighting`.
 
-    The paper's full text was not at hand: the rule is taken from its abstract and first
-    pages and from its authors' code in Fling (`fedcac_group.py`, `fedcac_client.py`).
-    PFLlib's code has the same rule, but sends the initial model for custom_i after
-    round 1. Decisions here: clients may be absent; then masks are compared within the
-    cohort, and an absent client keeps its M_i and custom_i. The server puts a client's
-    model together and sends one.
+    The rule is taken from the paper's abstract and first pages and from its authors'
+    code in Fling (`fedcac_group.py`, `fedcac_client.py`). PFLlib's code has the same
+    rule, but sends the initial model for custom_i after round 1. Decisions here:
+    clients may be absent; then masks are compared within the cohort, and an absent
+    client keeps its M_i and custom_i. The server puts a client's model together and
+    sends one.
 
     Args:
         tau: Share of the parameters of each tensor that are critical, from 0 to 1. At 0

@@ -46,12 +46,12 @@ class FedDBE(Algorithm):
     keeps the mean by samples of the r that they end with. It leaves x as it was. In
     later rounds only the updates count.
 
-    The paper's full text was not at hand: the rule is taken from its abstract and first
-    pages and from the authors' code, which PFLlib has, too. The defaults of kappa and
-    momentum are those of its `run_me.sh`, for a CNN of four layers; in PFLlib nothing
-    pulls unless kappa is given. With a momentum of .1 and few minibatches, r stays a
-    part of the mean feature. Deviation from that code: where the first cohort is a part
-    of the clients, the mean is that of its clients; there it is of all.
+    The rule is taken from the paper's abstract and first pages and from the authors'
+    code, which PFLlib has, too. The defaults of kappa and momentum are those of its
+    `run_me.sh`, for a CNN of four layers; in PFLlib nothing pulls unless kappa is
+    given. With a momentum of .1 and few minibatches, r stays a part of the mean
+    feature. Deviation from that code: where the first cohort is a part of the clients,
+    the mean is that of its clients; there it is of all.
 
     Args:
         kappa: Weight of the pull of a client's mean feature towards the common mean.

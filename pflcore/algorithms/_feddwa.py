@@ -171,10 +171,9 @@ class FedDWA(Algorithm):
        w_j`, with weights p_ij that are proportional to `1 / |g_i - w_j|^2` (Eqs. 8 and
        15) and sum to 1.
 
-    So a client's next model lies near the model that it was heading to. The client's
-    own w_i competes like any other model, and is perhaps not among the k; where g_i is
-    very near w_i, it takes almost all the weight. An absent client keeps its x_i, bit
-    for bit.
+    The client's own w_i competes like any other model, and is perhaps not among the k;
+    where g_i is very near w_i, it takes almost all the weight. An absent client keeps
+    its x_i.
 
     `guidance` decides which model is g_i. The first three kinds train ahead from w_i,
     and leave no trace: the client's state stays as it was after its training.
@@ -182,8 +181,8 @@ class FedDWA(Algorithm):
     - "epoch" trains for `lookahead` more epochs. (The authors' code trains for as many
       as a round has.)
     - "steps" trains on `lookahead` more minibatches.
-    - "full_grad" takes `lookahead` steps of SGD on the gradient of all its samples
-      (Eq. 16), with the run's momentum and weight decay.
+    - "full_grad" takes `lookahead` steps of SGD on the gradient of all its samples (Eq.
+      16), with the run's momentum and weight decay.
     - "previous" takes the w_i of the client's last round, which the server has cached
       (App. C.6, case ii). In its first round a client takes its present w_i.
     - "kept" takes the same model, but the client has cached it and uploads both (case
@@ -191,8 +190,7 @@ class FedDWA(Algorithm):
     - "current" takes the trained model itself (section 4.1). Its distance to itself is
       0, so Eq. 15 gives it, and exact copies, all the weight: FedDWA becomes Local, as
       it does in a client's first round with "previous" and "kept". One step of
-      "full_grad" at the paper's step size of .01 comes close: the weight of w_i is
-      above .999.
+      "full_grad" at the paper's step size of .01 comes close.
 
     Deviation: with `lookahead` > 1 each epoch, minibatch or step goes on from the one
     before it; the authors' code starts each of them again from w_i.

@@ -40,12 +40,12 @@ class FedDyn(ServerStep):
     clients `-h / alpha` is the sum of all mean updates so far, which is a momentum that
     never decays.
 
-    The paper's full text was not at hand: the rule is taken from its abstract and first
-    pages. Deviation from the authors' code: there client i's alpha is multiplied by the
-    mean number of samples over its own, so that the rounds are the same where all
-    clients have equally many. FL-bench computes the same rounds with
-    `weighting="samples"`, where its weight decay is alpha (it leaves that part of the
-    gradient to it) and no gradient is longer than its `max_grad_norm` of 10.
+    The rule is taken from the paper's abstract and first pages. Deviation from the
+    authors' code: there client i's alpha is multiplied by the mean number of samples
+    over its own, so that the rounds are the same where all clients have equally many.
+    FL-bench computes the same rounds with `weighting="samples"`, where its weight decay
+    is alpha (it leaves that part of the gradient to it) and no gradient is longer than
+    its `max_grad_norm` of 10.
 
     The other options are those of `FedAvg`, without its mean.
 

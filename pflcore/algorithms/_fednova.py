@@ -42,8 +42,8 @@ class FedNova(ServerStep):
     epochs over its samples or by `Training(steps=)`. Where all clients take equally
     many steps this is FedAvg. SGD's weight decay counts as part of the gradient.
 
-    The paper's full text was not at hand: the rule is taken from its abstract and first
-    pages. FedLab computes the same rounds.
+    The rule is taken from the paper's abstract and first pages. FedLab computes the
+    same rounds.
 
     The other options are those of `FedAvg`, without its mean.
     """

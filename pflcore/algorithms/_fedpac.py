@@ -65,8 +65,8 @@ class FedPAC(Algorithm):
     |sum_j p_ij (h_i - h_j)|^2` over the simplex. An absent client keeps its
     head.
 
-    The paper's full text was not at hand: the rule is taken from its abstract and first
-    pages and from the authors' code. Deviations from that code:
+    The rule is taken from the paper's abstract and first pages and from the authors'
+    code. Deviations from that code:
 
     - The matrix of the quadratic programme is made of the exact distances of all h, and
       solved exactly. There eigenvalues below .01 count as 0 where one of them is

@@ -40,10 +40,10 @@ class MOON(FedAvg):
     two layers before the last layer: a model that has these layers gives the same
     features, and any other model trains as it is.
 
-    The paper's full text was not at hand: the rule is taken from its abstract and first
-    pages and from the authors' code. FL-bench computes the same rounds. So do the
-    authors' code and PFLlib where all clients take part from round 1 on; there the last
-    model of a client that joins later is the initial model instead of x.
+    The rule is taken from the paper's abstract and first pages and from the authors'
+    code. FL-bench computes the same rounds. So do the authors' code and PFLlib where
+    all clients take part from round 1 on; there the last model of a client that joins
+    later is the initial model instead of x.
 
     The other options are those of `FedAvg`.
 
@@ -102,9 +102,9 @@ class FedNTD(FedAvg):
     by x: `softmax(scores / T)` without the score of the true class. With two classes
     one is left, and the method is FedAvg. x is in evaluation mode.
 
-    The paper's full text was not at hand: the rule is taken from its abstract and first
-    pages and from the authors' code. PFLlib computes the same rounds. The factor T^2 is
-    that of the authors' code; at T = 1 it plays no part.
+    The rule is taken from the paper's abstract and first pages and from the authors'
+    code. PFLlib computes the same rounds. The factor T^2 is that of the authors' code;
+    at T = 1 it plays no part.
 
     The other options are those of `FedAvg`.
 

@@ -61,10 +61,9 @@ class PFedGraph(Algorithm):
 
     The weights p_ij of the cohort's models in client i's model minimise `sum_j p_ij
     d_ij + alpha |p_i - share|^2` over the simplex, with `d_ij = -cos(w_i - x0, w_j -
-    x0)`. By completing the square, p_i is the point of the simplex that is nearest to
-    `share - d_i / (2 alpha)`; it is computed by a sort, where the released code calls a
-    solver for each client. Then `x_i <- sum_j p_ij w_j` and `r_i <- sum_j p_ij w_j /
-    |w_j|`.
+    x0)`. So p_i is the point of the simplex that is nearest to `share - d_i / (2
+    alpha)`, computed by a sort. Then `x_i <- sum_j p_ij w_j` and `r_i <- sum_j p_ij w_j
+    / |w_j|`.
 
     A client trains from x_i and minimises `F_i(w) - lam sum_j p_ij cos(w, w_j)`, which
     is `F_i(w) - lam r_i . w / |w|`. In its first round there is no graph yet, and r_i

@@ -69,14 +69,12 @@ class PFedHN(Algorithm):
     it adds `server_lr * |r_i|^2 / |J_i^T r_i|^2 * J_i^T r_i`. An absent client keeps
     its v_i. A client is evaluated with its h(v_i).
 
-    The order of the steps is drawn anew in each round, so that no client is always the
-    last one, whose model is then fitted best. To the first order, h(v_i) moves by the
-    part `server_lr` of r_i along r_i. So `server_lr` means the same for every model and
-    every size of h.
+    The order of the steps is drawn anew in each round. To the first order, h(v_i) moves
+    by the part `server_lr` of r_i along r_i, for every model and every size of h.
 
     The server needs much memory: `output` has H + 1 times the numbers of a model, and a
     round makes a second one. With H = 100 and a million parameters in float32 each
-    takes 400 MB. Each client of the cohort makes the server read `output` three times.
+    takes 400 MB.
 
     The weight of the last layer starts at 0, and its bias at the run's initial model.
     So all clients begin with that model. The embeddings start as draws of mean 0 and

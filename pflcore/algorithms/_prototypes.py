@@ -120,9 +120,8 @@ class FedProto(Algorithm):
     model. Its scores are minus the squared distances. While no class has a prototype,
     the head gives the scores.
 
-    The paper's full text was not at hand: the rule is taken from its abstract and first
-    pages and from the authors' code, in which the pull is on each sample. Deviations
-    from that code:
+    The rule is taken from the paper's abstract and first pages and from the authors'
+    code, in which the pull is on each sample. Deviations from that code:
 
     - The prototypes are those of the trained model in evaluation mode. There they
       average the features that the model had before each step of its last epoch.

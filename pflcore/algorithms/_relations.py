@@ -183,12 +183,11 @@ class FedAMP(LatestModels):
     Where the others' weights sum to more than 1, xi_ii would be negative: u_i would lie
     beyond the other models, and the models would swap places. The others' weights are
     then scaled to sum to 1, with a warning. That can happen where alpha > sigma / (N -
-    1) and models are close. The defaults, alpha = sigma = 1, are the paper's form, not
-    a choice that fits N clients: with more than two clients they warn as long as models
-    are close, so at least in the first rounds. `alpha = sigma / (N - 1)` never warns.
+    1) and models are close, as with the defaults in the first rounds. `alpha = sigma /
+    (N - 1)` never warns.
 
     Where squared distances are much larger than sigma, each client mixes its own model
-    alone. A run warns of that once: where each own weight is above 0.99.
+    alone. A run warns once where each own weight is above 0.99.
 
     Deviation: clients may be absent; the paper has every client in every round.
 

@@ -185,9 +185,7 @@ class Waffle(ControlVariates):
 
     Absent clients have weight 0, and the clients of the round share the whole. To be
     absent is not to be unlike: each client's average is over the last two rounds that
-    it attended, in shares of an even weight. (With a quarter of 12 equal clients a
-    round the target's mean weight is .56, as in a round alone. An average that counts
-    absence as weight 0 would make it .74.)
+    it attended, in shares of an even weight.
 
     A client without weight still trains against a c that is no longer its own, and may
     run away. The farthest client sets the scale of Algorithm 1's distances, so the next

@@ -57,6 +57,7 @@ def pairwise_sqdist(
 
     The result depends neither on the number of threads nor on the order of the rows, to
     the last bit. The bits of a pair:
+
     - On a CPU, and in the reference, they depend on its two rows alone. A part of a
       matrix and a listed pair have the bits of the whole matrix.
     - On a GPU they also depend on M and N.

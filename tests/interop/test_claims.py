@@ -232,6 +232,6 @@ def test_messages_of_other_transports_name_the_key():
 
 def test_the_page_lists_every_claim():
     page = Path(__file__).parents[2] / "docs" / "bad_clients.md"
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page.read_text("utf-8"), re.M)
+    rows = re.findall(r"^- `(\w+)`, `(\w+)`: ", page.read_text("utf-8"), re.M)
 
     assert sorted(rows) == sorted(UNSEEN)

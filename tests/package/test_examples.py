@@ -4,6 +4,7 @@ Users copy these programs.
 """
 
 import ast
+import re
 import runpy
 
 import pytest
@@ -76,6 +77,16 @@ def test_an_algorithm_of_ones_own(capsys):
     text = (EXAMPLES.parent / "docs" / "own_algorithm.md").read_text()
     # The document shows the code that runs.
     assert ast.get_source_segment(path.read_text(), cls) in text
+
+
+def test_the_pages_method_with_a_server_state_keeps_the_rules():
+    page = (EXAMPLES.parent / "docs" / "own_algorithm.md").read_text()
+    names = {"__name__": "page"}
+    for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        if "@dataclass" in code:
+            exec(compile(code, "docs/own_algorithm.md", "exec"), names)
+
+    testing.check(names["ColumnPull"])
 
 
 METHODS = {"moon": "MOON", "pfedgraph": "PFedGraph", "fedproto": "FedProto"}

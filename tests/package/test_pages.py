@@ -58,3 +58,30 @@ def test_the_site_lists_every_page():
     pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
     notebooks = {f"tutorials/{p.stem}.md" for p in TUTORIALS.glob("*.ipynb")}
     assert notebooks and listed == pages | notebooks | {"index.md"}
+
+
+def parts_of_methods():
+    """The part of a page about each method, by the method's name."""
+    parts = {}
+    for slug, methods in MAKER["FAMILIES"].items():
+        page = (ROOT / "docs" / "methods" / f"{slug}.md").read_text()
+        for name in methods:
+            _, _, rest = page.partition(f"\n## `{name}`\n")
+            parts[name] = rest.partition("\n## ")[0]
+    return parts
+
+
+def options_on_pages(name, parts):
+    """The options that a method's part lists, or those to which it links."""
+    options = set(re.findall(r"^- `(\w+)=", parts[name], re.MULTILINE))
+    for line in re.findall(r"The other options are those of .*", parts[name]):
+        for other in re.findall(r"\[`(\w+)`\]", line):
+            options |= options_on_pages(other, parts)
+    return options
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_option_is_described_or_linked(name):
+    options = {*ALGORITHMS[name].__dataclass_fields__} - {"traits"}
+
+    assert options <= options_on_pages(name, parts_of_methods())

@@ -19,6 +19,7 @@ from typing import (
     Annotated,
     Any,
     Literal,
+    NamedTuple,
     Union,
     get_args,
     get_origin,
@@ -36,19 +37,88 @@ from pflcore.robust import Mean
 
 Facts = Mapping[str, Any]
 POSITIONAL = {"positional": True}  # the metadata of a field
-# Options that stand at the end of the help, because few runs need them.
-RARE_OPTIONS = (
-    "feature_shift",
-    "feature_shift_strength",
-    "clients_per_block",
-    "graphs",
-    "ranks",
-    "rank_timeout",
-    "clip",
-    "attack",
-    "attack_clients",
-    "attack_strength",
-    "privacy_delta",
+
+
+class HelpGroup(NamedTuple):
+    """Options of one dataclass that stand together in the help.
+
+    Attributes:
+        title: The name of the group; "" for that of the dataclass.
+        about: The text at the head of the group; "" for that of the dataclass.
+        options: The names of its options.
+        place: The place of the group among all groups of the help.
+    """
+
+    title: str
+    about: str
+    options: tuple[str, ...]
+    place: int
+
+
+# The places in the help. The algorithm's own options are first, and what few runs need
+# is last.
+METHOD_PLACE = 0
+DATA_PLACE = 2
+MODEL_PLACE = 4
+RARE_PLACE = 9
+PLACES = {
+    "compare": 1,
+    "tune": 1,
+    "config": 1,
+    "partition": DATA_PLACE + 1,
+    "data": DATA_PLACE + 1,
+    "model": MODEL_PLACE + 1,
+    "run": 6,
+    "training": 7,
+}
+OTHER_PLACE = 8
+SPLIT_TITLES = ("run", "output")  # the groups of which these are parts
+HELP_GROUPS: tuple[HelpGroup, ...] = (
+    HelpGroup(
+        "data and cut",
+        "The data, and who holds which samples.",
+        (
+            "data",
+            "partition",
+            "n",
+            "data_seed",
+            "train_samples",
+            "test_samples",
+            "standardize",
+            "val",
+        ),
+        DATA_PLACE,
+    ),
+    HelpGroup(
+        "model and loss",
+        "The model that clients train.",
+        ("model", "loss", "batch_norm"),
+        MODEL_PLACE,
+    ),
+    HelpGroup(
+        "feature shift",
+        "Clients that see the same things differently.",
+        ("feature_shift", "feature_shift_strength"),
+        RARE_PLACE,
+    ),
+    HelpGroup(
+        "defence and attack",
+        "A bound on updates, and clients that attack.",
+        ("clip", "attack", "attack_clients", "attack_strength"),
+        RARE_PLACE,
+    ),
+    HelpGroup(
+        "rank and graph",
+        "Several processes, and how a card computes.",
+        ("clients_per_block", "graphs", "ranks", "rank_timeout"),
+        RARE_PLACE,
+    ),
+    HelpGroup(
+        "privacy",
+        "The line on privacy below the table.",
+        ("privacy_delta",),
+        RARE_PLACE,
+    ),
 )
 
 
@@ -140,8 +210,8 @@ def parse(
     `--help` and a malformed option end the program, by SystemExit 0 and 2. Raises
     ValueError for a name that is none of an option's choices.
 
-    The help begins with the algorithm's own options. Options that few runs need stand
-    at its end.
+    The help begins with the algorithm's own options, then data, model and training.
+    Options that few runs need stand at its end, in groups of their own.
 
     Args:
         prog: The command, as the help shows it.
@@ -156,50 +226,43 @@ def parse(
     tyro = import_optional("tyro")
     flags = flags_of(groups, prefixed, reserved).values()
     keys = {(flag.group, flag.field): flag.key for flag in flags}
-    types = dict[str, Any]()
-    rare_types = dict[str, Any]()
-    for title in sorted(groups, key=lambda title: _help_place(groups[title])):
-        cls = groups[title]
+    types: list[tuple[int, str, Any]] = []
+    attributes: dict[str, list[str]] = {}
+    for title, cls in groups.items():
         group_defaults = (defaults or {}).get(title, {})
-        if title in prefixed:
-            names = [f.name for f in option_fields(cls)]
-            group = _group_type(title, cls, names, {}, group_defaults)
-            types[_identifier(title)] = group
-            continue
         renamed = {}
+        is_prefixed = title in prefixed
         for f in option_fields(cls):
-            if keys[title, f.name] != f.name:
+            if keys[title, f.name] != f.name and not is_prefixed:
                 renamed[f.name] = keys[title, f.name]
-        rare = rare_options(cls)
-        common = [f.name for f in option_fields(cls) if f.name not in rare]
-        group = _group_type(title, cls, common, renamed, group_defaults)
-        types[title] = tyro.conf.OmitArgPrefixes[group]
-        if rare:
-            rare_title = f"{title}, rarely needed"
-            group = _group_type(rare_title, cls, rare, renamed, group_defaults)
-            rare_types[f"{title}__rare"] = tyro.conf.OmitArgPrefixes[group]
+        attributes[title] = []
+        for number, part in enumerate(help_groups(title, cls, whole=is_prefixed)):
+            attribute = (
+                f"{_identifier(title)}__{number}" if number else _identifier(title)
+            )
+            group = _group_type(part, title, cls, renamed, group_defaults)
+            if not is_prefixed:
+                group = tyro.conf.OmitArgPrefixes[group]
+            types.append((part.place, attribute, group))
+            attributes[title].append(attribute)
+    in_order = sorted(types, key=lambda entry: entry[0])
     options = tyro.cli(
-        make_dataclass("Options", [*types.items(), *rare_types.items()]),
+        make_dataclass("Options", [(name, group) for _, name, group in in_order]),
         prog=prog,
         description=about,
         args=list(argv),
         config=(tyro.conf.SuppressFixed,),
     )
-    values = {}
-    for title in groups:
-        rare_values = getattr(options, f"{title}__rare", None)
-        values[title] = dict(vars(getattr(options, _identifier(title))))
-        values[title] |= vars(rare_values) if rare_values else {}
+    values: dict[str, dict[str, Any]] = {}
+    for title, names in attributes.items():
+        values[title] = {}
+        for name in names:
+            values[title] |= vars(getattr(options, name))
     for title, cls in groups.items():
         for name, choice in _choices(cls).items():
             key = keys[title, name]
             validated(key, expectation_of(choice), values[title][name])
     return values
-
-
-def _help_place(cls: type) -> int:
-    """The place of a group in the help: the algorithm's options are first."""
-    return 0 if issubclass(cls, Algorithm) else 1
 
 
 def _distance(cls: type, name: str) -> int:
@@ -211,18 +274,36 @@ def _distance(cls: type, name: str) -> int:
     return 0
 
 
-def rare_options(cls: type) -> list[str]:
-    """The options of a group that stand at the end of the help.
+def help_groups(title: str, cls: type, *, whole: bool = False) -> list[HelpGroup]:
+    """The groups of a dataclass's options in the help; the first has its name.
 
-    Of an algorithm these are the ones that it has from FedAvg, means and weights, where
-    it has others, too.
+    Of an algorithm, the options that it has from FedAvg, the mean and the weights,
+    stand apart where it has others, too.
+
+    Args:
+        title: The name of the dataclass's group.
+        cls: The dataclass.
+        whole: True leaves all options in one group.
     """
-    rare = {*RARE_OPTIONS}
-    if issubclass(cls, Algorithm):
-        rare = {f.name for f in fields(class_of("fedavg"))} - {*cls.__annotations__}
     names = [f.name for f in option_fields(cls)]
-    rare_names = [name for name in names if name in rare]
-    return [] if rare_names == names else rare_names
+    place = PLACES.get(title, OTHER_PLACE)
+    candidates = HELP_GROUPS if title in SPLIT_TITLES else ()
+    if issubclass(cls, Algorithm):
+        place = METHOD_PLACE
+        shared = {f.name for f in fields(class_of("fedavg"))} - {*cls.__annotations__}
+        about = "The server's step, as in FedAvg: its size, weights and defences."
+        server = HelpGroup(f"{title}, server", about, tuple(shared), RARE_PLACE)
+        candidates = () if cls is class_of("fedavg") else (server,)
+    groups = []
+    for group in () if whole else candidates:
+        options = tuple(name for name in names if name in group.options)
+        if options and len(options) < len(names):
+            groups.append(group._replace(options=options))
+    apart = {name for group in groups for name in group.options}
+    common = tuple(name for name in names if name not in apart)
+    if not common:
+        return groups
+    return [HelpGroup("", "", common, place), *groups]
 
 
 def _identifier(title: str) -> str:
@@ -231,18 +312,18 @@ def _identifier(title: str) -> str:
 
 
 def _group_type(
+    part: HelpGroup,
     title: str,
     cls: type,
-    names: Collection[str],
     renamed: Mapping[str, str],
     defaults: Facts,
 ) -> Any:
     """The annotated dataclass from which tyro makes a group of options.
 
     Args:
-        title: The name of the group.
+        part: The options of the group, its title and its text.
+        title: The name of the dataclass's group.
         cls: The dataclass of its options.
-        names: The names of the options that the group has.
         renamed: The names of options that are not those of their fields, because an
             earlier group has an option of that name.
         defaults: Defaults of options that are not those of their fields.
@@ -253,7 +334,7 @@ def _group_type(
     choices = _choices(cls)
     options: list[tuple[str, Any, Any]] = []
     for f in sorted(option_fields(cls), key=lambda f: _distance(cls, f.name)):
-        if f.name not in names:
+        if f.name not in part.options:
             continue
         name = renamed.get(f.name)
         details = arg(name=name, help=comments.get(f.name))
@@ -276,9 +357,9 @@ def _group_type(
         if f.metadata == POSITIONAL:
             hint = import_optional("tyro").conf.Positional[hint]
         options.append((f.name, hint, option))
-    about = (inspect.getdoc(cls) or "").partition("\n\nArgs:")[0]
+    about = part.about or (inspect.getdoc(cls) or "").partition("\n\nArgs:")[0]
     group = make_dataclass(_identifier(title), options)
-    return Annotated[group, arg(name=title, help=about)]
+    return Annotated[group, arg(name=part.title or title, help=about)]
 
 
 def _choices(cls: type) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class CompareOptions:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one of the algorithms below, or your own as package.module:Class."""
+    """Runs an algorithm by its name, or your own as package.module:Class."""
     names = [word for word in argv[:1] if not word.startswith("-")]
     return _run_values(*command_values(run, names, argv[len(names) :]))
 
@@ -191,6 +191,8 @@ def _about(command: Callable[..., int], classes: Sequence[type] = ()) -> str:
     """
     paragraphs = [inspect.getdoc(command) or ""]
     for kind, names in HELP_NAMES.items():
+        if kind == "Algorithms" and classes:
+            continue  # They were chosen.
         paragraphs.append(f"{kind}: {', '.join(names)}.")
     for cls in classes:
         if not option_fields(cls):
