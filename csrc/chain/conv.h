@@ -9,11 +9,9 @@
 #pragma once
 #include <vector>
 
-#include "tile.h"
+#include "layer.h"
 
 namespace pflcore::cpu::chain {
-
-enum Mode : int64_t { kNoPool, kMax, kMean };
 
 // Bytes of slopes that leave space in the first-level cache for the rest.
 constexpr int64_t kNear = 24 << 10;
@@ -157,9 +155,9 @@ PFL_INLINE T sum_of_squares(const T* x, int64_t n) {
 // Can a sum overflow? |x . w| is at most |x| |w|; a number that is not finite makes it possible.
 template <class T, int bytes>
 PFL_INLINE bool may_overflow(const Conv& q, const ConvSpace<T>& s, const T* w, const T* bias) {
-  const T most = sum_of_squares<T, bytes>(s.in, q.c * q.plane) *
-                     sum_of_squares<T, bytes>(w, q.weights()) +
-                 sum_of_squares<T, bytes>(bias, q.o);
+  const T most =
+      sum_of_squares<T, bytes>(s.in, q.c * q.plane) * sum_of_squares<T, bytes>(w, q.weights()) +
+      sum_of_squares<T, bytes>(bias, q.o);
   return !std::isfinite(most);
 }
 
@@ -456,5 +454,74 @@ PFL_TARGET void conv_backward(const Conv& q, const ConvSpace<T>& s, const T* y, 
     into(db[o], sum_of<T>(sum));
   }
 }
+
+template <class T, int bytes>
+struct ConvLayer : Layer {
+  static constexpr int64_t kind = ChainLayer::conv;
+  static constexpr int64_t most_samples = 32;
+  static constexpr bool adds_slopes = true;
+  static constexpr int64_t lanes = bytes / sizeof(T);
+  Conv q;
+  ConvSpace<T> space{};
+
+  explicit ConvLayer(Lines& lines) {
+    const ChainLayer& l = lines.line();
+    const auto [c, h, w] = lines.shape;
+    q.c = c, q.h = h, q.w = w, q.o = l[0];
+    q.kh = l[1], q.kw = l[2], q.stride = l[3], q.ph = l[4], q.pw = l[5];
+    demand(q.o > 0 && q.kh > 0 && q.kw > 0 && (q.stride == 1 || q.stride == 2));
+    demand(q.ph >= 0 && q.ph < kFar && q.kh <= h + 2 * q.ph);
+    demand(q.pw >= 0 && q.pw < kFar && q.kw <= w + 2 * q.pw);
+    take_next(lines);
+    q.plan(lines.batch(), lines.input().wanted, lanes, Tile<T, bytes>::four);
+    demand(static_cast<double>(q.o) * static_cast<double>(q.d_plane) < kFar);
+    demand(static_cast<double>(q.c) * static_cast<double>(q.plane) < kFar);
+    lines.take_weights(q.weights(), q.o, q.weights(), l[6], l[7]);
+    lines.shape = {q.o, q.hq, q.wq};
+  }
+  bool reads_output() const { return q.act != kNone || q.pool != kNoPool; }
+
+  void lay(Arena& arena) {
+    const int64_t outputs = q.back ? std::min(q.o, q.tile) : q.o;  // whose sums are in the making
+    const int64_t row = Tile<T, bytes>::two * up(q.columns * q.batch, lanes) + kSlack;
+    space.in = arena.take_zeros<T>(q.in_size(lanes));
+    space.d = arena.take_zeros<T>(q.slope_size(lanes));
+    space.part = arena.take<T>(outputs * q.taps * lanes);
+    space.turned = arena.take<T>(q.back ? q.weights() : 0);
+    space.wide = arena.take<T>(q.back ? row : 0);
+    space.sums = arena.take<T>(q.o * lanes);
+    space.mask = arena.take<uint8_t>(q.mask_size(lanes));
+    space.kept = arena.take<T>(q.kept_size(lanes));
+  }
+
+  void forward(const Forward<T>& f) const {
+    conv_forward<T, bytes>(q, space, f.x, f.w, f.bias, f.y);
+  }
+  void backward(const Backward<T>& b) const {
+    conv_backward<T, bytes>(q, space, b.y, b.dy, b.w, b.into, b.dw, b.db, b.adds, b.dx);
+  }
+
+  // Rows lie [output][tap]; here the weights of a tile's outputs lie side by side.
+  void read(const T* row, int64_t, T* w) const {
+    for (int64_t o = 0; o < q.o; o++)
+      for (int64_t k = 0; k < q.taps; k++) w[q.w_at[o] + k * q.w_step[o]] = row[o * q.taps + k];
+  }
+  void write(const T* w, int64_t, T* row) const {
+    for (int64_t o = 0; o < q.o; o++)
+      for (int64_t k = 0; k < q.taps; k++) row[o * q.taps + k] = w[q.w_at[o] + k * q.w_step[o]];
+  }
+
+ private:
+  // The activation and the pooling behind it, in either order for a maximum: all of them rise.
+  void take_next(Lines& lines) {
+    q.pool = kNoPool;
+    q.act = lines.take_activation();
+    const bool has_window = q.h + 2 * q.ph > q.kh && q.w + 2 * q.pw > q.kw;
+    if (q.stride != 1 || !has_window) return;
+    for (int64_t mode : {kMax, kMean})
+      if (q.pool == kNoPool && lines.take_windows(mode)) q.pool = mode;
+    if (q.pool == kMax && q.act == kNone) q.act = lines.take_activation();
+  }
+};
 
 }  // namespace pflcore::cpu::chain

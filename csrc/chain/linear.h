@@ -4,7 +4,7 @@
 // gradient to the input and the step pass over them once. A first layer with few outputs keeps them
 // as the row has them, [out][in], and reads the samples where they are.
 #pragma once
-#include "tile.h"
+#include "layer.h"
 
 namespace pflcore::cpu::chain {
 
@@ -146,5 +146,55 @@ PFL_TARGET void narrow_backward(const Linear& q, const T* const* x, const T* dy,
     db[o] = sum;
   }
 }
+
+template <class T, int bytes>
+struct LinearLayer : Layer {
+  static constexpr int64_t kind = ChainLayer::linear;
+  static constexpr int64_t lanes = bytes / sizeof(T);
+  Linear q;
+  T *z = nullptr, *dz = nullptr;  // outputs by sample, and their slopes
+
+  explicit LinearLayer(Lines& lines) {
+    const ChainLayer& l = lines.line();
+    q.in = lines.shape.features(), q.out = l[0];
+    demand(lines.shape.is_flat() && q.out > 0 && q.out < kFar);
+    q.narrow = lines.reads_samples_alone() && q.out <= lanes;
+    q.act = q.narrow ? kNone : lines.take_activation();
+    q.plan(lines.batch(), lines.input().wanted, lanes);
+    lines.take_weights(q.in * q.out, q.out, q.weights(), l[1], l[2]);
+    lines.shape.c = q.out;
+  }
+  bool reads_samples() const { return q.narrow; }
+
+  void lay(Arena& arena) {
+    z = arena.take<T>(q.by_sample());
+    dz = arena.take_zeros<T>(q.by_sample());
+  }
+
+  void forward(const Forward<T>& f) const {
+    if (q.narrow)
+      narrow_forward<T, bytes>(q, f.batch.samples, f.w, f.bias, f.y);
+    else
+      linear_forward<T, bytes>(q, f.x, f.w, f.bias, z, f.y);
+  }
+  void backward(const Backward<T>& b) const {
+    if (q.narrow)
+      narrow_backward<T, bytes>(q, b.batch.samples, b.dy, b.into.add, b.dw, b.db);
+    else
+      linear_backward<T, bytes>(q, b.x, z, b.dy, b.w, b.into, b.dw, b.db, b.dx, dz);
+  }
+
+  // Rows lie [out][in]; here every output's or input's weights are whole vectors, zeros behind.
+  PFL_TARGET void read(const T* row, int64_t, T* w) const {
+    const auto from = [&](int64_t o) PFL_LAMBDA { return row + o * q.in; };
+    if (!q.narrow) return turn<bytes>(w, q.high, from, q.out, q.in);
+    for (int64_t o = 0; o < q.out; o++) copy<bytes>(w + o * q.high, from(o), q.in);
+  }
+  PFL_TARGET void write(const T* w, int64_t, T* row) const {
+    const auto from = [&](int64_t i) PFL_LAMBDA { return w + i * q.high; };
+    if (!q.narrow) return turn<bytes>(row, q.in, from, q.in, q.out);
+    for (int64_t o = 0; o < q.out; o++) std::copy_n(from(o), q.in, row + o * q.in);
+  }
+};
 
 }  // namespace pflcore::cpu::chain

@@ -56,9 +56,9 @@ PFL_INLINE T sum_of(const V& v) {
   return sum;
 }
 
-// ---- overflows: a sum of finite products that leaves the range of T is NaN. A fused product has no
-// range of its own, so that the first infinity would hide all later ones of the other sign: the sum
-// would have a sign that means nothing, and a rectifier might take it for a 0 ----
+// ---- overflows: a sum of finite products that leaves the range of T is NaN. A fused product has
+// no range of its own, so that the first infinity would hide all later ones of the other sign: the
+// sum would have a sign that means nothing, and a rectifier might take it for a 0 ----
 
 // Are the factors of n products finite? Steps lead from one to the next.
 template <class T>
@@ -141,6 +141,9 @@ PFL_INLINE void exponential(Vec<T, bytes>& x) {
 
 // The order of ACTIVATIONS in pflcore/ops/_chain_program.py, behind kNone.
 enum Act : int64_t { kNone, kRelu, kTanh, kSigmoid, kGelu };
+
+// Of pooling, by the number in a program's line.
+enum Mode : int64_t { kNoPool, kMax, kMean };
 
 // erf(x); in float32 x times a polynomial in x^2 up to 1, 1 - e^polynomial beyond; both were fitted
 // at Chebyshev's points, to 9e-8.

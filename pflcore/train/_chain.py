@@ -57,7 +57,7 @@ SHAPE_QUERIES = (
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.ndim.__get__,  # type: ignore[attr-defined]
 )
-# Samples of a client that the kernels take at a time (csrc/chain/worker.h).
+# Samples of a client that the kernels take at a time (`most_samples` in csrc/chain).
 KERNEL_SAMPLES = 128
 KERNEL_CONV_SAMPLES = 32
 KERNEL_MAX_BYTES = 1 << 26  # of activations in one thread
