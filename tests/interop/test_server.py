@@ -22,7 +22,7 @@ from parts.interop import (
     model,
     whole,
 )
-from small import images, layers, near, swept, tiny_model
+from small import SIX, images, layers, near, swept, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -603,9 +603,23 @@ def plain_model():
     return layers("Linear 6 5, ReLU, Linear 5 3")
 
 
+def methods_and_dtypes():
+    """Each method with each dtype of an upload.
+
+    Whether a dtype is refused does not depend on the method, so not all are deep tests.
+    """
+    for name in sorted(set(ALGORITHMS) - {"local"}):
+        for dtype in (torch.float64, torch.float16, torch.int64):
+            marks = pytest.mark.deep("all algorithms")
+            if name in ("fedavg", "apfl"):
+                marks = ()
+            elif dtype != torch.float64 and name not in SIX:
+                marks = pytest.mark.long("a refusal by each algorithm")
+            yield pytest.param(name, dtype, marks=marks, id=f"{name}-{dtype}")
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
-@pytest.mark.parametrize("name", swept(set(ALGORITHMS) - {"local"}, ("fedavg", "apfl")))
+@pytest.mark.parametrize("name, dtype", methods_and_dtypes())
 def test_one_dtype_of_an_upload_changes_nothing_for_others(name, dtype):
     """A wider dtype is converted, and another one refused, alone and in company."""
     for ids in ([0], ALL):

@@ -48,10 +48,12 @@ OTHERS = [f"{n}, convolutions" for n in DIFFERENT] + [f"{n}, vmap" for n in FEW]
 QUICK = ("fedavg", "scaffold", "fedavg, convolutions")
 
 
-def quick_and_deep(cases, reason="a pretended GPU is slow"):
+SLOW = pytest.mark.deep("a pretended GPU is slow")
+
+
+def quick_and_deep(cases):
     """The cases as parameters, the first quick and the others deep."""
-    deep = pytest.mark.deep(reason)
-    return [cases[0], *(pytest.param(case, marks=deep) for case in cases[1:])]
+    return [cases[0], *(pytest.param(case, marks=SLOW) for case in cases[1:])]
 
 
 @pytest.mark.parametrize("name", swept([*ALGORITHMS, *OTHERS], QUICK))
@@ -108,23 +110,22 @@ def test_a_round_of_fedavg_hardly_waits_for_the_device(model):
     assert_few_waits("fedavg", model)
 
 
-@pytest.mark.deep("all ways of client and server, under a profiler of waits")
 @pytest.mark.parametrize(
     "name, model",
     # FactorizedWaffle draws its factors in every step, on the host. FedALA learns its
     # weights until the losses no longer change.
     [
-        (n, "MLP")
+        pytest.param(n, "MLP", marks=pytest.mark.long("all ways of client and server"))
         for n in without_twins("train", "send", "update")
-        if n not in ("factorized_waffle", "fedala")
+        if n not in ("factorized_waffle", "fedala", *FEW)
     ]
-    + [(n, m) for n in FEW for m in FORMS if m != "MLP"],
+    + [pytest.param(n, m, marks=SLOW) for n in FEW for m in FORMS],
 )
 def test_a_round_hardly_waits_for_the_device(name, model):
     assert_few_waits(name, model)
 
 
-@pytest.mark.deep("a pretended GPU is slow")
+@SLOW
 def test_adamw_hardly_waits_for_the_device():
     assert_few_waits("fedavg", "MLP", "adamw")
 

@@ -11,7 +11,7 @@ from parts.company import EVERYBODY, differing, simulation
 from small import swept
 
 from pflcore import Clients
-from pflcore.algorithms import SharedRows
+from pflcore.algorithms import ALGORITHMS, SharedRows
 from pflcore.simulation import _evaluate as evaluation
 from pflcore.simulation._state import client_rows
 from pflcore.simulation.round import sample_cohort, step
@@ -19,13 +19,24 @@ from pflcore.train import _schedule
 from pflcore.train._schedule import assign_blocks, split_by_block
 
 CASES = [("chain", "mlp", "Tanh"), ("loop", "mlp", "SiLU"), ("vmap", "conv", "SiLU")]
-DEEP = [
+MORE_CASES = [
     ("loop", "batch norm", "SiLU"),
     ("vmap", "batch norm", "Sigmoid"),
     ("vmap", "mlp", "ELU"),
 ]
-EVERY = CASES + [pytest.param(c, marks=pytest.mark.deep("all engines")) for c in DEEP]
 QUICK = ("l2c", "factorized_waffle", "qfedavg", "apfl", "fedfomo", "knnper", "finetune")
+
+
+def methods_and_cases(quick=QUICK):
+    """Each method with each case: some in the quick suite, all in the long one."""
+    deep = pytest.mark.deep("all algorithms, or all engines")
+    long = pytest.mark.long("all algorithms on all engines")
+    for name in sorted(ALGORITHMS):
+        is_quick = name in quick
+        marks = {case: () if is_quick else deep for case in CASES}
+        marks |= {case: deep if is_quick else long for case in MORE_CASES}
+        for case, mark in marks.items():
+            yield pytest.param(name, case, marks=mark, id="-".join((name, *case)))
 
 
 @lru_cache(maxsize=1)  # the tests do not change the run
@@ -78,8 +89,7 @@ def cut_anywhere(engine):
     ]
 
 
-@pytest.mark.parametrize("case", EVERY)
-@pytest.mark.parametrize("name", swept(quick=QUICK))
+@pytest.mark.parametrize("name, case", methods_and_cases())
 def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
     run = played(name, case)
     ids = sample_cohort(run.config, 3)
@@ -115,8 +125,7 @@ def test_another_cohort_changes_no_bit_of_a_clients_work(name, case):
         assert differing(part, whole, ids) == []
 
 
-@pytest.mark.parametrize("case", EVERY)
-@pytest.mark.parametrize("name", swept(quick=QUICK))
+@pytest.mark.parametrize("name, case", methods_and_cases())
 def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatch):
     # A small limit gives several blocks where one model is evaluated for all clients.
     monkeypatch.setattr(_schedule, "SHARED_BATCH_SAMPLES", 20)
@@ -134,8 +143,7 @@ def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatc
         assert differing(values(ids), whole, ids) == []
 
 
-@pytest.mark.parametrize("case", EVERY)
-@pytest.mark.parametrize("name", swept(quick=QUICK[:3]))
+@pytest.mark.parametrize("name, case", methods_and_cases(QUICK[:3]))
 def test_workers_change_no_bit_of_a_run(name, case):
     one, two = (simulation(*case, name, workers=n).run() for n in (1, 2))
     for a, b in zip(one.rounds, two.rounds, strict=True):
