@@ -25,8 +25,8 @@ def test_subpopulations():
 
 
 HEAD = json.loads("""{
-"data": "mnist", "rounds": 1, "options": {}, "parameters": 7, "group": [0, 0, 1],
-"training": {"epochs": 1}, "takes_part": 1
+"data": "mnist", "seed": 0, "rounds": 1, "options": {}, "parameters": 7,
+"group": [0, 0, 1], "training": {"epochs": 1}, "takes_part": 1
 }""")
 
 
@@ -59,7 +59,8 @@ def test_near_enough_is_two_percent_worse(measure, values, want):
     """
     first = run([0.1], [0.5], measure=measure)
     other = run(*values, measure=measure)
-    plan = {"methods": {"A": {}, "B": {}}, "grid": {}, "reported": {}, "expected": {}}
+    plan = {"methods": {"A": {}, "B": {}}, "settings": {"": {}}, "grid": {}}
+    plan |= {"reported": {}, "expected": {}}
     rows = table.rows_of(plan, {("", "A", ""): [first], ("", "B", ""): [other]})
     assert rows[1]["to_goal"] == want
 
@@ -77,7 +78,7 @@ def test_the_table_has_every_way_to_evaluate():
     # The text of the table without the padding of its cells.
     text = " ".join(table.table_of_groups(plan, rows).split())
     assert (
-        "| A | 7 | 73.33 ± 3.33 | 85.00 ± 0.00 | 50.00 ± 10.00 | 35.00 ± 10.00 |"
+        "| A | 7 | 73.33 ± 4.71 | 85.00 ± 0.00 | 50.00 ± 14.14 | 35.00 ± 14.14 |"
         in text
     )
     assert "| 95.41 | 2.07 |" in text and "| A, mean | 7 | 50.00 ± 0.00 |" in text
