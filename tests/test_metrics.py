@@ -57,6 +57,10 @@ mean | {"values": [NaN, NaN]} | NaN | 0
 std | {"values": [0.5]} | 0 | 0
 std | {"values": []} | NaN | 0
 std | {"values": [NaN, NaN]} | NaN | 0
+std_over_seeds | {"values": [0.5, 0.7, 0.9]} | 0.2 | 1e-9
+std_over_seeds | {"values": [0.5, NaN, 0.7]} | 0.1414213562 | 1e-9
+std_over_seeds | {"values": [0.5]} | NaN | 0
+std_over_seeds | {"values": [0.5, Infinity]} | Infinity | 0
 percentile | {"values": [0.5], "q": 90} | 0.5 | 0
 percentile | {"values": [], "q": 90} | NaN | 0
 percentile | {"values": [NaN, NaN], "q": 90} | NaN | 0

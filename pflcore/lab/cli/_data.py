@@ -21,6 +21,8 @@ from pflcore.lab.cli._config import (
 from pflcore.lab.cli._experiment import Options, options_subset
 from pflcore.lab.cli._groups import chosen_groups, chosen_names, passed_over_keys
 from pflcore.lab.cli._options import (
+    CUT_OPTIONS,
+    SHIFT_OPTIONS,
     dataclass_of_arguments,
     flags_of,
     option_fields,
@@ -36,23 +38,9 @@ from pflcore.train import Training
 ANY_NAME = "NAME"  # stands in the help for the name of the data
 
 
-# Options of a run that cut the data among clients.
-CUT_OPTIONS = (
-    "partition",
-    "n",
-    "data_seed",
-    "train_samples",
-    "test_samples",
-    "standardize",
-    "feature_shift",
-    "feature_shift_strength",
-    "val",
-)
-
-
 @checked
 @dataclass(frozen=True)
-class DataOptions(options_subset(CUT_OPTIONS)):  # type: ignore[misc]
+class DataOptions(options_subset((*CUT_OPTIONS, *SHIFT_OPTIONS))):  # type: ignore[misc]
     """The cut of the data among clients, and the file of the picture.
 
     Args:

@@ -72,21 +72,23 @@ PLACES = {
     "training": 7,
 }
 OTHER_PLACE = 8
+# Options of a run that cut the data among clients, and that change what clients see.
+CUT_OPTIONS = (
+    "partition",
+    "n",
+    "data_seed",
+    "train_samples",
+    "test_samples",
+    "standardize",
+    "val",
+)
+SHIFT_OPTIONS = ("feature_shift", "feature_shift_strength")
 SPLIT_TITLES = ("run", "output")  # the groups of which these are parts
 HELP_GROUPS: tuple[HelpGroup, ...] = (
     HelpGroup(
         "data and cut",
         "The data, and who holds which samples.",
-        (
-            "data",
-            "partition",
-            "n",
-            "data_seed",
-            "train_samples",
-            "test_samples",
-            "standardize",
-            "val",
-        ),
+        ("data", *CUT_OPTIONS),
         DATA_PLACE,
     ),
     HelpGroup(
@@ -98,7 +100,7 @@ HELP_GROUPS: tuple[HelpGroup, ...] = (
     HelpGroup(
         "feature shift",
         "Clients that see the same things differently.",
-        ("feature_shift", "feature_shift_strength"),
+        SHIFT_OPTIONS,
         RARE_PLACE,
     ),
     HelpGroup(
