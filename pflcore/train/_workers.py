@@ -48,10 +48,10 @@ class Workers:
         """
         if self.calling_thread_only:
             return [f(i) for i in items]
-        if len(items) == 1 and torch.get_num_threads() == 1:
+        if min(len(items), self.count) == 1 and torch.get_num_threads() == 1:
             # Another thread would gain nothing, and the calling one computes the same
             # bits, since it is single-threaded, too.
-            return [f(items[0])]
+            return [f(i) for i in items]
         if self._threads is None:
             self._threads = self._start()
         return list(self._threads.map(f, items))
