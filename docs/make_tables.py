@@ -1,13 +1,14 @@
-"""Writes the lists of options in docs/data.md, from the code.
+"""Writes the lists of options in docs/data.md and docs/data_sets.md, from the code.
 
 `python docs/make_tables.py` replaces what stands between the markers of each table. A
-test compares the page with these tables.
+test compares the pages with these tables.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pflcore.lab.cli._experiment import NamedFunction, data_options_of, partitio
 from pflcore.lab.cli._options import dataclass_of_arguments, field_comments
 from pflcore.lab.data import FEDERATIONS
 
-PAGE = Path(__file__).with_name("data.md")
+PAGES = [Path(__file__).with_name(name) for name in ("data.md", "data_sets.md")]
 
 
 def partition_options() -> str:
@@ -29,10 +30,10 @@ def partition_options() -> str:
     return _lists({line: ", ".join(names) for line, names in names_of.items()})
 
 
-def data_options() -> str:
-    """The lists of the options of data that come with their clients."""
+def data_options(names: Iterable[str]) -> str:
+    """The lists of the options of these data, which come with their clients."""
     parts = []
-    for name in ("folder:PATH", "leaf:PATH", *FEDERATIONS):
+    for name in names:
         lines = _option_lines(data_options_of(name), "data")
         if lines:
             parts.append(_lists(dict.fromkeys(lines, f"`{name}`")))
@@ -70,23 +71,25 @@ def _shown(default: Any) -> str:
     return repr(default).replace("'", '"')
 
 
-TABLES: Mapping[str, Any] = {
-    "options of data": data_options,
+TABLES: Mapping[str, Callable[[], str]] = {
+    "options of files": partial(data_options, ["folder:PATH", "leaf:PATH"]),
+    "options of data sets": partial(data_options, FEDERATIONS),
     "options of partitions": partition_options,
 }
 
 
 def page(text: str) -> str:
-    """The text of the page with its tables made anew."""
+    """The text of a page with its tables made anew."""
     for name, make in TABLES.items():
         begin = f"<!-- table: {name} (made by docs/make_tables.py) -->\n"
         end = f"\n<!-- end of table: {name} -->"
         pattern = re.escape(begin) + ".*?" + re.escape(end)
-        assert re.search(pattern, text, re.DOTALL), f"{PAGE}: no markers of {name}"
-        new = f"{begin}{make()}{end}"
-        text = re.sub(pattern, lambda _, new=new: new, text, flags=re.DOTALL)
+        if begin in text:
+            new = f"{begin}{make()}{end}"
+            text = re.sub(pattern, lambda _, new=new: new, text, flags=re.DOTALL)
     return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in PAGES:
+        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -63,8 +63,9 @@ from pflcore.train._workers import Workers
 # A larger model has probes of one client, and on a CPU none in float64: the copies
 # would cost too much.
 FULL_PROBE_MAX_WEIGHTS = 1 << 19
-# Samples of the probe's clients, in descending order, as `Batches` requires. A block has
-# clients of equal and of other size. Batch norm cannot train on fewer than two samples.
+# Samples of the probe's clients, in descending order, as `Batches` requires: a block
+# has clients of equal and of other size. Batch norm cannot train on fewer than two
+# samples.
 PROBE_SIZES = (5, 5, 2)
 # A difference may be as large as this share of the largest value of the reference.
 FLOAT64_TOLERANCE = 1e-10

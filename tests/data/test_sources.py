@@ -471,8 +471,8 @@ def test_wrong_options_are_one_sentence(line, tmp_path, monkeypatch):
     )
 
 
-def test_the_page_on_data_has_every_name():
-    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+def test_the_page_on_data_sets_has_every_name():
+    text = (ROOT / "docs" / "data_sets.md").read_text(encoding="utf-8")
     rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
     named = {name for row in rows for name in re.findall(r"`([\w*]+)`", row)}
     assert {*catalogue.SOURCES, *catalogue.FEDERATIONS} <= named

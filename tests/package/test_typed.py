@@ -19,6 +19,7 @@ OF_FRAMEWORKS = re.compile(r"# \S+: ")
 # the blocks assume.
 OWN_NAMES = {
     "data.md": "",
+    "data_sets.md": "",
     "many_runs.md": """
 from torch import nn
 

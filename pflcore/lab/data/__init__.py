@@ -67,8 +67,8 @@ def federation_of(  # noqa: PLR0913 (the command line's)
 
     There are two kinds of data: samples that a partition cuts among clients (`SOURCES`,
     or a :class:`Source` of your own), and data that come with their clients
-    (`FEDERATIONS`, ``"leaf:PATH"``, ``"folder:PATH"``). docs/data.md describes the
-    files, and what their numbers become.
+    (`FEDERATIONS`, ``"leaf:PATH"``, ``"folder:PATH"``). docs/data.md describes files of
+    your own and what their numbers become, docs/data_sets.md those of published data.
 
     Raises ValueError for a wrong name or option, ImportError for a missing package, and
     OSError for a missing or broken file, each with one sentence.
