@@ -25,6 +25,7 @@ from typing import Any
 from bench.papers.plan import load, tasks
 from bench.papers.table import number, of_cells, verdict_text, verdicts_of
 from pflcore.lab.results._verdicts import Verdict
+from pflcore.lab.results.table import escape_stars
 
 DOCS = Path(__file__).parent
 OUTCOMES = DOCS.parent / "bench" / "papers" / "outcomes.json"
@@ -183,7 +184,7 @@ def _chosen(row: Facts) -> str:
     for name, value in row.get("chosen", {}).items():
         star = "*" if name in row["edges"] else ""
         texts.append(f"{name} {value}{star}")
-    return ", ".join(texts).replace("training.", "")
+    return escape_stars(", ".join(texts).replace("training.", ""))
 
 
 def lessons(plan: Facts, played: Facts) -> str:
@@ -226,7 +227,8 @@ def grids(plan: Facts) -> str:
             key = name.removeprefix("training.")
             texts.append(f"{key}: {', '.join(map(str, values))}")
         cells = {"method": method, "algorithm": facts["algorithm"]}
-        cells |= {"searched": "; ".join(texts), "its own option": facts["source"]}
+        cells["searched"] = escape_stars("; ".join(texts))
+        cells["its own option"] = facts["source"]
         body.append(cells)
     return "\n".join(of_cells(body))
 

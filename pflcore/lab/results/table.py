@@ -497,9 +497,9 @@ def _to_markdown(tables: Sequence[Table]) -> str:
     """The tables as Markdown, with the best of each column in bold."""
     texts = []
     for one in tables:
-        frame = one.texts(bold="**{}**")
-        notes = [_escape_star(note) for note in (one.star, *one.footnotes) if note]
-        rows = [[_escape_star(name) for name in frame], *frame.values.tolist()]
+        frame = one.texts(bold="**{}**", escape=escape_stars)
+        notes = [escape_stars(note) for note in (one.star, *one.footnotes) if note]
+        rows = [[escape_stars(name) for name in frame], *frame.values.tolist()]
         lines = [f"### {_one_line(one.title)}\n", f"{_one_line(one.about)}\n"]
         lines += markdown_table(rows, ends_with_text=one.columns[-1] is NOTE)
         lines += [f"\n{_one_line(note)}" for note in notes]
@@ -507,11 +507,9 @@ def _to_markdown(tables: Sequence[Table]) -> str:
     return "\n".join(texts)
 
 
-def _escape_star(text: str) -> str:
-    """The text with a star at its end or its beginning as Markdown writes it."""
-    if text.endswith("*"):
-        return text[:-1] + r"\*"
-    return rf"\{text}" if text.startswith("*") else text
+def escape_stars(text: str) -> str:
+    """The text in which Markdown shows each star, and takes no two for emphasis."""
+    return re.sub(r"(\\*)\*", r"\1\1\\*", text)
 
 
 def escape_cell(text: str) -> str:

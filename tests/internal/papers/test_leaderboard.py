@@ -380,7 +380,7 @@ def test_a_row_that_was_not_played_is_empty():
     assert text.count("2026-11-28, a processor.") == 1
     assert "**CIFAR-10, two classes**: 0" in text
     assert "67.04 ± 1.50" in lines["FedPer"]
-    assert "lr 0.05*" in lines["FedPer"] and "lr 0.05*" not in lines["Ditto"]
+    assert r"lr 0.05\*" in lines["FedPer"] and r"lr 0.05\*" not in lines["Ditto"]
     assert set(lines["WAFFLE"].replace("WAFFLE", "")) == {"|", " "}
 
 
