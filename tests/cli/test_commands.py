@@ -686,7 +686,13 @@ def test_a_signal_after_the_last_round_leaves_a_whole_record(monkeypatch, capsys
 
 @pytest.mark.deep("another process")
 @pytest.mark.skipif(os.name == "nt", reason="no such signals")
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize(
+    "number",
+    ["SIGTERM"]
+    + [
+        pytest.param(n, marks=pytest.mark.long("minutes")) for n in ("SIGINT", "SIGHUP")
+    ],
+)
 def test_a_signal_leaves_a_readable_record_and_its_table(number):
     path = Path("o/fedavg-seed0/record.jsonl")
     code = (  # restores the signals that the parent process may ignore

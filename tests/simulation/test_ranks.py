@@ -187,6 +187,9 @@ def faults_of_ranks(ranks, faults, folder, count=3):
     return [json.loads(file.read_text()) for file in files], codes
 
 
+faults_of_two_ranks = pytest.mark.xdist_group("two ranks")  # one start for all tests
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """What each of two ranks saw of four faults."""
@@ -197,18 +200,21 @@ def two_ranks(tmp_path_factory):
     return seen
 
 
+@faults_of_two_ranks
 def test_ranks_with_other_options_play_no_round(two_ranks):
     for faults in two_ranks:
         assert "participation is 1.0 on rank 0 and 0.5 on" in faults["options"]["error"]
         assert faults["options"]["rounds"] is None
 
 
+@faults_of_two_ranks
 def test_no_rank_commits_a_round_in_which_another_failed(two_ranks):
     for faults in two_ranks:
         assert faults["server"]["rounds"] == 2
         assert faults["server"]["error"] == "MemoryError: Tried to allocate 3.00 GiB"
 
 
+@faults_of_two_ranks
 def test_the_first_rank_draws_the_cohort_for_all(two_ranks):
     for faults in two_ranks:
         assert faults["draws"]["error"] is None
@@ -216,6 +222,7 @@ def test_the_first_rank_draws_the_cohort_for_all(two_ranks):
     assert two_ranks[0]["draws"]["digest"] == two_ranks[1]["draws"]["digest"]
 
 
+@faults_of_two_ranks
 def test_ranks_at_other_places_of_the_program_are_told(two_ranks):
     for faults in two_ranks:
         error = faults["place"]["error"]

@@ -565,8 +565,16 @@ def test_aggregate_more_rows_than_shared_memory_holds(m, most, dtype):
     )
 
 
-@every_dtype
-@pytest.mark.parametrize("m", [9, 100, 130])
+# The sums are float32 or float64; how many rows there are decides the way to them.
+@pytest.mark.parametrize(
+    ("m", "dtype"),
+    [(9, dtype) for dtype in DTYPES]
+    + [(100, F32), (100, BF16), (130, F64)]
+    + [
+        pytest.param(m, dtype, marks=pytest.mark.long("minutes for a kernel's paths"))
+        for m, dtype in [(100, F64), (100, F16), (130, F32), (130, F16), (130, BF16)]
+    ],
+)
 def test_aggregate_of_many_rows_whatever_their_alignment(m, dtype):
     """The alignment changes no bit, and neither do other rows.
 

@@ -8,6 +8,7 @@ from pflcore.lab.results._verdicts import verdict_lines
 pytest.importorskip("scipy")
 
 
+@pytest.mark.deep("thousands of tables")
 @pytest.mark.parametrize("seeds", [3, 5])
 def test_equal_methods_are_told_apart_in_one_table_of_twenty_at_most(seeds):
     """Of 5 methods that are equal to the baseline but for noise, in 1,000 tables."""

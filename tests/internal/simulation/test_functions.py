@@ -178,6 +178,7 @@ print(function_digest(Rule()).text, function_digest(lambda b: Rule()(b, names)).
 """
 
 
+@pytest.mark.deep("other processes")
 def test_digests_are_those_of_every_process():
     digests = set()
     for seed in ("1", "2"):
