@@ -141,6 +141,9 @@ class Mean:
     # Whether running statistics of batch norm may be mixed as the models are. Beside a
     # robust mean, their plain mean would be a way around it.
     mixes_statistics: ClassVar[bool] = False
+    # Whether the mean of no update moves the model: silence would tell that nobody was
+    # there.
+    acts_without_clients: ClassVar[bool] = False
 
     @property
     def required_clients(self) -> tuple[int, ...]:
@@ -198,7 +201,9 @@ class Mean:
             if isinstance(value, Mean):
                 others = f"/{value}"
             elif value is not None:
-                words.append(f"{f.name}={value}")
+                # Quotes keep a name such as "3" apart from a number.
+                text = f"{value!r}" if _value_of(str(value)) != value else f"{value}"
+                words.append(f"{f.name}={text}")
         return ":".join(words) + others
 
 
@@ -336,6 +341,7 @@ class Private(Mean):
     clip_norm: PositiveFloat
     noise_multiplier: NonNegativeFloat
     expected_clients: PositiveFloat | None = None
+    acts_without_clients = True
 
     @property
     def length(self) -> float | None:
@@ -454,17 +460,6 @@ class Krum(ByzantineMean):
     def num_chosen(self, num_clients: int) -> int:
         """The number m of updates whose mean is taken."""
         return 1
-
-    def select(self, sqdist: Tensor) -> Tensor:
-        """The chosen clients [m], best first, by squared distances [S, S].
-
-        Raises ValueError where the options do not fit the number of clients.
-        """
-        count = len(sqdist)
-        fits = self.clients_needed <= count
-        wanted = f"0 <= f with 2 f + 2 < {count} clients, and 1 to N - f selected"
-        require(fits, "num_byzantine, num_selected", wanted, Words(self))
-        return choose_by_krum(sqdist, self.num_byzantine, self.num_chosen(count))
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,28 @@ def test_a_round_without_clients_changes_nothing_but_noise(tmp_path):
     assert not any(record["void"] for record in run.history.rounds)
 
 
+class Broken(FedAvg):
+    def train(self, down, client_state, clients):
+        client_state, up, fit = super().train(down, client_state, clients)
+        return client_state, {"delta": up["delta"] * torch.nan}, fit
+
+
+@pytest.mark.parametrize("ids", [[0], [0, 1]])
+def test_a_round_whose_clients_are_left_out_is_one_without_clients(ids):
+    """Else a model that stands still would tell that nobody else was there."""
+    models = []
+    for cohort in ([], ids):
+        torch.manual_seed(0)
+        algorithm = Broken(mean=Private(1.0, 0.5, 3.0))
+        run = play(algorithm, 0.5, sampling="poisson")
+        clients = torch.tensor(cohort, dtype=torch.int64)
+        state, outcome = by_hand.step(run.config, run.state, clients)
+        assert outcome.dropped == cohort and not outcome.void
+        models.append(state.server["x"])
+
+    assert torch.equal(*models) and not torch.equal(models[0], run.config.net.w0)
+
+
 def test_noise_needs_cohorts_that_its_privacy_assumes():
     algorithm = private(0.5, expected_clients=3.0)
     with pytest.raises(ValueError, match="sampling: expected 'poisson' with a priv"):

@@ -397,3 +397,9 @@ def test_a_mean_is_its_text(name):
     words = {"fltrust": ":H11", "centered_clipping": ":0.5", "private": ":0.5:1.1"}
     mean = robust.mean_of(name + words.get(name, ""))
     assert type(mean) is robust.MEANS[name] and robust.mean_of(str(mean)) == mean
+
+
+@pytest.mark.parametrize("client", [3, "3", "H11", "None"])
+def test_a_clients_name_is_no_number(client):
+    mean = robust.FLTrust(client)
+    assert robust.mean_of(str(mean)) == mean

@@ -32,7 +32,7 @@ from pflcore.algorithms._protocol import (
     map_rows,
 )
 from pflcore.check import NonNegativeFloat, Weighting
-from pflcore.robust import MeanOption, Private, WeightedMean, mean_of
+from pflcore.robust import MeanOption, WeightedMean, mean_of
 from pflcore.train import Clients
 
 
@@ -49,11 +49,6 @@ class ServerStep(Algorithm):
 
     server_lr: NonNegativeFloat = 1.0
     weighting: Weighting = "samples"
-
-    @property
-    def traits(self) -> Traits:
-        """The traits of the algorithm, which depend on its options."""
-        return Traits()
 
 
 @algorithm_options
@@ -94,7 +89,7 @@ class FedAvg(ServerStep):
         return {"x": x, **kept}, mix
 
     def update_without_clients(self, state: Tensors, cohort: Cohort) -> Changes:
-        if not isinstance(self.mean, Private):
+        if not self.mean.acts_without_clients:
             return {}
         nothing = {"delta": torch.zeros_like(state["x"])[None]}
         return self.update(state, nothing, cohort)[0]
@@ -151,7 +146,8 @@ class QFedAvg(ServerStep):
 
     def uploads(self, state: Tensors, down: Payload, cohort: Cohort) -> Uploads:
         number = torch.empty((), dtype=torch.float64)
-        least, most = (loss**self.q for loss in (MIN_LOSS, MAX_LOSS))
+        bounds = torch.tensor([MIN_LOSS, MAX_LOSS], dtype=torch.float64)
+        least, most = (bounds**self.q).tolist()
         weight = Claim(number, low=least, high=most)
         h = Claim(number, low=lambda up: up["weight"])
         if cohort.training is not None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -349,7 +349,10 @@ class Algorithm:
     A hook must not change its arguments, also not in place.
     """
 
-    traits: ClassVar[Any] = Traits()
+    @property
+    def traits(self) -> Traits:
+        """The traits of the algorithm, which may depend on its options."""
+        return Traits()
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -31,6 +31,7 @@ from pflcore.check import (
     BatchNormPolicy,
     Names,
     PositiveInt,
+    Words,
     checked,
     require,
     warn_caller,
@@ -45,7 +46,7 @@ from pflcore.interop._packing import (
 )
 from pflcore.ops._directions import cosine_matrix, unit_rows
 from pflcore.ops._sums import scatter_add
-from pflcore.robust import Krum, MultiKrum
+from pflcore.robust import Krum, MultiKrum, choose_by_krum
 from pflcore.simulation._uploads import finite_rows
 
 
@@ -364,6 +365,10 @@ def _mixing_weights(
     else:
         assert isinstance(alg, Krum)
         weight = torch.zeros(n, n, dtype=torch.float64)
-        selected = alg.select(ops.pairwise_sqdist(rows))
+        wanted = f"0 <= f with 2 f + 2 < {n} clients, and 1 to N - f selected"
+        fits = alg.clients_needed <= n
+        require(fits, "num_byzantine, num_selected", wanted, Words(alg))
+        sqdist = ops.pairwise_sqdist(rows)
+        selected = choose_by_krum(sqdist, alg.num_byzantine, alg.num_chosen(n))
         weight.index_fill_(1, selected, 1 / len(selected))
     return MixingWeights(weight), None

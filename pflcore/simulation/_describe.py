@@ -107,7 +107,7 @@ def describe_run(simulation: Simulation) -> Record:
         "versions": VERSIONS,
     }
     if config.training.schedule is not None:
-        record["learning_rates"] = config.step_sizes
+        record["learning_rates"] = config.training.step_sizes(config.rounds)
     if not _is_uniform(simulation.sampling):
         record["sampling"] = describe_sampling(simulation.sampling)
     if data.names is not None:

@@ -83,7 +83,7 @@ from pflcore.train._validate import check_autocast
 MAX_VOID_ROUNDS = 3
 
 
-@dataclass
+@dataclass(eq=False)
 class Simulation:
     """One algorithm on one federation.
 
@@ -152,7 +152,6 @@ class Simulation:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_autocast()
         net, data = self._resolve_options()
         # Before anything calls a function that remembers its calls.
         self.functions = self._describe_functions(net)
@@ -175,6 +174,7 @@ class Simulation:
         self.history: History | None = None
         # The records of all rounds up to the state, by `run` or a checkpoint.
         self._records: list[Record] = []
+        self._num_in_history = 0  # the number of records that a history has
         self._state = initial_state(
             self.config.algorithm,
             net,
@@ -279,9 +279,10 @@ class Simulation:
         self._state = copy_state(self.config, state)
         self._state_shared = False
         self._played_digests = None
-        self._records = [
-            record for record in self._records if record["round"] <= state.round
-        ]
+        kept = [record for record in self._records if record["round"] <= state.round]
+        # Of another run's state there are no records of the rounds before.
+        self._records = kept if len(kept) == state.round else []
+        self._num_in_history = min(self._num_in_history, len(self._records))
 
     def header(self) -> Record:
         """The description of the run: the first line of its record.
@@ -491,10 +492,11 @@ class Simulation:
         checkpoint: Checkpoint | None,
     ) -> History:
         """Plays the rounds that are left, and keeps their records."""
-        # Without a history the rounds so far are those of a checkpoint or of `iterate`.
-        before = [] if self.history is not None else list(self._records)
+        # The rounds of a checkpoint or of `iterate`, which no history has.
+        before = self._records[self._num_in_history :]
         # The header of a history is its owner's, who may add to it.
         history = History(dict(header), before, rank=self.config.ranks.rank)
+        self._num_in_history = len(self._records)
         self.history = history
         try:
             with self.config.ranks.together("the end of the run"):
@@ -505,6 +507,7 @@ class Simulation:
                     # round.
                     with defer_signals():
                         history.rounds.append(record)
+                        self._num_in_history = len(self._records)
                         for callback in callbacks:
                             call_back(callback, record)
                     self._save_checkpoint_if_due(checkpoint, header, record)
@@ -587,6 +590,7 @@ class Simulation:
             folder, self.header(), self.config
         )
         self._state_shared = False
+        self._num_in_history = 0
         self._played_digests = None
         self.history = None
         return self

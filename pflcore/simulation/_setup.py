@@ -125,8 +125,22 @@ def select_eval_clients(
     """The ids [S], ascending, of the evaluated clients.
 
     Where the options have a number instead of ids, that many clients are drawn among
-    the honest ones with samples.
+    the honest ones with samples. Raises ValueError where none of the clients has
+    samples of a split that is evaluated.
     """
+    ids = _chosen_eval_clients(data, evaluation, adversary, seed)
+    splits = [evaluation.split, *(["train"] if evaluation.train_loss else [])]
+    for split in splits if evaluation.every else []:
+        has_samples = split not in data.index or bool(data.size(split)[ids].any())
+        expected = f"clients of which one has samples of the split {split!r}"
+        require(has_samples, "evaluation.clients", expected, ids.tolist())
+    return ids
+
+
+def _chosen_eval_clients(
+    data: Federation, evaluation: Evaluation, adversary: Adversary | None, seed: int
+) -> Tensor:
+    """The ids [S], ascending, of the clients that the options choose."""
     choice = evaluation.clients
     if adversary is None:
         honest = torch.arange(data.n)
@@ -205,8 +219,6 @@ def make_config(
         seed: The seed of the run.
         options: The other attributes of a `RunConfig`, by name.
     """
-    # A schedule that raises an error raises it here, before the first round.
-    training.lr_at(1, rounds)
     device = device_of(hardware.device)
     ranks = ONE_RANK
     if hardware.ranks == "auto":

@@ -135,8 +135,8 @@ def accept(
     """The results of the accepted clients, and the outcome so far.
 
     Clients whose results are not finite are left out, and so are those whose claims
-    cannot be. Where no client is left, the outcome is void, and the result is of no
-    use.
+    cannot be. Where no client is left, the outcome is void, its cohort is empty, and
+    the result is of no use.
 
     Args:
         result: The results of the cohort.
@@ -297,10 +297,12 @@ def drop_clients(
     outcome.drop_reasons |= reasons
     lacks_required = not set(traits.required_clients).isdisjoint(outcome.dropped)
     outcome.void = lacks_required or not usable.any()
-    if usable.any():
-        result = result.take(usable)
-        outcome.cohort = result.cohort
-    outcome.train_loss = mean_train_loss(result) if usable.any() else None
+    outcome.cohort = result.cohort.take(usable)
+    if not usable.any():
+        outcome.train_loss = None
+        return result
+    result = result.take(usable)
+    outcome.train_loss = mean_train_loss(result)
     return result
 
 

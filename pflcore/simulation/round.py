@@ -35,10 +35,11 @@ from pflcore.algorithms._protocol import (
     VoidRound,
     apply,
     check_training,
+    normalize_rows,
 )
 from pflcore.check import Fraction, PositiveInt, checked, require
 from pflcore.simulation._rows import CohortRows, take_rows
-from pflcore.simulation._sampling import draw_clients
+from pflcore.simulation._sampling import draw_clients, sampling_kind
 from pflcore.simulation._signals import defer_signals
 from pflcore.simulation._state import (
     RunConfig,
@@ -73,9 +74,9 @@ def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutc
 
     There may be none: then the server alone acts, if at all. A client whose upload or
     new state is not finite is left out of the round and keeps its old state. The round
-    is void where a required client is left out, where no client is left, or where the
-    server's new state is not finite. A void round changes nothing but the counters of
-    rounds.
+    is void where a required client is left out, where no client is left and the server
+    does not act alone, or where the server's new state is not finite. A void round
+    changes nothing but the counters of rounds.
 
     Do not use `state` afterwards: its rows are updated in place. Raises ValueError for
     a repeated client, or where a required client is missing.
@@ -91,8 +92,7 @@ def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutc
         else:
             cohort = config.cohort(ids, state.round + 1, state.participated)
             outcome = RoundOutcome([], cohort=cohort)
-            new = alg.update_without_clients(state.server, cohort)
-            changes = server_changes(alg, state, new, outcome)
+            changes = serve_without_clients(alg, state, outcome)
         # No rank commits a round in which another has failed.
         config.ranks.exchange(f"the commit of round {state.round + 1}")
         return commit(state, changes, outcome), outcome
@@ -205,7 +205,10 @@ def serve(
         on_refused: Is called with the uploads that the algorithm cannot use.
     """
     if outcome.void:
-        return {}
+        is_alone = outcome.cohort is not None and not len(outcome.cohort.ids)
+        if alg.traits.required_clients or not is_alone:
+            return {}
+        return serve_without_clients(alg, state, outcome)
     try:
         new, mixing = alg.update(state.server, result.up, result.cohort)
     except VoidRound as reason:
@@ -228,6 +231,22 @@ def serve(
     if averages and mixing is not None and buffers.numel():
         changes["batch_norm"] = mixed_buffers(buffers, mixing, result.cohort.n)
     return changes
+
+
+def serve_without_clients(
+    alg: Algorithm, state: State, outcome: RoundOutcome
+) -> Changes:
+    """The changes of a round in which no client is left: the server acts, if at all.
+
+    `outcome` is written to: a round whose clients were all left out is void only where
+    the server does nothing.
+    """
+    assert outcome.cohort is not None
+    new = alg.update_without_clients(state.server, outcome.cohort)
+    if new:
+        outcome.void = False
+        outcome.void_reason = None
+    return server_changes(alg, state, new, outcome)
 
 
 def _check_named(bad: BadUpload, cohort: Cohort) -> None:
@@ -282,14 +301,11 @@ def mixed_buffers(
     round, as it keeps its model: the statistics that it trained go only where its
     update goes.
     """
-    # In float32 the least divisor below would be 0.
     weight = mixing.weight.double()
-    total = weight.sum(1, keepdim=True)
-    normalized = mixing._replace(weight=weight / total.clamp(min=1e-300))
-    mixed = normalized.aggregate(buffers)
+    mixed = mixing._replace(weight=normalize_rows(weight)).aggregate(buffers)
     if mixing.receivers is None:  # all clients share one model
         return RowUpdate(torch.arange(n), mixed.expand(n, -1))
-    has_weights = total[:, 0].cpu() > 0
+    has_weights = (weight.sum(1) > 0).cpu()
     rows = mixed[to_device(has_weights, mixed.device)]
     return RowUpdate(mixing.receivers[has_weights], rows)
 
@@ -297,15 +313,16 @@ def mixed_buffers(
 def commit(state: State, changes: Changes, outcome: RoundOutcome) -> State:
     """The state after the round.
 
-    A void round moves the counters of rounds alone. A round without clients leaves the
-    number of void rounds in a row as it is.
+    A void round moves the counters of rounds alone. A round in which no client is left,
+    or none was, leaves the number of void rounds in a row as it is.
 
     Do not use `state` afterwards: its rows are updated in place.
     """
     round = state.round + 1
     if outcome.void:
         return replace(state, round=round, void_rounds=state.void_rounds + 1)
-    void_rounds = 0 if outcome.ids else state.void_rounds
+    has_clients = len(outcome.ids) > len(outcome.dropped)
+    void_rounds = 0 if has_clients else state.void_rounds
     # A signal that ends the program between two rows would leave half a round.
     with defer_signals():
         tensors = apply(flatten_state(state), changes)
@@ -348,7 +365,7 @@ def sample_cohort(
     wanted = torch.tensor(required)
     place = torch.searchsorted(clients, wanted).clamp(max=len(clients) - 1)
     count += int((clients[place] != wanted).sum())
-    if callable(sampling) or (isinstance(sampling, str) and sampling == "poisson"):
+    if sampling_kind(sampling) in ("function", "poisson"):
         # They join those that are drawn, however many these are.
         count = len({*required, *others})
     # The required clients come first, so that a cut takes away others.

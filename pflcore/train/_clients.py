@@ -167,10 +167,7 @@ class Clients:
     @property
     def lr(self) -> float:
         """The step size of this round."""
-        step_sizes = self.context.step_sizes
-        if self.round > len(step_sizes):  # a round more than were planned
-            return self.context.training.lr_at(self.round, self.context.rounds)
-        return step_sizes[self.round - 1]
+        return self.context.training.lr_at(self.round, self.context.rounds)
 
     # data ---------------------------------------------------------------------
     @cached_property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from typing_extensions import Self
 
@@ -47,14 +46,6 @@ class TrainContext:
     rounds: int = 1
     clients_per_block: int = CPU_BLOCK_CLIENTS
     graphs: GradientGraphs | None = None
-
-    @cached_property
-    def step_sizes(self) -> tuple[float, ...]:
-        """The step sizes of all rounds.
-
-        A run asks its schedule once: a function may give other numbers later.
-        """
-        return self.training.step_sizes(self.rounds)
 
     def without_augmentation(self) -> Self:
         """The same options for what trains outside of a run's rounds."""

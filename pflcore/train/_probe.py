@@ -57,7 +57,7 @@ from pflcore.train._first_batch import spread_samples
 from pflcore.train._gpu_flags import NO_TF32_FLAGS
 from pflcore.train._graphs import GradientGraphs
 from pflcore.train._net import Net, scores_of
-from pflcore.train._training import Precision, Training, autocast
+from pflcore.train._training import Precision, Training
 from pflcore.train._workers import Workers
 
 # A larger model has probes of one client, and on a CPU none in float64: the copies
@@ -284,8 +284,7 @@ def make_probe(
     test_index = list(federation.lists("test"))
 
     def reference(w: Tensor) -> Values:
-        with autocast(precision, federation.x.device):
-            trained = _reference(net, federation, w, train_index, seeds, train=True)
+        trained = _reference(net, federation, w, train_index, seeds, train=True)
         evaluated = _reference(net, federation, w, test_index, seeds, train=False)
         return trained | evaluated
 
@@ -395,7 +394,7 @@ def first_mismatch(
     try:
         for probe in probes:
             mismatch = probe.difference(engine, graphs)
-            if mismatch is not None and probe.is_decisive:
+            if mismatch is not None:
                 return mismatch
     except Exception as error:
         if memory.is_out_of_memory(error):

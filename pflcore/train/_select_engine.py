@@ -70,6 +70,8 @@ def make_context(
         graphs: True for CUDA graphs of the steps on a GPU, where they can be captured.
     """
     device = net.w0.device
+    training = training.with_kept_schedule()
+    training.step_sizes(rounds)  # a schedule that raises an error raises it first
     with (
         single_threaded(),
         REPEATABLE_FLAGS.set_for(device),

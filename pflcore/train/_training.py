@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Annotated, Any, Literal
 
@@ -201,6 +201,32 @@ def _makes_scheduler(function: Callable[..., Any]) -> bool:
     return inspect.isclass(function)
 
 
+class KeptSchedule:
+    """A schedule whose step sizes are kept: it may give others when asked again.
+
+    So the clients and the server of a run have the same ones.
+
+    Args:
+        schedule: The schedule, or its name.
+    """
+
+    def __init__(self, schedule: Schedule | str) -> None:
+        self.schedule = schedule
+        self._step_sizes: dict[tuple[float, int], tuple[float, ...]] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The answer of the schedule itself."""
+        assert callable(self.schedule)
+        return self.schedule(*arguments)
+
+    def step_sizes(self, lr: float, rounds: int) -> tuple[float, ...]:
+        """The step sizes of the rounds 1 to `rounds`."""
+        key = (lr, rounds)
+        if key not in self._step_sizes:
+            self._step_sizes[key] = learning_rates(self.schedule, lr, rounds)
+        return self._step_sizes[key]
+
+
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
     """Context of the forward pass and the loss of a step in this precision."""
     if precision is None:
@@ -345,12 +371,22 @@ class Training:
     def step_sizes(self, rounds: int) -> tuple[float, ...]:
         """The step sizes of the rounds 1 to `rounds`.
 
-        The schedule is asked anew by each call.
+        The schedule is asked anew by each call, but that of `with_kept_schedule`.
         """
         if self.schedule is None:
             return (self.lr,) * rounds
+        if isinstance(self.schedule, KeptSchedule):
+            return self.schedule.step_sizes(self.lr, rounds)
         return learning_rates(self.schedule, self.lr, rounds)
+
+    def with_kept_schedule(self) -> Training:
+        """The same options, which ask their schedule once."""
+        if self.schedule is None:
+            return self
+        return replace(self, schedule=KeptSchedule(self.schedule))
 
     def lr_at(self, round: int, rounds: int) -> float:
         """The step size of `round` (from 1) of `rounds`."""
+        if self.schedule is None:
+            return self.lr
         return self.step_sizes(max(round, rounds))[round - 1]

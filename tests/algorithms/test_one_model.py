@@ -228,6 +228,12 @@ def test_scaffolds_option_two_divides_by_the_steps_with_momentum():
 # q-FedAvg ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("q", [0.0, 10.0, 1e3])
+def test_any_q_is_played(q):
+    state, outcome = after(QFedAvg(q=q), tiny())
+    assert not outcome.void and state.server["x"].isfinite().all()
+
+
 @examples(100)
 @given(
     q=st.floats(0.01, 5),

@@ -97,6 +97,16 @@ def test_a_cut_of_each_seed_is_that_of_its_data_seed():
     assert "2 seeds, each with a cut of its own" in Path("o/table.md").read_text()
 
 
+def test_each_cut_has_a_model_of_its_own():
+    """The texts of the fourth seed have a letter more than those of the first."""
+    words = "--n 2 --samples 1 --held-out 1 --length 6 --groups 1 --letters 26"
+    model = "--model lstm --every-step --hidden 4"
+    data = f"--data synthetic_text --data-seed each --seeds 4 {words}"
+    assert command(f"run fedavg {data} {model} --rounds 1 --quiet --out o") == 0
+
+    assert [len(run.rounds) for run in read("o")] == [1] * 4
+
+
 def test_outcomes_of_samples_give_the_accuracies():
     assert command(WORDS) == 0
 

@@ -28,6 +28,7 @@ from pflcore import (
     Adversary,
     Federation,
     Net,
+    Stop,
     Training,
     step,
 )
@@ -271,6 +272,39 @@ def test_what_a_caller_holds_never_changes():
         assert same(one, two)
 
 
+def test_every_round_is_in_one_history():
+    def stop(round, record):
+        if round == 2:
+            raise Stop("enough")
+
+    s = run("ditto", rounds=6)
+    first = s.run(stop)
+    rounds = s.iterate()
+    next(rounds), next(rounds)
+    rest = s.run()
+
+    assert [record["round"] for record in first.rounds] == [1, 2]
+    assert [record["round"] for record in rest.rounds] == [3, 4, 5, 6]
+
+
+def test_a_state_of_another_run_brings_no_records():
+    other = run("ditto", rounds=6, seed=2)
+    rounds = other.iterate()
+    for _ in range(4):
+        next(rounds)
+    s = run("ditto", rounds=6)
+    next(s.iterate())
+
+    s.state = other.state
+
+    assert [record["round"] for record in s.run().rounds] == [5, 6]
+
+
+def test_a_simulation_is_equal_to_itself_alone():
+    s = run("ditto", clients=[0, 1])
+    assert s == s and s != run("ditto", clients=[0, 1]) and {s: 1}[s] == 1
+
+
 def test_a_warm_start_of_something_else_is_refused():
     state = run("ditto").run().state
     for name, data, model, word in (
@@ -299,3 +333,5 @@ def test_who_is_evaluated_is_drawn_of_those_with_samples():
     alone = {"train": (x, y), "test": (x[:0], y[:0])}
     data = Federation.from_clients([{"train": (x, y), "test": (x, y)}, *[alone] * 3])
     assert run(data=data, evaluated=1).eval_clients.tolist() == [0]
+    with sentence("evaluation.clients: expected clients of which one has samples of"):
+        run(data=data, evaluated=[1, 2])

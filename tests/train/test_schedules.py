@@ -50,6 +50,22 @@ def test_a_run_takes_the_rates():
     assert slow[0] == plain[0] and slow[1] == slow[2]
 
 
+@pytest.mark.parametrize("name", ["fedavg", "qfedavg", "mocha"])
+def test_a_run_asks_its_schedule_once(name):
+    """Clients and server know one step size, if the schedule draws another later."""
+    asked = []
+
+    def drawn(round, rounds):
+        asked.append(round)
+        return 0.5 + len(asked) / 100
+
+    training = Training(lr=0.1, batch_size=8, schedule=drawn)
+    run = simulation(name, training=training).run()
+
+    assert asked == [1, 2, 3]
+    assert not any(record["void"] for record in run.rounds)
+
+
 OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 

@@ -35,7 +35,6 @@ from pflcore.check import (
     checked,
     client_id,
     device_of,
-    ids_of,
     import_object,
     reject,
     require,
@@ -61,6 +60,7 @@ from pflcore.simulation.callbacks import EarlyStopping
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.record import DATA_FIELDS, Facts, Line, OnRound
 from pflcore.train import Training
+from pflcore.train._losses import default_loss
 from pflcore.train._net import Net
 
 
@@ -379,7 +379,7 @@ def make_net(options: Options, data: Federation, make: Callable[[], nn.Module]) 
     """The net of a model and a loss, with seeded weights."""
     loss = options.loss
     if loss == "auto":
-        loss = "squared" if data.y.is_floating_point() else "cross_entropy"
+        loss = default_loss(data.y)
     return Net(make, loss, seed=options.seed)
 
 
@@ -444,15 +444,15 @@ class Job:
         target = o.target
         if isinstance(target, str) and target != "all":
             target = client_id("target", target, data.n, data.names)
-        bad = o.attack_clients or ()
-        if any(isinstance(client, str) for client in bad):
-            bad = tuple(ids_of("adversary", bad, data.n, data.names).tolist())
-        options = replace(o, target=target, attack_clients=bad or None)
-        return replace(self, options=options)
+        return replace(self, options=replace(o, target=target))
 
-    def num_rounds(self, n: int) -> int:
-        """The number of rounds of the job with n clients."""
-        num_runs = n if self.for_each else 1
+    def num_rounds(self, data: Federation) -> int:
+        """The number of rounds of the job, over all its runs."""
+        if not self.for_each:
+            return self.options.rounds
+        targets = possible_targets(data, self.options.robustness.adversary)
+        # One more run serves the clients that cannot be a target.
+        num_runs = len(targets) + (len(targets) < data.n)
         return self.options.rounds * num_runs
 
     def make_algorithm(self) -> Algorithm:
@@ -491,7 +491,8 @@ class Job:
     ) -> History:
         """Runs the simulation and returns its history.
 
-        With `for_each` there is one run for each client.
+        With `for_each` there is one run for each client that can be a target, and one
+        more for the others.
 
         Args:
             simulation: The simulation that `Job.simulation` made.
@@ -555,7 +556,8 @@ class Job:
 def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     """The facts on which the results of jobs depend.
 
-    Jobs with equal facts give the same numbers up to rounding, on any hardware.
+    Jobs with equal facts give the same numbers up to rounding, whatever the device, the
+    engine and the number of workers.
 
     Args:
         todo: The jobs of a command, which have equal options except the seed.

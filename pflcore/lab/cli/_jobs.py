@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pflcore.algorithms import name_of
 from pflcore.check import require
 from pflcore.data import Federation
@@ -71,11 +69,15 @@ def run_jobs(
             seed = job.options.cut_seed
             if seed not in federations:
                 federations[seed] = experiment.load_federation(job.options, cut)
-        data = federations[jobs[0].options.cut_seed]
+        data = federations[options.cut_seed]
         jobs = [job.with_ids(federations[job.options.cut_seed]) for job in jobs]
-        model = experiment.make_model(options, data, shape)
+        # A cut of its own may have other classes, or words of a text.
+        models = {
+            seed: experiment.make_model(options, federation, shape)
+            for seed, federation in federations.items()
+        }
         fields = {"partition_options": cut, "model_options": shape}
-        player = JobPlayer(federations, model, fields, output, ranks)
+        player = JobPlayer(federations, models, fields, output, ranks)
         whole: set[str] = set()
         if ranks.is_first:
             whole = player.check(jobs)
@@ -89,7 +91,7 @@ def run_jobs(
         elif ranks.is_first:
             names = [name_of(job.algorithm) for job in jobs]
             folder = new_folder(names, options.data, options.partition or "")
-    num_rounds = sum(job.num_rounds(data.n) for job in jobs)
+    num_rounds = sum(job.num_rounds(player.data_of(job)) for job in jobs)
     is_silent = not ranks.is_first
     with Progress(num_rounds, output.quiet or is_silent, is_silent) as progress:
         progress.say(f"{data.summary()}\nFolder: {folder}")
@@ -134,14 +136,14 @@ class JobPlayer:
 
     Attributes:
         federations: The federation of each seed of a cut.
-        model: The function that makes the model.
+        models: The function that makes the model of each seed of a cut.
         header_fields: Fields of each header in addition to those of a job.
         output: The options of the folder.
         ranks: The processes that play the jobs together; the first one alone writes.
     """
 
     federations: Mapping[int, Federation]
-    model: Callable[[], Any]
+    models: Mapping[int, Callable[[], Any]]
     header_fields: Line
     output: OutputOptions
     ranks: Ranks
@@ -153,6 +155,10 @@ class JobPlayer:
     def data_of(self, job: Job) -> Federation:
         """The federation of a job."""
         return self.federations[job.options.cut_seed]
+
+    def simulation(self, job: Job) -> Simulation:
+        """The simulation of a job."""
+        return job.simulation(self.data_of(job), self.models[job.options.cut_seed])
 
     def check(self, jobs: Sequence[Job]) -> set[str]:
         """The names of the jobs whose folders hold them whole.
@@ -167,7 +173,7 @@ class JobPlayer:
             is_begun = out is not None and run_folder(out, job).record.exists()
             if job.algorithm in plans and not is_begun:
                 continue  # another seed changes nothing in the plan
-            simulation = job.simulation(self.data_of(job), self.model)
+            simulation = self.simulation(job)
             header = self.header(job, simulation)
             plans.setdefault(job.algorithm, plan_line(header))
             if out is not None and is_begun and not self.output.overwrite:
@@ -198,7 +204,7 @@ class JobPlayer:
                 folder = run_folder(out, job)
                 if job.name in whole:
                     self.drop_checkpoint(job, folder)
-                    progress.skip(job.num_rounds(self.data_of(job).n))
+                    progress.skip(job.num_rounds(self.data_of(job)))
                     progress.say(f"{job.name}: whole, it is not played again")
                     continue
                 history = self.run_job(job, folder, progress, configs[job.name])
@@ -222,7 +228,7 @@ class JobPlayer:
         every round that was played; if rounds are missing, it says why. Raises
         RunFailed for an error in the middle.
         """
-        simulation = job.simulation(self.data_of(job), self.model)
+        simulation = self.simulation(job)
         with contextlib.ExitStack() as stack:
             with self.ranks.together("the folder of the run"):
                 path = Path(os.devnull)  # other ranks write nothing
@@ -300,7 +306,7 @@ class JobPlayer:
                     record.write({"samples": _outcomes(simulation, history)})
         except Exception as e:
             raise RunFailed(_failure(job, folder, e)) from e
-        progress.skip(job.num_rounds(self.data_of(job).n) - played)
+        progress.skip(job.num_rounds(self.data_of(job)) - played)
         return history
 
     def drop_checkpoint(self, job: Job, folder: RunFolder) -> None:
@@ -352,8 +358,6 @@ def _outcomes(simulation: Simulation, history: History) -> Line:
     split = simulation.evaluation.split
     config = simulation.config.in_process
     ids = simulation.eval_clients
-    if ids is None:
-        ids = torch.arange(config.data.n)
     ids = ids[config.data.size(split)[ids] > 0]
     correct = correct_samples(config, history.state, split, ids)
     return {"round": history.state.round, "split": split, "correct": correct}

@@ -114,13 +114,16 @@ def _tune_values(name: str, values: Mapping[str, dict[str, Any]], config: str) -
     data = protocols[0].data
     training = Training(**values["training"])
     job = Job(name, options, training, values[name_of(name)]).with_ids(data)
-    algorithm = experiment.make_algorithm(
-        name, job.algorithm_options, job.options.target
-    )
+    algorithm = job.make_algorithm()
     check_grid(algorithm, training, grid)
-    make = experiment.make_model(options, data, values.get("model", {}))
     seeds = [options.seed + j for j in range(tuning.seeds)]
-    nets = [experiment.make_net(replace(options, seed=s), data, make) for s in seeds]
+    nets = []
+    for seed, protocol in zip(seeds, protocols, strict=True):
+        # A cut of its own may have other classes, or words of a text.
+        make = experiment.make_model(options, protocol.data, values.get("model", {}))
+        nets.append(
+            experiment.make_net(replace(options, seed=seed), protocol.data, make)
+        )
     folder = tuning.out
     if folder is None:
         folder = new_folder(
