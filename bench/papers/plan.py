@@ -68,7 +68,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,6 @@ from pflcore.data._protocols import DEFAULT_SHARES, StudyProtocol, without_roles
 from pflcore.lab.cli._experiment import (
     Job,
     Options,
-    describe_jobs,
     load_federation,
     make_jobs,
 )
@@ -164,8 +163,25 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """A short digest of the run, different for each run."""
-        what = describe_jobs([self.job], self.cut, self.shape)
+        """A short digest of the facts on which the results of the run depend.
+
+        Runs of equal facts give the same numbers up to rounding, whatever the device,
+        the engine and the number of workers.
+        """
+        job = self.job
+        options = asdict(job.options)
+        for key in ("device", "engine", "workers", "clients_per_block", "graphs"):
+            del options[key]
+        if options["patience"] is None:
+            del options["patience"]  # the facts of runs that end by themselves
+        what = {
+            "runs": [job.name],
+            **options,
+            "training": asdict(job.training),
+            "partition_options": dict(self.cut),
+            "model_options": dict(self.shape),
+            "options": {job.name: dict(job.algorithm_options)},
+        }
         base = self.base and self.base.digest
         facts = to_json([what, self.roles, base, STREAM_VERSION])
         words = json.dumps(facts, sort_keys=True)

@@ -22,7 +22,7 @@ from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged
 from pflcore.ops import __version__, backend
 from pflcore.simulation._functions import function_digest
-from pflcore.simulation._sampling import describe_sampling
+from pflcore.simulation._sampling import describe_sampling, sampling_kind
 from pflcore.simulation._state import RunConfig, State
 from pflcore.simulation._updates import OUTLIER_RATIO, longest_update
 from pflcore.simulation._uploads import RoundOutcome
@@ -108,7 +108,7 @@ def describe_run(simulation: Simulation) -> Record:
     }
     if config.training.schedule is not None:
         record["learning_rates"] = config.training.step_sizes(config.rounds)
-    if not _is_uniform(simulation.sampling):
+    if sampling_kind(simulation.sampling) != "uniform":
         record["sampling"] = describe_sampling(simulation.sampling)
     if data.names is not None:
         record["names"] = data.names
@@ -204,11 +204,6 @@ def difference_in_digits(there: Record, here: Record) -> str | None:
 def _made_with(header: Record) -> Record:
     """The entries of a header that may change last digits."""
     return {name: header[name] for name in LAST_DIGITS if name in header}
-
-
-def _is_uniform(sampling: Any) -> bool:
-    """True for the rule that a record does not name."""
-    return isinstance(sampling, str) and sampling == "uniform"
 
 
 def _data_name(data: Federation) -> str:

@@ -44,7 +44,7 @@ from pflcore.simulation._functions import describe_functions, warn_of_names
 from pflcore.simulation._history import History, RunEnd
 from pflcore.simulation._log import log_engine, log_round
 from pflcore.simulation._run_models import RunModels
-from pflcore.simulation._sampling import Sampling, checked_sampling
+from pflcore.simulation._sampling import Sampling, checked_sampling, sampling_kind
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._setup import (
     ModelSource,
@@ -253,11 +253,6 @@ class Simulation:
 
     # the run ------------------------------------------------------------------
     @property
-    def name(self) -> str:
-        """The algorithm's name in records."""
-        return name_of(self.config.algorithm)
-
-    @property
     def state(self) -> State:
         """The state as it is now: a snapshot, which never changes.
 
@@ -372,7 +367,7 @@ class Simulation:
             self.eligible_clients,
             self.sampling,
         )
-        if not callable(self.sampling):
+        if sampling_kind(self.sampling) != "function":
             return draw()
         # A function of the user's might draw something else on another rank.
         place = f"the cohort of round {round}"
@@ -395,10 +390,11 @@ class Simulation:
         return record
 
     def evaluate(self, split: str) -> Tensors:
-        """Evaluates each client's personalized model as it is now, values [N] float64.
+        """Evaluates each client's personalized model as it is now.
 
-        See `pflcore.evaluate`. Where `evaluation.clients` is a number, there are only
-        values of the clients that were drawn, whose ids are in "clients".
+        See `pflcore.evaluate` for the values [N]. Where `evaluation.clients` is a
+        number, there are only values of the clients that were drawn, whose ids are in
+        "clients".
         """
         metrics = self.metrics if split == self.evaluation.split else None
         clients = self.eval_clients
@@ -542,7 +538,8 @@ class Simulation:
         else:
             problems = history.problems()
         for problem in problems:
-            warn_caller(f"{self.name}, seed {self.seed}, {problem}", RuntimeWarning)
+            name = name_of(self.algorithm)
+            warn_caller(f"{name}, seed {self.seed}, {problem}", RuntimeWarning)
 
     def _is_complete(self, rounds: Sequence[Record]) -> bool:
         """True where no round is missing and the last one is whole.

@@ -124,7 +124,7 @@ def draw_clients(
     count: int,
     clients: Tensor,
     sampling: Any,
-    participation: float = 1.0,
+    participation: float,
 ) -> Tensor:
     """The ids [S] of the clients that are drawn, int64.
 
@@ -139,22 +139,22 @@ def draw_clients(
         sampling: The rule, as `checked_sampling` returns it.
         participation: The chance of each client, for "poisson".
     """
-    if callable(sampling):
+    kind = sampling_kind(sampling)
+    if kind == "function":
         return _ids_by_function(context, round, count, clients, sampling)
     n = len(clients)
     key = (context.seed, round, "cohort")
-    if isinstance(sampling, str) and sampling == "poisson":
+    if kind == "poisson":
         drawn = draw_independently(n, participation, *key)
-    elif count >= n and isinstance(sampling, str):
+    elif count >= n and kind != "weights":
         return clients
-    elif isinstance(sampling, str) and sampling == "uniform":
+    elif kind == "uniform":
         # This makes no tensor as long as the federation, which may have millions of
         # clients.
         drawn = draw_without_replacement(n, count, *key)
     else:
-        weights = sampling
-        if isinstance(sampling, str):
-            weights = context.data.size("train").double()
+        sizes = context.data.size("train").double()
+        weights = sizes if kind == "size" else sampling
         drawn = draw_by_weight(weights[clients], count, *key)
     return clients[drawn]
 

@@ -107,7 +107,7 @@ def _check_cohort(alg: Algorithm, ids: Tensor) -> Tensor:
     require(len(ascending) == len(ids), "ids", "each client once", ids.tolist())
     required = alg.traits.required_clients
     absent = set(required) - set(ascending.tolist())
-    wanted = f"the target {required} in every round"
+    wanted = f"the clients {required} in every round"
     require(not absent, "ids", wanted, ascending.tolist())
     return ascending
 

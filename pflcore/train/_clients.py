@@ -49,6 +49,7 @@ from pflcore.train._evaluate import (
     log_probabilities,
     mean_gradient,
     mean_losses,
+    predict_features,
     predict_row,
 )
 from pflcore.train._net import Net
@@ -438,10 +439,6 @@ class Clients:
 
         Clients of fewer samples are padded with zeros and with labels of -1.
         """
-
-        def predict_features(model: Tensors, net: Net, x: Tensor) -> Tensor:
-            return net.features(model["w"], x)
-
         pairs = self.scores({"w": w}, split, predict_features)
         features = [z for z, _ in pairs]
         labels = [y for _, y in pairs]
@@ -450,17 +447,13 @@ class Clients:
             pad_sequence(labels, batch_first=True, padding_value=-1),
         )
 
-    def class_features(self, w: Tensor, split: str = "train") -> ClassFeatures:
+    def class_features(self, w: Tensor) -> ClassFeatures:
         """Sums of each class's features, which the head of `w` [S, P] sees.
 
-        A client's sums do not depend on who else is in the cohort. Samples without a
-        label count in no class. Raises ValueError where targets are not one label for
-        each sample.
+        They are those of the training samples. A client's sums do not depend on who
+        else is in the cohort. Samples without a label count in no class. Raises
+        ValueError where targets are not one label for each sample.
         """
-
-        def predict_features(model: Tensors, net: Net, x: Tensor) -> Tensor:
-            return net.features(model["w"], x)
-
         y = self.context.data.y
         if y.is_floating_point() or y.dim() != 1:
             raise ValueError(
@@ -468,7 +461,7 @@ class Clients:
                 f"and the targets are {y.dtype} of the shape {list(y.shape[1:])}."
             )
         rows = []
-        for z, labels in self.scores({"w": w}, split, predict_features):
+        for z, labels in self.scores({"w": w}, "train", predict_features):
             z = z.double()
             # What has no label is in a last class, which is left out.
             of_class = labels.where(labels >= 0, self.net.classes)

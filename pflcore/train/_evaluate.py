@@ -40,6 +40,11 @@ Predict = Callable[[Tensors, Net, Tensor], Tensor]
 ScoresAndLabels = list[tuple[Tensor, Tensor]]
 
 
+def predict_features(model: Tensors, net: Net, x: Tensor) -> Tensor:
+    """The features [B, H] of a batch `x` that the head of the model "w" sees."""
+    return net.features(model["w"], x)
+
+
 def predict_row(model: Tensors, net: Net, x: Tensor) -> Tensor:
     """Scores [n, ...] of a model that is one row, {"w": [P]}."""
     return net(model["w"], x)

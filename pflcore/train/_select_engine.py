@@ -84,7 +84,10 @@ def make_context(
         selected = select_engine(net, data, probes, engine, training)
         gradient_graphs = None
         if data.device.type == "cuda":
-            gradient_graphs = verified_graphs(probes, selected, graphs)
+            gradient_graphs = GradientGraphs(device)
+            gradient_graphs.refusal_reason = "asked for"  # a record: "eager: asked for"
+            if graphs:
+                gradient_graphs = verified_graphs(probes, selected)
     default_clients = GPU_BLOCK_CLIENTS
     if data.device.type == "cpu":
         default_clients = CPU_BLOCK_CLIENTS
@@ -108,7 +111,7 @@ def select_engine(
     name: str,
     training: Training,
 ) -> Engine:
-    """The engine called `name`; for "auto" the first one that matches.
+    """The engine called `name`; for "auto" the fastest one that matches.
 
     `name` is "auto", "chain", "loop" or "vmap". Raises MismatchError where the engine
     of that name does not match, and where "loop" does not. "loop" calls the module as
@@ -194,21 +197,14 @@ def matching_chain(
     return chain, reason
 
 
-def verified_graphs(
-    probes: list[EngineProbe], engine: Engine, enabled: bool
-) -> GradientGraphs:
+def verified_graphs(probes: list[EngineProbe], engine: Engine) -> GradientGraphs:
     """The CUDA graphs of a run, after a trial on the probes.
 
     The trial replays captured steps. Where a capture fails, or a replay does not match
-    the module, or `enabled` is false, the graphs refuse to capture, and the run goes on
-    without them.
+    the module, the graphs refuse to capture, and the run goes on without them.
     """
     device = probes[0].w.device
     graphs = GradientGraphs(device)
-    if not enabled:
-        # The record then says "eager: asked for".
-        graphs.refusal_reason = "asked for"
-        return graphs
     tried_graphs = GradientGraphs(device, capture_after_steps=0)
     mismatch = first_mismatch(probes, engine, tried_graphs)
     graphs.refusal_reason = tried_graphs.refusal_reason

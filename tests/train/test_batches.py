@@ -116,5 +116,5 @@ def test_what_messages_advise(call, said):
 
 
 def test_algorithms_in_any_spelling():
-    assert simulation("FedDWA").name == "feddwa"
-    assert simulation("LG-FedAvg").name == "lg_fedavg"
+    assert simulation("FedDWA").header()["algorithm"] == "feddwa"
+    assert simulation("LG-FedAvg").header()["algorithm"] == "lg_fedavg"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -26,7 +26,6 @@ from pflcore.algorithms import (
 )
 from pflcore.check import (
     Fraction,
-    Momentum,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -41,6 +40,7 @@ from pflcore.check import (
 )
 from pflcore.data import PARTITIONS, Federation
 from pflcore.data._feature_shift import ShiftName
+from pflcore.data._federation import HeldOut
 from pflcore.data._partition import options_of
 from pflcore.lab.data import FEDERATIONS, SOURCES, federation_of
 from pflcore.lab.data._files import READERS
@@ -142,7 +142,7 @@ class Options:
     standardize: bool | None = None
     feature_shift: ShiftName | None = None
     feature_shift_strength: NonNegativeFloat | None = None
-    val: Momentum = 0.0
+    val: HeldOut = 0.0
     eval_split: str = "test"
     eval_every: NonNegativeInt = 1
     patience: PositiveInt | None = None
@@ -551,33 +551,6 @@ class Job:
         header["target"] = target
         header["model_target"] = model_target
         return header
-
-
-def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
-    """The facts on which the results of jobs depend.
-
-    Jobs with equal facts give the same numbers up to rounding, whatever the device, the
-    engine and the number of workers.
-
-    Args:
-        todo: The jobs of a command, which have equal options except the seed.
-        cut: The options of the partition, or of the reader of files.
-        shape: The options of the model.
-    """
-    options = asdict(todo[0].options)
-    for key in ("device", "engine", "workers", "clients_per_block", "graphs"):
-        del options[key]
-    if options["patience"] is None:
-        del options["patience"]  # the facts of runs that end by themselves
-    hyper = {job.name: dict(job.algorithm_options) for job in todo}
-    return {
-        "runs": [*hyper],
-        **options,
-        "training": asdict(todo[0].training),
-        "partition_options": dict(cut),
-        "model_options": dict(shape),
-        "options": hyper,
-    }
 
 
 def make_jobs(

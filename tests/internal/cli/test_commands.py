@@ -65,6 +65,25 @@ def test_poisoned_labels_of_runs_for_each_client_are_flipped_once(monkeypatch):
     assert given[0] is data is not simulation.config.data
 
 
+def test_a_job_counts_the_rounds_of_all_its_runs():
+    """Attackers are no targets; one more run serves them."""
+    options = experiment.Options(
+        "synthetic_clusters",
+        n=6,
+        rounds=2,
+        target="all",
+        attack="sign_flip",
+        attack_clients=(0, 1, 2),
+        eval_every=0,
+    )
+    data = experiment.load_federation(options)
+    (job,) = experiment.make_jobs(["waffle"], options, Training(), {})
+    simulation = job.simulation(data, experiment.make_model(options, data))
+    played = []
+    job.play(simulation, lambda round, _: played.append(round))
+    assert job.num_rounds(data) == len(played) == 2 * (3 + 1)
+
+
 @pytest.mark.parametrize("name", swept())
 def test_every_algorithm_explains_its_options(name, capsys):
     with pytest.raises(SystemExit) as e:
