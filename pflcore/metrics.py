@@ -220,9 +220,8 @@ def best(curve: Vector, higher_is_better: bool = True) -> Point:
     if v.isnan().all():
         return Point(math.nan, -1)
     ranked = v if higher_is_better else -v
-    # A NaN must not win, and infinite values must stay the largest and the smallest.
-    ranked = ranked.nan_to_num(-math.inf, math.inf, -math.inf)
-    i = int(ranked.argmax())
+    places = (~v.isnan()).nonzero()[:, 0]
+    i = int(places[ranked[places].argmax()])
     return Point(v[i].item(), i)
 
 

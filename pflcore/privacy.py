@@ -34,6 +34,7 @@ ORDERS = np.concatenate(
 # The largest mean of an integrand, in units of the noise's standard deviation.
 LARGEST_MEAN = 5000.0
 LEAST_NOISE_MULTIPLIER = 0.01
+MOST_NOISE = 1000.0
 
 
 def rdp_of_round(noise_multiplier: float, sampling_rate: float, orders: F64) -> F64:
@@ -122,13 +123,9 @@ def noise_multiplier(
     high = LEAST_NOISE_MULTIPLIER
     while _epsilon(high, sampling_rate, rounds, delta) > epsilon:
         low = high
-        high *= 2
-        require(
-            high <= 1000,
-            "epsilon",
-            "one that a noise multiplier of at most 1000 reaches",
-            epsilon,
-        )
+        expected = f"one that a noise multiplier of at most {MOST_NOISE:g} reaches"
+        require(low < MOST_NOISE, "epsilon", expected, epsilon)
+        high = min(2 * high, MOST_NOISE)
     while low and high - low > 0.001 * high:
         middle = (low + high) / 2
         if _epsilon(middle, sampling_rate, rounds, delta) > epsilon:

@@ -25,6 +25,10 @@ def folder(path, **options):
     return federation_of(f"folder:{path}", fractions={}, **options)
 
 
+def table(path, **options):
+    return federation_of(f"table:{path}", fractions={}, **options)
+
+
 def leaf(path, **options):
     return federation_of(f"leaf:{path}", fractions={}, **options)
 

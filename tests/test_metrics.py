@@ -330,3 +330,10 @@ def test_what_is_no_metric_is_one_sentence(metrics, said):
     pytest.importorskip("sklearn")
     with sentence(f"metrics: .*{said}", (ValueError, TypeError)):
         simulation(metrics=metrics)
+
+
+@pytest.mark.parametrize("higher_is_better", [True, False])
+@pytest.mark.parametrize("worst", [math.inf, -math.inf])
+def test_no_round_without_a_value_is_the_best(worst, higher_is_better):
+    point = metrics.best([math.nan, worst], higher_is_better)
+    assert point == (worst, 1)

@@ -267,3 +267,8 @@ def test_a_run_says_what_its_noise_hides(tmp_path):
     assert "at delta = 1e-05." in table([history], privacy_delta=1e-5)
     plain = play("fedavg", 0.5, rounds=1).run()
     assert plain.privacy() is None and "epsilon" not in table([plain])
+
+
+def test_the_largest_noise_is_found():
+    wanted = epsilon(800, 1.0, 10_000, 1e-5)
+    assert 800 <= noise_multiplier(wanted, 1.0, 10_000, 1e-5) < 801

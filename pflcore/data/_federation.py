@@ -30,6 +30,7 @@ from pflcore.check import (
     NonNegativeFloat,
     PositiveInt,
     Seed32,
+    Words,
     check_fields,
     checked,
     client_id,
@@ -412,7 +413,9 @@ class Federation:
             "samples": {split: len(self.lists(split).flat) for split in self.splits},
             "training samples per client": _describe_range(self.size()),
             "inputs": self.fields or list(self.shape),
+            "targets": None if self.classes else "numbers to predict",
             "classes": self.classes,
+            "names of classes": ", ".join(self.class_names or ()),
             "classes per client": classes_per_client,
             "label skew": label_skew,
             "labels permuted by client (concept shift)": self.relabel is not None,
@@ -634,6 +637,16 @@ class Federation:
         expected = "a table or inputs (read a file first, as pandas.read_csv does)"
         require(not is_path, "x", expected, x)
         reader = ReaderOptions(classes, dtype, ignored_label=ignored_label)
+        return cls._from_table(x, y, client, reader, name)
+
+    @classmethod
+    def _from_table(
+        cls, x: Any, y: Any, client: Any, reader: ReaderOptions, name: str
+    ) -> Self:
+        """A federation of one table, whose numbers mean what `reader` says.
+
+        The other arguments are those of `from_table`.
+        """
         columns = None
         label_names = None
         if column_names(x) is not None:
@@ -643,7 +656,7 @@ class Federation:
             x = stack_columns(inputs, "x")
         has_both = y is not None and client is not None
         require(has_both, "y and client", "a value per sample", None)
-        x, fields = to_inputs(x, "x", dtype)
+        x, fields = to_inputs(x, "x", reader.dtype)
         targets = read_targets(y, "y", label_names)
         lists, names = _by_client(client, len(x))
         pool = interpret_pool(x.contiguous(), [targets], reader, columns, fields)
@@ -688,6 +701,10 @@ class Federation:
         x = _pool_inputs(x, "x")
         targets = [read_targets(y, "y")]
         pool_sizes = {"train": len(targets[0].values)}
+        words = f"a value for each of the {len(x):,} samples of x"
+        require(len(x) == pool_sizes["train"], "y", words, pool_sizes["train"])
+        has_x_test = y_test is None or x_test is not None
+        require(has_x_test, "x_test", "the inputs of y_test", x_test)
         if x_test is not None:
             test_columns = text_names(x_test)
             more_x = _pool_inputs(x_test, "x_test")
@@ -696,8 +713,12 @@ class Federation:
             targets.append(read_targets(y_test, "y_test"))
             expected = f"inputs {list(x.shape[1:])}, as x has"
             require(more_x.shape[1:] == x.shape[1:], "x_test", expected, more_x)
-            x = torch.cat([x, more_x])
             pool_sizes["test"] = len(targets[1].values)
+            words = f"a value for each of the {len(more_x):,} samples of x_test"
+            require(
+                len(more_x) == pool_sizes["test"], "y_test", words, pool_sizes["test"]
+            )
+            x = torch.cat([x, more_x])
         fits = partition.pool_sizes == pool_sizes
         if not partition.pool_sizes:  # not made by `partition`
             fits = "test" in partition.index or "test" not in pool_sizes
@@ -745,12 +766,15 @@ class Federation:
             val: share of a client's samples for validation, from 0 to below 1
             test: share of a client's samples for testing, from 0 to below 1
             seed: seeds the choice of the samples
-            of: splits from which samples are taken; None for all
+            of: splits from which samples are taken, "train" among them; None for all
             stratify: True takes the same share of each class, up to one sample, and
                 leaves a client a training sample of each of its classes. The targets
                 must be one label a sample.
         """
         require(test + val < 1, "val and test", "shares below 1 together", [val, test])
+        keeps_training = of is None or "train" in of
+        words = "'train' among the splits, to which what is left goes, or None"
+        require(keeps_training, "of", words, of)
         shares = {"test": test, "val": val / (1 - test)}
         shares = {split: share for split, share in shares.items() if share > 0}
         existing = [split for split in shares if split in self.index]
@@ -1182,6 +1206,10 @@ def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
     fits = ids.shape == (count,) and ids.dtype.kind in "iuU" and not mixed
     expected = f"a whole number or a string for each of {count:,} samples"
     require(fits, "client", expected, ids)
+    if ids.dtype.kind == "U":
+        empty = (np.char.strip(ids) == "").nonzero()[0].tolist()
+        got = Words(f"none in the rows {', '.join(map(str, empty[:5]))} (from 0)")
+        require(not empty, "client", expected, got)
     names, owner = np.unique(ids, return_inverse=True)
     lists = Ragged.from_owners(np.arange(count), owner, len(names))
     return lists, tuple(names.tolist())

@@ -228,6 +228,8 @@ def _mask_label(data: Federation, label: int) -> Federation:
     if classes == label + 1:
         known = y[y != IGNORED_LABEL]
         classes = int(known.max()) + 1 if known.numel() else 1
+        if data.class_names:
+            classes = label
     class_names = data.class_names and data.class_names[:classes]
     return data._copy_with(y=y, classes=classes, class_names=class_names)
 

@@ -229,6 +229,8 @@ def read_tables(
         require(width > 1, str(path), "several values, with ',' between them", first)
     named = bool(cells) and have_header(list(cells.values()), list(cells), target)
     for path, table in cells.items():
+        if named:
+            _check_names(table.first, path)
         tables[path] = _samples_of(table, path, words, named=named)
     return [_split_target(tables[path], target, class_names, path) for path in paths]
 
@@ -245,10 +247,22 @@ def read_frame(path: Path, *words: str) -> Any:
 
 def _named_frame(cells: Cells, path: Path, words: Sequence[str] = ()) -> Any:
     """The data frame of a CSV file whose first line has the names."""
-    names = cells.first
+    _check_names(cells.first, path)
+    _check_row_numbers(cells.first, path)
+    return cells.frame(named=True, words=words)
+
+
+def _check_row_numbers(names: Sequence[Any], path: Path) -> None:
+    """Raises ValueError where the first column has no name, as the numbers of rows."""
+    expected = "a name for every column (row numbers of pandas: index=False)"
+    has_row_numbers = names[0] in ("", "Unnamed: 0")
+    require(not has_row_numbers, str(path), expected, list(names))
+
+
+def _check_names(names: Sequence[str], path: Path) -> None:
+    """Raises ValueError where two columns of a file have one name."""
     twice = sorted({name for name in names if names.count(name) > 1})
     require(not twice, str(path), "each column once", twice)
-    return cells.frame(named=True, words=words)
 
 
 def read_lines(path: Path, *, named: bool) -> tuple[Any, Array]:
@@ -535,9 +549,7 @@ def _split_target(
     """The frame of the inputs, and the targets, numbers [n] or words [n]."""
     names = list(table.columns)
     require(len(table), str(path), "rows of values", "none")
-    expected = "a name for every column (row numbers of pandas: index=False)"
-    has_numbers = names[0] in ("", "Unnamed: 0")
-    require(not has_numbers, str(path), expected, names)
+    _check_row_numbers(names, path)
     place = [k for k, name in enumerate(names) if name == target]
     if isinstance(target, int):
         place = [target % len(names)] if -len(names) <= target < len(names) else []

@@ -230,11 +230,11 @@ class Tuned:
         """
         edges = {}
         for key, value in self.best.candidate.options.items():
-            values = {trial.candidate.options[key] for trial in self.trials}
+            values = [trial.candidate.options[key] for trial in self.trials]
             is_number = all(
                 isinstance(v, int | float) and not isinstance(v, bool) for v in values
             )
-            if not is_number or len(values) < 2:
+            if not is_number or len({*values}) < 2:
                 continue
             if value in (min(values), max(values)):
                 edges[key] = "least" if value == min(values) else "largest"

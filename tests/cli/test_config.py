@@ -210,3 +210,19 @@ def test_rules_of_ones_own_are_options_and_stand_in_the_file(monkeypatch):
     assert command(f"run fedavg {DIGITS} --sampling size --steps 2 --out q") == 0
     (run,) = read("q")
     assert run.header["sampling"] == "size" and run.header["training"]["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [("per_fedavg", "steps", 3), ("feddbe", "momentum", 0.5)],
+)
+def test_an_option_called_as_one_of_training_is_the_methods(name, option, value):
+    """A file for `compare` has it in the method's table; `run` reads it, too."""
+    words = "--data digits --n 2 --model linear --rounds 1 --quiet"
+    Path("c.toml").write_text(f"[{name}]\n{option} = {value}\n")
+    assert command(f"compare {name} {words} --config c.toml --out a") == 0
+    assert command(f"run {name} {words} --config c.toml --out b") == 0
+
+    one, other = (read(folder)[0].header for folder in "ab")
+    assert one["options"][option] == other["options"][option] == value
+    assert one["training"] == other["training"]

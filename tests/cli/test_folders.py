@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from parts.commands import DIGITS, command
 
+from pflcore.lab.cli import main
 from pflcore.lab.results import read
 from pflcore.lab.results.clients import client_frame
 
@@ -127,7 +128,30 @@ def test_a_client_has_its_difference_and_a_verdict(capsys):
     assert (frame["low"] <= frame["difference"]).all()
     assert (frame["difference"] <= frame["high"]).all()
     assert command("report o --per client --baseline local") == 0
-    assert "fedavg against local: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "fedavg against local: " in out and "| client | test samples |" in out
+
+
+def test_few_samples_decide_nothing():
+    words = "--data synthetic_clusters --n 2 --held-out 19 --rounds 2 --quiet --lr 0"
+    assert command(f"compare fedavg local {words} --local.training.lr 1 --out o") == 0
+    frame = client_frame(read("o"), "local")
+    assert (frame["samples"] == 19).all() and set(frame["verdict"]) == {"undecided"}
+    assert ((frame["low"] > 0) | (frame["high"] < 0)).any()
+
+
+def test_a_baseline_is_one_row(capsys):
+    assert command(f"run fedavg {DIGITS} --out a") == 0
+    assert command(f"run local {DIGITS} --lr 0.3 --out a") == 0
+    assert command(f"run local {DIGITS} --lr 0.2 --out b") == 0
+    capsys.readouterr()
+
+    for options in ("", "--per client"):
+        for folders in ("a b", "b a"):
+            assert command(f"report {folders} --baseline local {options}") == 2
+            said = capsys.readouterr().err
+            assert "baseline: expected one of the rows local (lr=0." in said
+    assert main(["report", "a", "b", "--baseline", "local (lr=0.2)"]) == 0
 
 
 def test_patience_ends_a_run():

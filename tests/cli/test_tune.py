@@ -56,7 +56,7 @@ def test_the_best_candidate_is_written_and_compared(capsys):
     assert command(f"compare --tuned t --ditto.lam 3 {DIGITS} --lr .3 --out d") == 0
     (alone,) = read("d")
     assert alone.header["options"]["lam"] == 3.0
-    assert alone.header["training"]["lr"] == 0.2
+    assert alone.header["training"]["lr"] == 0.3  # the flag overrides the choice
 
     for file in sorted(Path("c").glob("*/run.toml")):
         assert command(f"run --config {file} --quiet --out e") == 0

@@ -90,7 +90,10 @@ draws: 3"""
     assert set(lines.splitlines()) <= set(
         small(facts={"draws": 3}).summary().splitlines()
     )
-    assert "classes" not in Federation.from_clients([([[1.0]], [0.5])]).summary()
+    numbers = Federation.from_clients([([[1.0]], [0.5])]).summary()
+    assert "classes" not in numbers and "targets: numbers to predict" in numbers
+    words = Federation.from_clients([([[1.0]] * 3, ["no", "yes", "no"])]).summary()
+    assert "names of classes: no, yes" in words
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -599,3 +602,23 @@ def test_labels_that_may_be_counts_are_said():
     words = Federation.from_clients([(torch.randn(6, 2), [*"abcabc"])])
     assert words.classes_note is None
     assert unbalanced(((2, 2, 0),)).classes_note is not None
+
+
+def test_a_split_keeps_the_training_samples():
+    data = Federation.from_clients([(torch.rand(40, 2), torch.arange(40) % 2)] * 2)
+    data = data.split(val=0.25)
+    with sentence("of: expected 'train' among the splits"):
+        data.split(test=0.5, of=("val",))
+
+
+def test_a_partitions_inputs_have_a_target_each():
+    labels = torch.arange(100) % 10
+    part = partition("A", labels, 5, test_labels=labels)
+    x, x_test = torch.rand(90, 2), torch.rand(110, 2)
+    with sentence("y: expected a value for each of the 90 samples of x, got 100"):
+        Federation.from_partition(x, labels, part, x_test=x_test, y_test=labels)
+    x = torch.rand(100, 2)
+    with sentence("y_test: expected a value for each of the 110 samples of x_test"):
+        Federation.from_partition(x, labels, part, x_test=x_test, y_test=labels)
+    with sentence("x_test: expected the inputs of y_test, got None"):
+        Federation.from_partition(x, labels, part, y_test=labels)

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from entry_points import folder, leaf, sentence
+from entry_points import folder, leaf, sentence, table
 
 from pflcore.lab.data import federation_of, load
 
@@ -112,7 +112,45 @@ def test_a_name_that_two_columns_have_is_no_target(tmp_path):
     csv(tmp_path, "a,a,y\n1,2,0\n")
     with sentence(".*c0.csv: expected the column 'a' once in the first line"):
         folder(tmp_path, target="a")
-    assert folder(tmp_path, target=1, classes=None).y.tolist() == [2]
+    with sentence(".*c0.csv: expected each column once, got .'a'."):
+        folder(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_numbers_of_a_table_mean_what_they_mean_in_a_folder(suffix, tmp_path):
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"x": [0.5, 1.5, 2.5, 3.5], "y": [0, 1, 1, 0]})
+    whole = frame.assign(site=["a", "a", "b", "b"])
+    for site, rows in frame.groupby(whole["site"]):
+        (tmp_path / "of_sites").mkdir(exist_ok=True)
+        write(rows, tmp_path / "of_sites" / f"{site}.{suffix}")
+    write(whole, tmp_path / f"all.{suffix}")
+
+    of_table = table(tmp_path / f"all.{suffix}", client="site", label="y")
+    of_folder = folder(tmp_path / "of_sites")
+
+    assert of_table.classes == of_folder.classes == 2
+    assert torch.equal(of_table.y, of_folder.y)
+    assert torch.equal(of_table.x, of_folder.x)
+    signs = whole.assign(y=[-1, 1, 1, -1])
+    write(signs, tmp_path / f"signs.{suffix}")
+    of_signs = table(tmp_path / f"signs.{suffix}", client="site", label="y")
+    assert of_signs.y.tolist() == [0, 1, 1, 0]
+
+
+def write(frame, path):
+    if path.suffix == ".csv":
+        frame.to_csv(path, index=False)
+    else:
+        pytest.importorskip("pyarrow")
+        frame.to_parquet(path)
+
+
+def test_a_row_without_a_client_is_refused(tmp_path):
+    path = tmp_path / "all.csv"
+    path.write_text("x,y,site\n1,0,a\n2,1,\n3,1,b\n4,0, \n")
+    with sentence("client: expected .* got none in the rows 1, 3 .from 0.[.]"):
+        table(path, client="site", label="y")
 
 
 def test_a_large_table_is_read_as_fast_as_by_numpy(tmp_path):
@@ -321,3 +359,17 @@ def test_a_missing_data_set_names_its_files(tmp_path):
         match=r"expected the files of torchvision\.datasets\.MNIST in MNIST/raw",
     ):
         load("mnist", tmp_path)
+
+
+def test_an_array_of_a_split_is_there_once(tmp_path):
+    names = {f"{part}{split}" for part in "xy" for split in ("", "_train")}
+    np.savez(tmp_path / "a.npz", **{name: np.zeros(3) for name in names})
+    with pytest.raises(OSError, match=r"a.npz: .*arrays: expected each split once"):
+        folder(tmp_path)
+
+
+def test_row_numbers_of_pandas_are_no_feature(tmp_path):
+    path = tmp_path / "all.csv"
+    path.write_text(",u,client,label\n0,1.5,a,0\n1,2.5,a,1\n2,3.5,b,0\n3,1.0,b,1\n")
+    with sentence(".*all.csv: expected a name for every column .*index=False"):
+        table(path)

@@ -80,15 +80,25 @@ class Config:
                 group[flag.field] = _typed_value(key, value, flag.hint)
         return defaults
 
-    def without_table(self, titles: Sequence[str]) -> Config:
+    def without_table(self, titles: Sequence[str], flags: Mapping[str, Flag]) -> Config:
         """The file with the options of the only algorithm outside of its table.
 
         So a file for `pflcore compare` serves `pflcore run` and `pflcore tune`, too.
+
+        Args:
+            titles: The group of the algorithm's options, if one is named.
+            flags: The flags of the command by their keys.
         """
+        # An option that has the name of one of training is another flag.
+        keys = {(flag.group, flag.field): key for key, flag in flags.items()}
         values = {}
         for key, value in self.values.items():
             for title in titles:
-                key = key.removeprefix(f"{title}.training.").removeprefix(f"{title}.")
+                option = key.removeprefix(f"{title}.")
+                if option.startswith("training.") and option != key:
+                    key = option.removeprefix("training.")
+                elif option != key:
+                    key = keys.get((title, option), option)
             values[key] = value
         return replace(self, values=values)
 

@@ -127,18 +127,19 @@ def command_values(
     classes = {title: class_of(name) for title, name in algorithms.items()}
     differ = len({*classes.values()}) == len(algorithms)
     require(differ, "algorithms", "different names", ", ".join(names))
-    if is_run:
-        configs = [config.without_table([*algorithms])]
     groups: dict[str, type] = {} if is_run else {"compare": CompareOptions}
     groups |= {"config": ConfigOptions, "run": Options, "training": Training}
     groups |= {"output": OutputOptions, **chosen_groups(chosen_names(argv, config))}
     groups |= classes
-    given = [*given_keys(argv), *(key for one in configs for key in one.values)]
+    given_flags = given_keys(argv)
+    given = [*given_flags, *(key for one in configs for key in one.values)]
     prefixed = [] if is_run else [*algorithms]
     own_training = own_training_groups(prefixed, given)
     groups |= dict.fromkeys(own_training, Training)
     prefixed += own_training
     flags = flags_of(groups, prefixed)
+    if is_run:
+        configs = [config.without_table([*algorithms], flags)]
     defaults: dict[str, Line] = {}
     for config in configs:
         config.check_keys(flags, passed_over_keys(names, config), prog)
@@ -147,9 +148,12 @@ def command_values(
     about = _about(command, [*classes.values()])
     values = parse(prog, about, groups, argv, prefixed, defaults=defaults)
     for title in own_training:
-        # What the method does not set by itself is that of all.
+        # What the method does not set by itself is that of all. A flag for all
+        # overrides what a file says of a method, also one of `pflcore tune`.
         for name, value in values["training"].items():
-            if f"{title}.{name}" not in given:
+            own_flag = f"{title}.{name}"
+            is_overridden = name in given_flags and own_flag not in given_flags
+            if is_overridden or own_flag not in given:
                 values[title][name] = value
     return values, algorithms
 

@@ -90,7 +90,7 @@ def tune_command(argv: Sequence[str]) -> int:
     groups |= {name_of(name): class_of(name) for name in names}
     prog = f"pflcore tune {names[0] if names else 'ALGORITHM'}"
     flags = flags_of(groups)
-    config = config.without_table([*map(name_of, names)])
+    config = config.without_table([*map(name_of, names)], flags)
     config.check_keys(flags, passed_over_keys(names, config), prog)
     values = parse(prog, about, groups, rest, defaults=config.defaults(flags))
     text = config_text(values, flags, "pflcore tune", algorithm=names[0])

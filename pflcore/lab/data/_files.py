@@ -231,6 +231,8 @@ def table(
 ) -> Federation:
     """A federation from one table of all clients, a .csv or .parquet file.
 
+    What targets and inputs become is the same as in a folder of files (docs/data.md).
+
     Args:
         path: the file, whose first line names the columns
         client: the column that says which client holds a row
@@ -240,14 +242,9 @@ def table(
         name: name of the data, for summaries and records
         ignored_label: label of samples that count in nothing, such as 255
     """
-    return Federation.from_table(
-        read_frame(Path(path), client),
-        label,
-        client,
-        classes=classes,
-        name=name or Path(path).stem,
-        ignored_label=ignored_label,
-    )
+    reader = ReaderOptions(classes, from_files=True, ignored_label=ignored_label)
+    frame = read_frame(Path(path), client)
+    return Federation._from_table(frame, label, client, reader, name or Path(path).stem)
 
 
 def _federation(clients: Pairs, reader: ReaderOptions, name: str) -> Federation:
@@ -398,6 +395,8 @@ def _npz(path: Path, split: str) -> dict[str, tuple[Any, Any]]:
     )
     with explain_read_errors(text), np.load(path, allow_pickle=False) as file:
         arrays = {k if "_" in k else f"{k}_{split}": file[k] for k in file.files}
+        is_once = len(arrays) == len(file.files)
+        require(is_once, "arrays", "each split once", file.files)
         names = {f"{part}_{split}" for part in "xy" for split in SPLITS}
         of_splits = {k for k in arrays if k[:2] in ("x_", "y_")}
         pairs = {}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pflcore.check import require
 from pflcore.simulation._history import History
 from pflcore.simulation.record import DATA_FIELDS, Line, Runs, to_json
 
@@ -91,14 +92,18 @@ def _distinctive_options(
     return distinctive
 
 
-def find_runs(groups: Mapping[str, list[History]], name: str) -> list[History] | None:
-    """The group with this label, or the first of this algorithm.
+def baseline_label(groups: Mapping[str, list[History]], name: str) -> str | None:
+    """The label of the baseline: `name` itself, or that of the group of this algorithm.
 
-    None where there is no such group.
+    None where there is no such group. Raises ValueError where the algorithm has several
+    groups, which differ in their options.
     """
     if name in groups:
-        return groups[name]
-    return next((runs for runs in groups.values() if runs[0].algorithm == name), None)
+        return name
+    labels = [label for label, runs in groups.items() if runs[0].algorithm == name]
+    expected = f"one of the rows {', '.join(labels)}"
+    require(len(labels) < 2, "baseline", expected, name)
+    return labels[0] if labels else None
 
 
 def run_options(run: History) -> Line:

@@ -23,7 +23,7 @@ from pflcore.check import (
 )
 from pflcore.lab.results._labels import (
     TABLE_FIELDS,
-    find_runs,
+    baseline_label,
     label_runs,
     one_run_per_seed,
     setting_title,
@@ -288,9 +288,9 @@ def _table(
     extra = set().union(*(run.extra_metrics for run in runs)) - {metric}
     columns += [_extra_column(name) for name in sorted(extra)]
     footnotes = list(footnotes_on(all_groups, groups, privacy_delta))
-    baseline_runs = find_runs(groups, baseline) if baseline else None
-    if baseline_runs:
-        difference, hurt = _baseline_columns(baseline_runs, metric, str(baseline))
+    label = baseline_label(groups, baseline) if baseline else None
+    if label is not None:
+        difference, hurt = _baseline_columns(groups[label], metric, str(baseline))
         columns += [difference, hurt]
         differences = {
             label: [difference.number_of(run) for run in members]
@@ -421,7 +421,10 @@ def _baseline_columns(baseline_runs: Runs, metric: str, baseline: str) -> list[C
         is_baseline = any(run is other for other in baseline_runs)
         if pair is None or is_baseline:
             return math.nan
-        return scale * (metrics.mean(pair[0]) - metrics.mean(pair[1]))
+        own, its = (metrics.mean(values) for values in pair)
+        # Where both diverged there is a pair, and no finite difference.
+        both_diverged = math.isinf(own) and math.isinf(its)
+        return math.inf if both_diverged else scale * (own - its)
 
     def hurt(run: History) -> float:
         pair = values_of(run)
