@@ -13,6 +13,8 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <mutex>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -34,6 +36,8 @@ constexpr double kPieceWork = 1e4;
 constexpr int64_t kWideRows = 112;  // more rows of wide panels do not fit the first-level cache
 constexpr double kPieceWork = 2e6;  // comparisons of a piece: some hundred microseconds
 #endif
+constexpr size_t kKeptMerges = 8;           // lists of steps that are kept between calls
+constexpr size_t kMostKeptSteps = 1 << 15;  // of such a list, 640 KB; 1,000 rows have some 12,000
 
 // Two rows to be put in order.
 struct Comparator {
@@ -101,6 +105,48 @@ inline std::vector<Step> merges(int64_t n, int64_t first, int64_t last) {
   for (const auto& step : steps) out.push_back(step.second);
   return out;
 }
+
+// The last lists of `merges`, for calls on all threads: to make one takes longer than a small call,
+// and most calls ask for the same few.
+class KeptMerges {
+ public:
+  using Steps = std::shared_ptr<const std::vector<Step>>;
+
+  static Steps find_or_make(int64_t n, int64_t first, int64_t last) {
+    static KeptMerges kept;
+    return kept.find_or_make({n, first, last});
+  }
+
+ private:
+  struct Rows {
+    int64_t n, first, last;
+    bool operator==(const Rows& o) const { return n == o.n && first == o.first && last == o.last; }
+  };
+  struct Entry {
+    Rows rows{};
+    Steps steps;
+  };
+
+  Steps find_or_make(const Rows& rows) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (const Entry& entry : entries_)
+        if (entry.steps && entry.rows == rows) return entry.steps;
+    }
+    const auto steps =
+        std::make_shared<const std::vector<Step>>(merges(rows.n, rows.first, rows.last));
+    if (steps->size() <= kMostKeptSteps) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      entries_[oldest_] = {rows, steps};
+      oldest_ = (oldest_ + 1) % kKeptMerges;
+    }
+    return steps;
+  }
+
+  std::mutex mutex_;
+  std::array<Entry, kKeptMerges> entries_;
+  size_t oldest_ = 0;
+};
 
 // The comparators that sort n <= kGroup rows, as constants.
 template <int n>
@@ -324,7 +370,8 @@ PFL_INLINE void put(T* to, const A* from, int64_t n) {
 template <int bytes, class A, class T, class Job>
 PFL_INLINE void columns(const Job& job, const std::vector<Step>& steps, int64_t width,
                         int64_t begin, int64_t end) {
-  Scratch<A> tile(job.n * width), copies(job.n * width), nan(width), mean(width);
+  const bool copied = !std::is_same_v<A, T> || (end - begin) % width != 0;
+  Scratch<A> tile(job.n * width), copies(copied ? job.n * width : 0), nan(width), mean(width);
   const Panel<A> panel{width, tile.data, nan.data};
   for (int64_t column = begin; column < end; column += width) {
     const int64_t filled = std::min(width, end - column);
@@ -355,7 +402,8 @@ void mean_of_columns(const Job& job, const Parallel& parallel) {
   using namespace robust_detail;
   if (job.p == 0) return;
   const auto [first_row, last_row] = needed(job);
-  const std::vector<Step> steps = merges(job.n, first_row, last_row);
+  const KeptMerges::Steps kept = KeptMerges::find_or_make(job.n, first_row, last_row);
+  const std::vector<Step>& steps = *kept;
   const int64_t number = job.dtype == Dtype::f64 ? 8 : 4;
   const int64_t width = (job.n <= kWideRows * 4 / number ? 256 : 64) / number;
   const int64_t panels = (job.p + width - 1) / width;
