@@ -2,6 +2,7 @@
 // what an activation below GELU and a maximum over windows of 2x2 do with it is done at once.
 #pragma once
 #include "layer.h"
+#include "windows.h"
 
 namespace pflcore::cpu::chain {
 
@@ -15,6 +16,7 @@ struct BatchNorm {
   int64_t hq() const { return pooled ? h / 2 : h; }
   int64_t wq() const { return pooled ? w / 2 : w; }
   int64_t result() const { return hq() * wq() * batch; }  // a channel's numbers behind it
+  Windows windows() const { return {h, w, batch, act}; }
 };
 
 // A thread's memory of a batch norm between its passes.
@@ -41,36 +43,6 @@ PFL_INLINE void channel_sums(int64_t n, const Look& look, T (&total)[K]) {
     PFL_EACH(k, K, keep_first<T>(parts[k], n - i); sums[0][k] += parts[k]);
   }
   PFL_EACH(k, K, total[k] = sum_of<T>((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k])));
-}
-
-// The largest of each window of 2x2 of a channel's normalized values, and where it stood: the first
-// of equals, NaN above all.
-template <class T, int bytes>
-PFL_INLINE void batch_norm_windows(const BatchNorm& q, const T* x, T mean, T scale, T weight,
-                                   T bias, uint8_t* winner, T* hat, T* y) {
-  using V = Vec<T, bytes>;
-  using I = decltype(V{} < V{});
-  constexpr int64_t lanes = bytes / sizeof(T);
-  const int64_t wq = q.wq(), line = q.w * q.batch, windows = q.hq() * wq;
-  for (int64_t k = 0; k < windows; k++)
-    for (int64_t b = 0; b < q.batch; b += lanes) {
-      const T* const from = x + k / wq * 2 * line + k % wq * 2 * q.batch + b;
-      V top, best, v;
-      I place{};
-      load(best, from);
-      best = (best - mean) * scale;
-      top = best * weight + bias;
-      PFL_EACH(e, 3, load(v, from + (e + 1) / 2 * line + (e + 1) % 2 * q.batch);
-               v = (v - mean) * scale; const V z = v * weight + bias;
-               const I later = (z > top) | (z != z); top = later ? z : top; best = later ? v : best;
-               place = later ? I{} + (e + 1) : place);
-      activate<T, bytes>(q.act, top);
-      const int64_t at = k * q.batch + b;
-      store(y + at, top);
-      store(hat + at, best);
-      const Vec<uint8_t, lanes> few = __builtin_convertvector(place, Vec<uint8_t, lanes>);
-      __builtin_memcpy(winner + at, &few, lanes);
-    }
 }
 
 // `running`: a row of statistics, which a batch moves in training.
@@ -108,8 +80,9 @@ PFL_TARGET void batch_norm_forward(const BatchNorm& q, bool train, const T* x, c
     s.stats[2 * c] = mean[0], s.stats[2 * c + 1] = scale;
     const T own_weight = q.affine ? weight[c] : T(1), offset = q.affine ? bias[c] : T(0);
     if (q.pooled) {
-      batch_norm_windows<T, bytes>(q, from, mean[0], scale, own_weight, offset,
-                                   s.winner + c * q.result(), s.hat + c * q.result(), to);
+      const auto normalize = [&](V& v, int64_t) PFL_LAMBDA { v = (v - mean[0]) * scale; };
+      pool_normalized<T, bytes>(q.windows(), from, normalize, own_weight, offset,
+                                s.winner + c * q.result(), s.hat + c * q.result(), to);
       continue;
     }
     const T factor = scale * own_weight;
@@ -121,43 +94,6 @@ PFL_TARGET void batch_norm_forward(const BatchNorm& q, bool train, const T* x, c
       store(to + i, v);
     }
   }
-}
-
-// The slopes dx of a channel from those behind the maxima: factor * (slope - shift - hat * pull),
-// or without `train` factor * slope. Only a window's winner has a slope; rows and columns that no
-// window has are not left out.
-template <class T, int bytes>
-PFL_INLINE void batch_norm_unpool(const BatchNorm& q, bool train, const T* x, const T* y,
-                                  const T* dy, const uint8_t* winner, T mean, T factor, T shift,
-                                  T pull, T* dx) {
-  using V = Vec<T, bytes>;
-  using I = decltype(V{} < V{});
-  constexpr int64_t lanes = bytes / sizeof(T);
-  const int64_t hq = q.hq(), wq = q.wq();
-  for (int64_t i = 0; i < q.h; i++)
-    for (int64_t j = 0; j < q.w; j++) {
-      const bool covered = i / 2 < hq && j / 2 < wq;
-      const I element = I{} + static_cast<int>(i % 2 * 2 + j % 2);
-      const int64_t to = (i * q.w + j) * q.batch, at = (i / 2 * wq + j / 2) * q.batch;
-      for (int64_t b = 0; b < q.batch; b += lanes) {
-        V v{}, g{}, value;
-        if (train) {
-          load(v, x + to + b);
-          v = (v - mean) * pull + shift;
-        }
-        if (covered) {
-          load(g, dy + at + b);
-          load(value, y + at + b);
-          slope<T>(q.act, g, value);
-          Vec<uint8_t, lanes> few;
-          __builtin_memcpy(&few, winner + at + b, lanes);
-          const I place = __builtin_convertvector(few, I);
-          g = place == element ? g : V{};
-        }
-        v = (g - v) * factor;
-        store(dx + to + b, v);
-      }
-    }
 }
 
 // dx may be nullptr. Without `train` the statistics were constants.
@@ -192,9 +128,18 @@ PFL_TARGET void batch_norm_backward(const BatchNorm& q, bool train, const T* x, 
       const T factor = q.affine ? scale * weight[c] : scale;
       const T shift = sums[0] / static_cast<T>(n), pull = sums[1] / static_cast<T>(n);
       T* const to = dx + c * n;
+      // factor * (slope - shift - hat * pull), or without `train` factor * slope.
+      const T pull_of_x = pull * scale;
+      const auto finish = [&](V& g, int64_t i, int64_t) PFL_LAMBDA {
+        V v{};
+        if (train) {
+          load(v, x + c * n + i);
+          v = (v - mean) * pull_of_x + shift;
+        }
+        g = (g - v) * factor;
+      };
       if (q.pooled)
-        batch_norm_unpool<T, bytes>(q, train, x + c * n, y + c * m, dy + c * m, s.winner + c * m,
-                                    mean, factor, shift, pull * scale, to);
+        unpool_slopes<T, bytes>(q.windows(), y + c * m, dy + c * m, s.winner + c * m, finish, to);
       for (int64_t i = 0; !q.pooled && i < n; i += lanes) {
         V g, hat;
         look(i, g, hat);
