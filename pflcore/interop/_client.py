@@ -118,6 +118,7 @@ class Client:
     ) -> None:
         self.algorithm = algorithm_of(algorithm)
         check_training(self.algorithm, training)
+        self.training = training
         data = single_client_federation(data, dtype=None)
         net = prepare_net(self.algorithm, model, loss or default_loss(data.y), seed)
         net = net.to(device_of(hardware.device))
@@ -286,7 +287,7 @@ class Client:
             context.net,
             self.averages,
             seed=context.seed,
-            training=context.training,
+            training=self.training,  # that of the context keeps what it was told
         )
 
     @contextmanager

@@ -190,7 +190,8 @@ def download_layout(algorithm: Algorithm, net: Net) -> DownloadLayout | None:
         if isinstance(value, SharedRows):
             rows = value.rows
             shared_row_counts[key] = len(rows)
-        if rows.shape[-1] in model_sizes:
+        # A number for each client is no model, also where a model has one parameter.
+        if rows.dim() > 1 and rows.shape[-1] in model_sizes:
             model_layouts[key] = (rows.shape[-1], rows.dtype)
     return DownloadLayout(model_layouts, shared_row_counts)
 

@@ -239,8 +239,11 @@ def method_of(method: Any, options: dict[str, Any]) -> Method:
         return make(**options)
     alg = method
     is_known = isinstance(method, str) and name_of(method) in ALGORITHMS
-    is_class_path = ":" in str(method)
-    if is_known or isinstance(method, Algorithm | type) or is_class_path:
+    is_class_path = isinstance(method, str) and ":" in method
+    if isinstance(method, type) and issubclass(method, Krum | Clusters):
+        check_options(method, options)
+        alg = method(**options)
+    elif is_known or is_class_path or isinstance(method, Algorithm | type):
         alg = algorithm_of(method, **options)
     names = ", ".join(METHODS_BY_NAME)
     needs_models_alone = isinstance(alg, LatestModels | FedDWA | PFedGraph)
@@ -316,7 +319,8 @@ def _matching_rows(
     by_name = form.outer == "dict"
     place_of = {client: place for place, client in enumerate(packed.form.ids)}
     if by_name:
-        fits = bool(place_of.keys() & set(ids))
+        # The places of a list are no names, also where names are numbers.
+        fits = packed.form.outer == "dict" and bool(place_of.keys() & set(ids))
     else:
         # Uploads without names are matched by their order.
         fits = len(others) == len(ids) and packed.form.outer != "dict"

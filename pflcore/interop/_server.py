@@ -416,7 +416,7 @@ class Server:
             "clients": [[_plain_id(client), number] for client, number in numbers],
             "retired": list(self._retired),
             "classes": self.classes and list(self.classes),
-            "named_by": self._named_by and _plain_id(self._named_by),
+            "named_by": (None if self._named_by is None else _plain_id(self._named_by)),
         }
 
     @cached_property
@@ -534,6 +534,7 @@ class Server:
             state.server,
             variances=self.net.variances,
             clip=self.clip,
+            sends_buffers=self.averages,
             on_refused=on_refused,
         )
         changes = serve(alg, state, result, outcome, self.averages, on_refused)
@@ -574,10 +575,12 @@ class Server:
         fitting = {}
         for client, upload in uploads.items():
             given = upload.class_names
-            if names is None and given is not None:
+            # An upload that is not finite will be left out, and names nothing.
+            counts = all(bool(t.isfinite().all()) for t in upload.tensors.values())
+            if names is None and given is not None and counts:
                 names = given
                 named_by = client
-            if given is None or names is None or given == names:
+            if given is None or names is None or given == names or not counts:
                 fitting[client] = upload
                 continue
             source = "" if named_by is None else f", those of client {named_by!r}"

@@ -124,6 +124,7 @@ class PflStrategy(FilteredFedAvg):
         # Nodes whose client was known from another node before.
         self._duplicate_nodes: set[int] = set()
         self._skipped_rounds = 0  # the number of skipped rounds in a row
+        self._has_asked = False  # True where clients were asked to train in the round
         # The rounds that Flower counted before it began anew, with a restored server.
         self._earlier_rounds = 0
         # The argument `timeout` of Flower's calls, set by `start`.
@@ -245,10 +246,15 @@ class PflStrategy(FilteredFedAvg):
             num_samples = counts.get(self.weighted_by_key)
             uploads.setdefault(client, (decode_tensors(reply.content), num_samples))
         if not uploads:
+            if self._has_asked and not failed:
+                self._skip_round("no client answered.")
             return None
-        self._skipped_rounds = 0
         outcome = self.server.aggregate(uploads, strict=False)
         self._log_outcome(server_round, outcome)
+        if outcome.void:
+            self._skip_round(outcome.void_reason or "nobody is left.")
+            return None
+        self._skipped_rounds = 0
         accepted = [r for r in valid if self.clients[sender_of(r)] in outcome.ids]
         contents = self._contents(accepted, is_train=True)
         if not contents:
@@ -279,6 +285,7 @@ class PflStrategy(FilteredFedAvg):
             kind: "train" or "evaluate".
         """
         is_training = kind == "train"
+        self._has_asked &= not is_training
         fraction = self.fraction_train if is_training else self.fraction_evaluate
         if not fraction:
             return []
@@ -295,6 +302,8 @@ class PflStrategy(FilteredFedAvg):
             ids = self._evaluation_cohort(available, server_round)
         config["server-round"] = server_round
         nodes = [node_of[number] for number in ids.tolist()]
+        if is_training:
+            self._has_asked = bool(nodes)
         return [self._message(kind, node, config) for node in nodes]
 
     def _message(self, kind: str, node: int, config: ConfigRecord) -> Message:

@@ -154,8 +154,9 @@ class Adversary:
             return result
         up = dict(result.up)
         origins = update_origins(result, traits, server)
-        # A control variate belongs to an update, and is attacked as one.
-        for key in [*origins, *({"control"} & up.keys())]:
+        # What belongs to an update, as a control variate does, is attacked as one.
+        follows = [key for key in traits.clipped_with_update if key in up]
+        for key in dict.fromkeys([*origins, *follows]):
             rows = up[key].flatten(1)
             is_bad = to_device(bad, rows.device)
             origin = origins.get(key, rows.new_zeros(())).to(rows)

@@ -244,11 +244,10 @@ class History:
         noise = mean.noise_multiplier if isinstance(mean, Private) else 0.0
         if not (noise and rate and self.rounds):
             return None
+        num_trainable = sum(count > 0 for count in self.header.get("size") or [])
+        if num_trainable == 1 or (delta is None and num_trainable == 0):
+            return None  # there is nobody among whom a client could hide
         if delta is None:
-            size = self.header.get("size") or []
-            num_trainable = sum(count > 0 for count in size)
-            if num_trainable < 2:
-                return None  # there is nobody among whom a client could hide
             delta = 1 / num_trainable
         return privacy.epsilon(noise, rate, self.rounds_played, delta), delta
 
@@ -295,6 +294,10 @@ class History:
             ids: The clients' ids, such as an evaluation's "clients"; None for the
                 clients 0, 1, ...
         """
+        if ids is None:
+            n = self.header.get("n", len(values))
+            words = f"one for each of the {n} clients, or their ids"
+            require(len(values) == n, "values", words, values)
         clients = range(len(values)) if ids is None else ids
         names = [self.client_name(int(client)) for client in clients]
         require(len(values) == len(names), "values", f"{len(names)} of them", values)
@@ -596,7 +599,7 @@ def client_values(evaluation: Mapping[str, Any], key: str) -> Tensor:
         count = len(next(v for v in evaluation.values() if v is not None))
         values = [None] * count
     values = metrics.vector(values)
-    is_error = key.endswith(("loss", "mae", "rmse"))
+    is_error = key.endswith("loss") or metrics.HIGHER_IS_BETTER.get(key) is False
     if not is_error or size is None or len(size) != len(values):
         return values
     diverged = values.isnan() & (metrics.vector(size) > 0)

@@ -61,6 +61,7 @@ from pflcore.simulation.round import (
 from pflcore.train import Clients, Net
 from pflcore.train._first_batch import plan_single_samples
 from pflcore.train._losses import binary_cross_entropy, hinge
+from pflcore.train._memory import is_out_of_memory
 from pflcore.train._validate import MismatchError, check_rows
 
 
@@ -305,6 +306,8 @@ class Personalized(nn.Module):
         except MismatchError:
             raise
         except (RuntimeError, ValueError, IndexError) as e:
+            if is_out_of_memory(e):
+                raise
             raise ValueError(
                 f"x: expected samples [B, ...], got shape {list(x.shape)}; for one "
                 "sample give x[None]."

@@ -10,7 +10,7 @@ numbers of batch norm's running statistics; K values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,9 +35,6 @@ from pflcore.algorithms._protocol import (
 )
 from pflcore.check import warn_caller
 from pflcore.simulation._rows import CohortRows, take_rows
-
-# The reason for clients that are left out before the algorithm sees their uploads.
-NON_FINITE_REASON = "the upload or the new state is not finite"
 
 
 class CohortResult(NamedTuple):
@@ -98,7 +95,6 @@ class RoundOutcome:
         non_finite_state: The names of the server's tensors that would not be finite.
         mix: The weights of the updates in each model that the server made.
         cohort: The accepted clients.
-        drop_reasons: The reason for each dropped client, by its id.
     """
 
     ids: list[int]
@@ -114,7 +110,6 @@ class RoundOutcome:
     non_finite_state: list[str] = field(default_factory=list)
     mix: MixingWeights | None = None
     cohort: Cohort | None = field(default=None, compare=False)
-    drop_reasons: dict[int, str] = field(default_factory=dict)
 
 
 def warn_bad_upload(bad: BadUpload) -> None:
@@ -178,7 +173,7 @@ def accept(
     tensors = [*rows.up.values(), *rows.client_states.values(), rows.buffers]
     is_finite = finite_rows(tensors, len(ids))
     if not is_finite.all():
-        lost = dict.fromkeys(ids[~is_finite].tolist(), NON_FINITE_REASON)
+        lost = set(ids[~is_finite].tolist())
         result = drop_clients(result, outcome, traits, lost)
         reasons = {i: text for i, text in reasons.items() if i not in lost}
     if outcome.void:
@@ -277,24 +272,23 @@ def drop_clients(
     result: CohortResult,
     outcome: RoundOutcome,
     traits: Traits,
-    reasons: Mapping[int, str],
+    left_out: Collection[int],
 ) -> CohortResult:
-    """The results without the clients that `reasons` names, each with its reason.
+    """The results without the clients of these ids.
 
     `outcome` is written to: the clients count as dropped. Where a required client is
     among them, or no client is left, it is void.
     """
     ids = result.cohort.ids
-    usable = torch.tensor([i not in reasons for i in ids.tolist()])
+    usable = torch.tensor([i not in left_out for i in ids.tolist()])
     if outcome.relative_update_norm is not None:
         for position, client in enumerate(outcome.ids):
-            if client in reasons:
+            if client in left_out:
                 outcome.relative_update_norm[position] = None
     if outcome.clip_factor is not None:
         outcome.clip_factor = outcome.clip_factor[usable]
-    outcome.clipped = [i for i in outcome.clipped if i not in reasons]
+    outcome.clipped = [i for i in outcome.clipped if i not in left_out]
     outcome.dropped = sorted([*outcome.dropped, *ids[~usable].tolist()])
-    outcome.drop_reasons |= reasons
     lacks_required = not set(traits.required_clients).isdisjoint(outcome.dropped)
     outcome.void = lacks_required or not usable.any()
     outcome.cohort = result.cohort.take(usable)

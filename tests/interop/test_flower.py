@@ -751,3 +751,21 @@ def test_a_round_in_which_everybody_fails_is_skipped_twice():
         "3 rounds in a row came to nothing: all 4 clients failed, .*it is night"
     ):
         strategy.start(night, num_rounds=3)
+
+
+def test_rounds_that_nobody_answers_end_the_run():
+    grid = Nodes(client_app(maker("ditto")), range(N))
+    answered = grid.send_and_receive
+
+    def mute(messages, **options):
+        messages = list(messages)
+        if any(message.metadata.message_type == "train" for message in messages):
+            return []
+        return answered(messages, **options)
+
+    grid.send_and_receive = mute
+    strategy = PflStrategy(
+        Server("ditto", model, N, rounds=9, seed=SEED), fraction_evaluate=0.0
+    )
+    with sentence("3 rounds in a row came to nothing: no client answered"):
+        strategy.start(grid, num_rounds=6)
