@@ -72,7 +72,9 @@ def _shown(default: Any) -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
-    "options of files": partial(data_options, ["folder:PATH", "leaf:PATH"]),
+    "options of files": partial(
+        data_options, ["folder:PATH", "table:FILE", "leaf:PATH"]
+    ),
     "options of data sets": partial(data_options, FEDERATIONS),
     "options of partitions": partition_options,
 }

@@ -139,6 +139,7 @@ def stack_columns(
         name: name of the table in errors
         gaps_fit: True where NaN stays as it is
     """
+    columns = {key: _with_gaps(column) for key, column in columns.items()}
     words = [key for key, column in columns.items() if column.dtype.kind not in "fiub"]
     gaps = [key for key in columns if key not in words and _has_gap(columns[key])]
     if words or (gaps and not gaps_fit):
@@ -155,6 +156,22 @@ def stack_columns(
     are_float32 = all(column.dtype == np.float32 for column in arrays)
     dtype = np.float32 if are_float32 else np.float64
     return np.stack([column.astype(dtype) for column in arrays], 1)
+
+
+def _with_gaps(column: Array) -> Array:
+    """A column of texts as numbers, where all that are not empty are numbers.
+
+    NaN stands for an empty text.
+    """
+    if column.dtype.kind not in "UO" or not all(isinstance(c, str) for c in column):
+        return column
+    filled = [cell for cell in column if cell]
+    numbers = to_numbers(filled) if filled else None
+    if numbers is None:
+        return column
+    with_gaps = np.full(len(column), np.nan)
+    with_gaps[[bool(cell) for cell in column]] = numbers
+    return with_gaps
 
 
 def _has_gap(column: Array) -> bool:

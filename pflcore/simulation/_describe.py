@@ -394,11 +394,15 @@ def short_digest(value: Any) -> str:
     return content_digest(value)[:6]
 
 
-def content_digest(value: Any) -> str:
+def content_digest(value: Any, *, sampled: bool = True) -> str:
     """A digest of tensors and other values, in dicts and lists.
 
     A value that is no tensor counts by its repr.
-    Of a tensor of more than `DIGEST_MAX_BYTES` it takes rows in even distances.
+
+    Args:
+        value: The tensors and values.
+        sampled: Takes rows in even distances of a tensor of more than
+            `DIGEST_MAX_BYTES`, and else all of them.
     """
     digest = hashlib.sha256()
 
@@ -406,7 +410,7 @@ def content_digest(value: Any) -> str:
         """Adds a value to the digest, together with its form."""
         if isinstance(value, Tensor):
             digest.update(f"{value.dtype}{list(value.shape)}".encode())
-            digest.update(_digest_bytes(value))
+            digest.update(_digest_bytes(value, sampled))
         elif isinstance(value, Ragged):
             add([value.flat, value.begin])
         elif isinstance(value, Mapping):
@@ -425,9 +429,9 @@ def content_digest(value: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _digest_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor that its digest takes."""
-    if tensor.dim():
+def _digest_bytes(tensor: Tensor, sampled: bool) -> memoryview:
+    """The bytes of a tensor that its digest takes, see `content_digest`."""
+    if sampled and tensor.dim():
         stride = max(1, tensor.nbytes // DIGEST_MAX_BYTES)
         tensor = tensor[::stride]
     numbers = tensor.detach().cpu().contiguous().reshape(-1)

@@ -104,7 +104,8 @@ def save(
             f"checkpoint: it cannot be written into {folder}, because a record holds "
             f"what JSON does not ({e}); the one before it, if any, stands."
         ) from None
-    metadata = {"facts": text, "digest": content_digest([dict(tensors), text])}
+    digest = content_digest([dict(tensors), text], sampled=False)
+    metadata = {"facts": text, "digest": digest}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as part:
@@ -163,7 +164,7 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
             tensors = {name: file.get_tensor(name).clone() for name in names}
             metadata = file.metadata()
         text = metadata["facts"]
-        if metadata["digest"] != content_digest([tensors, text]):
+        if metadata["digest"] != content_digest([tensors, text], sampled=False):
             raise ValueError
         facts: Record = json.loads(text)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):

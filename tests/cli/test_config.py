@@ -226,3 +226,10 @@ def test_an_option_called_as_one_of_training_is_the_methods(name, option, value)
     one, other = (read(folder)[0].header for folder in "ab")
     assert one["options"][option] == other["options"][option] == value
     assert one["training"] == other["training"]
+
+
+@pytest.mark.parametrize("key", ["tuned", "algorithms"])
+def test_a_word_in_place_of_a_list_is_one_sentence(key, capsys):
+    Path("c.toml").write_text(f'{key} = "ditto"\n')
+    assert command(f"compare {DIGITS} --config c.toml") == 2
+    assert f"{key}: expected a list in c.toml, got 'ditto'" in capsys.readouterr().err

@@ -91,6 +91,7 @@ GAPS = {
     "empty texts": '1,2,3\n"","",""\n4,5,6\n',
     "blank line": "1,2,3\n\n4,5,6\n\n\n",
     "spaces": "1,2,3\n  \n4,5,6\n",
+    "one empty cell": "1,2,3\n7,,8\n4,5,6\n",
     "carriage returns": "1,2,3\r\n,,\r\n4,5,6\r\n\r\n",
 }
 

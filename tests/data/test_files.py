@@ -373,3 +373,10 @@ def test_row_numbers_of_pandas_are_no_feature(tmp_path):
     path.write_text(",u,client,label\n0,1.5,a,0\n1,2.5,a,1\n2,3.5,b,0\n3,1.0,b,1\n")
     with sentence(".*all.csv: expected a name for every column .*index=False"):
         table(path)
+
+
+def test_an_empty_cell_is_a_gap_and_no_word(tmp_path):
+    path = tmp_path / "all.csv"
+    path.write_text("u,v,client,label\n1.5,,a,0\n2.5,1,a,1\n3.5,2,b,0\n1.0,3,b,1\n")
+    with sentence("x: expected columns of numbers without gaps .*got gaps in .'v'.[.]"):
+        table(path)

@@ -70,7 +70,7 @@ class Options:
     """The data, the model, the length and the hardware of the runs.
 
     Args:
-        data: data set by name, or leaf:PATH or folder:PATH
+        data: data set by name, or folder:PATH, table:FILE or leaf:PATH
         partition: name of the rule that cuts the data among the clients; A if not said
         n: number of clients; 10 if not said, or all clients of data that come with
             their clients

@@ -173,6 +173,9 @@ def _tuned_names(argv: Sequence[str], config: Config) -> tuple[list[str], list[C
     Without names they are the tuned algorithms. Raises ValueError for a tuned algorithm
     that is not among the names.
     """
+    for key in ("tuned", "algorithms"):
+        value = config.values.get(key, [])
+        require(isinstance(value, list), key, f"a list in {config.path}", value)
     folders = words_behind(argv, "tuned") or config.values.get("tuned", [])
     choices = [read_choice(Path(folder)) for folder in folders]
     words = words_behind(argv, "algorithms") or config.values.get("algorithms", [])

@@ -16,9 +16,12 @@ from parts.checkpoint import DATA, make
 from parts.commands import draw_nothing
 from parts.forks import forking_context
 from parts.memory import fails
+from safetensors import safe_open
+from safetensors.torch import save_file
 from small import equals, layers
 
 from pflcore.lab import cli
+from pflcore.simulation import _describe as describe
 from pflcore.simulation._evaluate import has_custom_predict
 from pflcore.simulation.record import RecordWriter
 
@@ -166,3 +169,21 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
             equals(torch.cat(own or [value[:0]]), value.flatten())
         assert manifest["predict"] == inspect.getdoc(kept.algorithm.predict)
         assert manifest["returns"] == kept.returns
+
+
+def test_every_row_of_a_large_tensor_counts(tmp_path, monkeypatch):
+    """The digests that tell data apart take some of its rows."""
+    monkeypatch.setattr(describe, "DIGEST_MAX_BYTES", 16)
+    make("ditto").save(tmp_path)
+    path = tmp_path / "checkpoint.safetensors"
+    with safe_open(path, "pt") as file:
+        names = file.keys()
+        tensors = {name: file.get_tensor(name).clone() for name in names}
+        metadata = file.metadata()
+    make("ditto").restore(tmp_path)
+
+    tensors["net.w0"][1] += 1
+    save_file(tensors, path, metadata)
+
+    with pytest.raises(ValueError, match="holds one that is damaged"):
+        make("ditto").restore(tmp_path)
