@@ -121,7 +121,8 @@ def _prediction_lines(
 ) -> Iterator[list[Any]]:
     """The lines of the CSV: names, then a line for each of the file.
 
-    A line of the file without a sample has an empty one.
+    A line of the file without a sample has an empty one, and a number that is NaN, as
+    those of a sample with a gap are, is an empty cell.
     """
     samples, has_sample = read_samples(options.data, model)
     answers = _columns(np.asarray(model.predict(samples)))
@@ -129,7 +130,8 @@ def _prediction_lines(
     rows = answers.tolist()
     for word, numbers in _numbers_by_class(model, samples, options):
         names += _class_columns(word, numbers.shape[1], model.class_names or ())
-        pairs = zip(rows, numbers.tolist(), strict=True)
+        cells = np.where(np.isnan(numbers), "", numbers.astype(object)).tolist()
+        pairs = zip(rows, cells, strict=True)
         rows = [row + of_classes for row, of_classes in pairs]
     yield names
     yield from _beside_lines(rows, has_sample)
