@@ -54,7 +54,9 @@ def test_globalities_and_targets_that_cannot_be():
         1.5,
         0.5,
     )
-    with pytest.raises(ValueError, match="target"):  # who is not asked
+    with pytest.raises(
+        ValueError, match="ids: expected the clients .2,. in every round"
+    ):
         after(Waffle(target=2), tiny(), [[0, 1]])
 
 

@@ -115,7 +115,7 @@ def test_five_rounds_and_four_more_are_nine(name, tmp_path):
     longer = make(name, model=first, rounds=9)
     reason = longer.config.algorithm.traits.rounds_reason
     if reason:
-        words = f"rounds is 5 there and 9 here, and {longer.name} {reason}"
+        words = f"rounds is 5 there and 9 here, and {name} {reason}"
         refused(lambda: longer.restore(tmp_path), words)
         return
     more = longer.run(checkpoint=tmp_path, resume=True)

@@ -135,20 +135,6 @@ def test_a_function_that_gives_other_rates_is_asked_anew():
     assert not moved.state.server["x"].equal(run.config.net.w0)
 
 
-def test_a_run_asks_its_schedule_once():
-    calls = []
-
-    def schedule(round, rounds):
-        calls.append(round)
-        return 1.0
-
-    run = simulation(training=Training(lr=0.1, schedule=schedule))
-    calls.clear()
-    run.run()
-
-    assert calls == [1, 2, 3]
-
-
 @dataclass
 class Falling:
     """A schedule that has no hash, as dataclasses that compare have none."""
