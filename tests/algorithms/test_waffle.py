@@ -55,7 +55,7 @@ def test_globalities_and_targets_that_cannot_be():
         0.5,
     )
     with pytest.raises(
-        ValueError, match="ids: expected the clients .2,. in every round"
+        ValueError, match=r"ids: expected the clients .2,. in every round"
     ):
         after(Waffle(target=2), tiny(), [[0, 1]])
 
