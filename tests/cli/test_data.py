@@ -154,3 +154,17 @@ def test_help_shows_partitions_and_the_options_of_the_chosen_one(capsys):
     for name in rules.PARTITIONS:
         assert f"  {name} " in out
     assert "--k INT" in out and "shards or classes of a client" in out
+
+
+def test_labels_of_files_that_may_be_counts_are_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"{i / 7},{'ab'[i % 2]},{i % 12}\n" for i in range(40))
+    (tmp_path / "all.csv").write_text(f"age,site,visits\n{rows}")
+    words = "table:all.csv --client site --label visits"
+    note = "12 classes; --loss squared (classes=None) if their labels are numbers"
+
+    for line in (f"data {words}", f"run fedavg --data {words} --dry-run"):
+        assert command(line) == 0
+        assert note in capsys.readouterr().out
+    assert command("data mnist5k") == 0
+    assert "--loss squared" not in capsys.readouterr().out

@@ -78,7 +78,7 @@ def data(argv: Sequence[str]) -> int:
     shared["seed"] = config.values.get("seed", Options.seed)
     federation = experiment.load_federation(Options(data=name, **shared), cut)
     federation.size(options.split)  # raises the error of a split that does not exist
-    print(federation.summary())
+    print(experiment.about_data(name, federation))
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with safe_write(options.out) as part:

@@ -258,6 +258,12 @@ def reader_of(data: str) -> NamedFunction | None:
     return NamedFunction(kind, READERS[kind], defaults)
 
 
+def about_data(name: str, data: Federation) -> str:
+    """The summary of data, and whether labels of a user's files may be counts."""
+    note = data.classes_note if reader_of(name) else None
+    return "\n".join([data.summary(), *([note] if note else [])])
+
+
 def maker_of(data: str) -> NamedFunction | None:
     """The function of data that are made up, or None for other data.
 

@@ -94,7 +94,8 @@ def run_jobs(
     num_rounds = sum(job.num_rounds(player.data_of(job)) for job in jobs)
     is_silent = not ranks.is_first
     with Progress(num_rounds, output.quiet or is_silent, is_silent) as progress:
-        progress.say(f"{data.summary()}\nFolder: {folder}")
+        about = experiment.about_data(options.data, data)
+        progress.say(f"{about}\nFolder: {folder}")
         try:
             status = player.play(jobs, folder, whole, progress, configs)
         except RunFailed:
@@ -184,7 +185,9 @@ class JobPlayer:
                     _check_goes_on(folder, job, simulation)
             del simulation  # the next one needs the memory
         if self.output.dry_run:
-            print("\n".join([self.data_of(jobs[0]).summary(), *plans.values()]))
+            data = self.data_of(jobs[0])
+            about = experiment.about_data(jobs[0].options.data, data)
+            print("\n".join([about, *plans.values()]))
             for name in sorted(whole):
                 print(f"{name}: whole in {out}")
         return whole
