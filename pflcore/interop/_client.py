@@ -322,7 +322,8 @@ class Client:
         data = single_client_view(self.data, header.number, header.n)
         context = replace(self._context, data=data, rounds=header.rounds)
         number = torch.tensor([header.number])
-        clients = Clients(context, number, header.round, buffers.clone())
+        round = max(1, header.round)
+        clients = Clients(context, number, round, buffers.clone())
         return down, client_state, header, clients
 
     def _check_sent_buffers(self, buffers: Tensor | None) -> None:

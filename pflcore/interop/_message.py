@@ -58,7 +58,8 @@ class MessageHeader(NamedTuple):
         number: The client's number, from 0.
         n: The number of clients N.
         fingerprint: The result of `fingerprint`, equal on both sides.
-        round: The round that the message is for, from 1.
+        round: The round that the message is for, from 1; for an evaluation the last
+            round that the server has finished, 0 before the first.
         rounds: The planned number of rounds.
         done: The number of rounds that the server has finished.
         accepted: The last round whose upload of this client the server used. It is 0
@@ -205,7 +206,8 @@ def parse_header(numbers: Tensor) -> MessageHeader:
     header = MessageHeader._make([*map(int, whole_numbers), factor])
     are_whole = list(header[:-1]) == whole_numbers
     has_client = 0 <= header.number < header.n <= MAX_CLIENTS
-    has_round = header.round >= 1 and header.rounds >= 1
+    # Before the first round there is an evaluation of round 0.
+    has_round = header.round >= min(1, header.done) and header.rounds >= 1
     has_past = 0 <= header.accepted <= header.done and 0 <= factor <= 1
     if not (are_whole and has_client and has_round and has_past):
         raise ValueError

@@ -216,7 +216,7 @@ class Server:
             number=number,
             n=self.num_clients,
             fingerprint=self._fingerprint,
-            round=cohort.round,
+            round=done + 1 if purpose == "train" else done,
             rounds=self.rounds,
             done=done,
             accepted=accepted,

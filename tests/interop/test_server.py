@@ -823,3 +823,12 @@ def test_as_many_may_be_hostile_as_those_who_are_left_allow(count, lost, f):
     words = "mean: krum:num_byzantine=4 needs 11 clients in a round, and round 1 has"
     with pytest.raises(Exception, match=words):
         weights(4, num_dropped=lost)
+
+
+def test_an_evaluation_before_the_first_round_is_not_trained_on():
+    server = Server("fedavg", model, DATA.n, seed=SEED)
+    client = Client("fedavg", model, DATA.subset([0]), seed=SEED)
+    assert client.evaluate(server.download(0, "evaluation"))
+    with sentence("download: expected one to train on, got one for an evaluation"):
+        client.train(server.download(0, "evaluation"))
+    assert client.train(server.download(0))
