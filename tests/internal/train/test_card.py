@@ -65,6 +65,12 @@ def on(gpu, blocks, *more):
     return Net(lambda: residual(blocks, *more)).to(gpu), photos().to(gpu)
 
 
+@pytest.fixture
+def four_clients(monkeypatch):
+    """Probes of four clients: of so many the residual net shows its rounding."""
+    monkeypatch.setattr("pflcore.train._probe.PROBE_SIZES", (5, 5, 2, 2))
+
+
 def rounded(net, data):
     """The mismatch between vmap and the module in the model's dtype.
 
@@ -74,6 +80,7 @@ def rounded(net, data):
 
 
 @pytest.mark.deep("a residual net on a pretended GPU")
+@pytest.mark.usefixtures("four_clients")
 def test_a_residual_net_is_trained_by_vmap_though_convolutions_round():
     with pretended_gpu() as gpu:
         net, data = on(gpu, DEEP)
@@ -93,6 +100,7 @@ def test_float64_judges_a_large_model_on_a_card(monkeypatch):
 
 
 @pytest.mark.deep("a pretended GPU is slow")
+@pytest.mark.usefixtures("four_clients")
 def test_a_model_of_fixed_dtype_is_judged_without_tf32():
     before = flags()
     with pretended_gpu() as gpu:
