@@ -159,14 +159,15 @@ def stack_columns(
 
 
 def _with_gaps(column: Array) -> Array:
-    """A column of texts as numbers, where all that are not empty are numbers.
+    """A column of texts as numbers, where some are empty and all others are numbers.
 
-    NaN stands for an empty text.
+    NaN stands for an empty text. Texts without a gap stay words, as they may be codes.
     """
     if column.dtype.kind not in "UO" or not all(isinstance(c, str) for c in column):
         return column
     filled = [cell for cell in column if cell]
-    numbers = to_numbers(filled) if filled else None
+    has_gaps = 0 < len(filled) < len(column)
+    numbers = to_numbers(filled) if has_gaps else None
     if numbers is None:
         return column
     with_gaps = np.full(len(column), np.nan)

@@ -575,12 +575,15 @@ class Server:
         fitting = {}
         for client, upload in uploads.items():
             given = upload.class_names
+            if given is None or given == names:
+                fitting[client] = upload
+                continue
             # An upload that is not finite will be left out, and names nothing.
             counts = all(bool(t.isfinite().all()) for t in upload.tensors.values())
-            if names is None and given is not None and counts:
+            if names is None and counts:
                 names = given
                 named_by = client
-            if given is None or names is None or given == names or not counts:
+            if given == names or not counts:
                 fitting[client] = upload
                 continue
             source = "" if named_by is None else f", those of client {named_by!r}"

@@ -230,3 +230,13 @@ def test_a_pool_may_be_a_frame_with_one_column_of_vectors():
     vectors = pd.DataFrame({"embedding": list(np.eye(8, 3))})
     fed = Federation.from_partition(vectors, y, partition("iid", y, n=2))
     assert fed.shape == torch.Size([3]) and fed.columns is None
+
+
+def test_texts_of_numbers_are_words():
+    """They may be codes. Where some are empty, these are gaps."""
+    rows = table().assign(code=[f"{i:03}" for i in range(len(table()))])
+    with sentence("x: expected columns of numbers .*got words, .* in .'code'.[.]"):
+        Federation.from_table(rows, "answer", "hospital", classes=CLASSES)
+    rows.loc[3, "code"] = ""
+    with sentence("x: expected columns of numbers .*got gaps in .'code'.[.]"):
+        Federation.from_table(rows, "answer", "hospital", classes=CLASSES)

@@ -288,9 +288,9 @@ def _table(
     extra = set().union(*(run.extra_metrics for run in runs)) - {metric}
     columns += [_extra_column(name) for name in sorted(extra)]
     footnotes = list(footnotes_on(all_groups, groups, privacy_delta))
-    label = baseline_label(groups, baseline) if baseline else None
-    if label is not None:
-        difference, hurt = _baseline_columns(groups[label], metric, str(baseline))
+    row = baseline_label(groups, baseline) if baseline else None
+    if row is not None:
+        difference, hurt = _baseline_columns(groups[row], metric, str(baseline))
         columns += [difference, hurt]
         differences = {
             label: [difference.number_of(run) for run in members]
