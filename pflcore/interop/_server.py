@@ -583,7 +583,7 @@ class Server:
             if names is None and counts:
                 names = given
                 named_by = client
-            if given == names or not counts:
+            if names is None or given == names or not counts:
                 fitting[client] = upload
                 continue
             source = "" if named_by is None else f", those of client {named_by!r}"
