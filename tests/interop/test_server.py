@@ -832,3 +832,24 @@ def test_an_evaluation_before_the_first_round_is_not_trained_on():
     with sentence("download: expected one to train on, got one for an evaluation"):
         client.train(server.download(0, "evaluation"))
     assert client.train(server.download(0))
+
+
+def test_an_upload_that_is_not_finite_names_no_classes():
+    server = Server("fedavg", model, 3, seed=SEED)
+    names = [["x", "y", "z"], ["a", "b", "c"], ["a", "b", "c"]]
+    clients = [named_client(of_client, i) for i, of_client in enumerate(names)]
+    ups = uploads(server, clients, [0, 1, 2])
+    ups[0][0]["delta"].fill_(torch.nan)
+
+    outcome = server.aggregate(ups)
+
+    assert outcome.dropped == [0] and not outcome.void
+    assert tuple(server.classes) == ("a", "b", "c")
+
+
+def test_a_head_may_have_one_input():
+    data = Federation.from_clients([(torch.randn(8, 1), torch.arange(8) % 2)] * 2)
+    net = nn.Linear(1, 2)
+    server = Server("feddbe", net, 2, seed=SEED)
+    client = Client("feddbe", net, data.subset([0]), seed=SEED)
+    assert client.train(server.download(0))

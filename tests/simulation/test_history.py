@@ -227,3 +227,11 @@ def test_what_was_tuned_is_a_line():
     best = "lam 0.1" if one >= two else "lam 1.0"
     score = f"{max(one, two):.4g}"
     assert repr(tuned) == f"Tuned(2 candidates, best: {best}, score {score}{tie})"
+
+
+def test_values_without_ids_are_those_of_all_clients():
+    run = simulation().run()
+    n = run.header["n"]
+    assert list(run.by_name(range(n)).values()) == list(range(n))
+    with sentence(f"values: expected one for each of the {n} clients, or their ids"):
+        run.by_name(range(n - 1))

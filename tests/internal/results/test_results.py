@@ -16,6 +16,7 @@ from pflcore.lab.results import _run_pictures as pictures
 from pflcore.lab.results._pictures import line_styles
 from pflcore.lab.results.table import markdown_table
 from pflcore.simulation._export import scalars
+from pflcore.simulation._history import client_values
 from pflcore.simulation.record import group_runs, read, to_json
 
 
@@ -273,3 +274,9 @@ def test_a_history_as_events(tmp_path):
 def test_any_text_is_one_cell_of_a_markdown_table():
     _, _, row = markdown_table([["candidate", "note"], ["f='a|b`\\|'", "x\ny"]])
     assert row == r"| f='a\|b\`\\\|' | x y  |"
+
+
+@pytest.mark.parametrize("key", ["loss", "train_loss", "brier", "ece", "mae", "rmse"])
+def test_an_error_of_a_client_that_diverged_is_infinite(key):
+    values = client_values({"size": [3, 3, 0], key: [0.5, None, None]}, key)
+    assert values[:2].tolist() == [0.5, math.inf] and values[2].isnan()
