@@ -31,6 +31,7 @@ from pflcore import (
     Hardware,
     Net,
     Simulation,
+    Training,
     cross_device,
     cross_silo,
     evaluate,
@@ -488,3 +489,10 @@ def test_two_searches_in_one_folder(tmp_path):
             search(folder=tmp_path)
 
     search(folder=tmp_path, log=another)
+
+
+def test_a_grid_of_pairs_has_no_end():
+    grid = {"training.lr": [0.1, 0.2], "training.betas": [[0.9, 0.99], [0.5, 0.9]]}
+    training = Training(lr=0.1, local_optimizer="adamw")
+    tuned = search("fedavg", grid, 1, PROTOCOLS["device"](), training=training)
+    assert "training.betas" not in tuned.edges and tuned.table()

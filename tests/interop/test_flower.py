@@ -37,6 +37,7 @@ from torch import nn
 
 from pflcore import Server, personalize
 from pflcore.algorithms import SFL
+from pflcore.algorithms import FedAvg as FedAvgOfClients
 from pflcore.interop.flower import (
     PersonalStrategy,
     PflStrategy,
@@ -768,4 +769,19 @@ def test_rounds_that_nobody_answers_end_the_run():
         Server("ditto", model, N, rounds=9, seed=SEED), fraction_evaluate=0.0
     )
     with sentence("3 rounds in a row came to nothing: no client answered"):
+        strategy.start(grid, num_rounds=6)
+
+
+class Lost(FedAvgOfClients):
+    def train(self, down, client_state, clients):
+        client_state, up, fit = super().train(down, client_state, clients)
+        return client_state, {"delta": up["delta"] * torch.nan}, fit
+
+
+def test_void_rounds_end_the_run():
+    strategy = PflStrategy(
+        Server(Lost(), model, N, rounds=9, seed=SEED), fraction_evaluate=0.0
+    )
+    grid = Nodes(client_app(maker(Lost())), range(N))
+    with sentence("3 rounds in a row came to nothing: nobody is left"):
         strategy.start(grid, num_rounds=6)

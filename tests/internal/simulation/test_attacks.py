@@ -78,9 +78,9 @@ def test_each_attack_is_its_formula():
 def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_itself():
     rows = updates()
     control = updates() + 1
-    follows = Traits(clipped_with_update=("control",))
-    up = {"delta": rows, "control": control}
-    got = sent("sign_flip", up, (4,), None, follows)["control"]
+    follows = Traits(clipped_with_update=("variate",))
+    up = {"delta": rows, "variate": control}
+    got = sent("sign_flip", up, (4,), None, follows)["variate"]
     equals((got[4], got[:4]), (-control[4], control[:4]))
     models = updates() * 2
     traits = Traits(model_uploads={"w": "server.w"})
