@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.papers import table
 from bench.papers.plan import Plan, Task, slug
-from bench.papers.search import add_trials, grid_of, merge_trials, points_beyond
+from bench.papers.search import add_trials, grid_beyond, merge_trials
 from bench.papers.table import Key, Row
 from bench.problem import Facts
 from bench.table import clock, processor
@@ -189,9 +189,8 @@ class Reproduction:
         searched = group[:1] if self.plan["by_seed"] else group
         tuned = self.search(searched, task.grid)
         if self.plan["widen"]:
-            for point in points_beyond(tuned, task.grid):
-                more = self.search(searched, grid_of(point))
-                tuned = add_trials(tuned, more.trials)
+            wider = self.search(searched, grid_beyond(tuned, task.grid))
+            tuned = add_trials(tuned, wider.trials)
         self._remove_states(task)
         return [t.at(tuned.best.candidate, tuned.edges) for t in group]
 

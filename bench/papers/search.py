@@ -9,9 +9,8 @@ what lies at an end even then.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 from pflcore.lab.tuning import Candidate, Grid, Trial, Tuned, candidate_of
@@ -41,12 +40,12 @@ def value_beyond(values: Sequence[Any], chosen: float) -> float | None:
     return round(beyond, DIGITS - 1 - exponent)
 
 
-def points_beyond(tuned: Tuned, grid: Grid) -> list[dict[str, Any]]:
-    """The candidates beyond the edges at which the choice lies.
+def grid_beyond(tuned: Tuned, grid: Grid) -> dict[str, list[Any]]:
+    """The grid of the chosen values and of those beyond the edges at which they lie.
 
-    Each edge has its value beyond, and with several edges there are all combinations.
-    The other options have their chosen values. A value that an option cannot have is
-    left out.
+    The chosen candidate is one of it, so that a search of this grid has one that can be
+    chosen, even if all beyond it diverge. A value that an option cannot have is left
+    out.
     """
     best = tuned.best.candidate
     choices = {key: [value] for key, value in best.options.items()}
@@ -54,12 +53,7 @@ def points_beyond(tuned: Tuned, grid: Grid) -> list[dict[str, Any]]:
         beyond = value_beyond(grid[key], best.options[key])
         if beyond is not None and can_have(best, key, beyond):
             choices[key].append(beyond)
-    points = []
-    for values in product(*choices.values()):
-        point = dict(zip(choices, values, strict=True))
-        if point != best.options:
-            points.append(point)
-    return points
+    return choices
 
 
 def can_have(candidate: Candidate, key: str, value: Any) -> bool:
@@ -85,10 +79,7 @@ def merge_trials(searches: Sequence[Tuned]) -> Tuned:
 
 
 def add_trials(tuned: Tuned, more: Sequence[Trial]) -> Tuned:
-    """The search with further trials, of which none is there yet."""
-    return replace(tuned, trials=[*tuned.trials, *more])
-
-
-def grid_of(point: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The grid of one candidate."""
-    return {key: [value] for key, value in point.items()}
+    """The search with further trials; those of its own candidates are passed over."""
+    known = [trial.candidate.options for trial in tuned.trials]
+    new = [trial for trial in more if trial.candidate.options not in known]
+    return replace(tuned, trials=[*tuned.trials, *new])

@@ -223,19 +223,14 @@ def tuned(grid, score):
 def test_each_edge_and_all_of_them_are_widened():
     grid = {"training.lr": [0.1, 0.2, 0.4], "server_lr": [0.5, 1.0]}
 
-    points = search.points_beyond(
-        tuned(grid, lambda lr, server_lr: lr * server_lr), grid
-    )
+    wider = search.grid_beyond(tuned(grid, lambda lr, server_lr: lr * server_lr), grid)
 
-    assert [tuple(point.values()) for point in points] == [
-        (0.4, 2.0),
-        (0.8, 1.0),
-        (0.8, 2.0),
-    ]
+    assert wider == {"training.lr": [0.4, 0.8], "server_lr": [1.0, 2.0]}
     inner = tuned(grid, lambda lr, server_lr: -abs(lr - 0.2) - server_lr)
-    assert [*search.points_beyond(inner, grid)] == [
-        {"training.lr": 0.2, "server_lr": 0.25}
-    ]
+    assert search.grid_beyond(inner, grid) == {
+        "training.lr": [0.2],
+        "server_lr": [0.5, 0.25],
+    }
 
 
 def test_a_value_that_an_option_cannot_have_is_not_tried():
@@ -248,11 +243,21 @@ def test_a_value_that_an_option_cannot_have_is_not_tried():
         for momentum in (0.5, options["momentum"])
     ]
 
-    points = search.points_beyond(
+    wider = search.grid_beyond(
         Tuned(trials, [], lambda *_: None), {"training.momentum": [0.5, 0.9]}
     )
 
-    assert points == []
+    assert wider == {"training.momentum": [0.9]}
+
+
+def test_a_choice_beyond_which_all_diverge_stands(tmp_path):
+    plan = tiny("leaderboard", "Local", rounds=3) | {"widen": True}
+    plan["options"] |= {"train_samples": 600, "test_samples": 100}
+    plan["methods"]["Local"]["grid"] = {"training.lr": [1e-40, 0.1]}
+
+    (row,) = play(plan, tmp_path, seeds=1).write_rows()
+
+    assert row["training"]["lr"] == 0.1 and row["edges"] == {}
 
 
 def test_a_choice_at_an_edge_is_widened_once_and_marked(tmp_path):
