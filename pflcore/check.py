@@ -405,6 +405,12 @@ def summarize(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def name_few(names: Sequence[Any], count: int = 5) -> str:
+    """The first names as a list, and the number of the others."""
+    others = len(names) - count
+    return f"{[*names[:count]]}" + (f" and {others} more" if others > 0 else "")
+
+
 def summarize_kind(t: Tensor) -> str:
     """The shape and dtype of a tensor in words.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pflcore.algorithms import name_of
 from pflcore.algorithms._split import SplitModel
-from pflcore.check import summarize
+from pflcore.check import name_few, summarize
 from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged
 from pflcore.ops import __version__, backend
@@ -317,7 +317,7 @@ def explain_void(
     if outcome.void_reason is not None:
         return f"{rounds.capitalize()} void: {outcome.void_reason}"
     data = config.data
-    dropped = data.names_of(outcome.dropped)
+    dropped = name_few(data.names_of(outcome.dropped))
     reason = f"client(s) {dropped} sent updates that are not finite"
     if outcome.non_finite_state:
         names = ", ".join(outcome.non_finite_state)

@@ -23,6 +23,7 @@ from pflcore.check import (
     Words,
     checked,
     client_id,
+    name_few,
     reject,
     require,
 )
@@ -450,7 +451,7 @@ class History:
             dropped.update(record.get("dropped") or [])
         often = sorted(i for i, count in dropped.items() if 2 * count > played[i])
         if often:
-            names = [self.client_name(client) for client in often]
+            names = name_few([self.client_name(client) for client in often])
             problems.append(
                 f"client(s) {names} were dropped in most of their rounds: their "
                 "updates were not finite, or of no use; look at their data, or lower "
@@ -463,7 +464,7 @@ class History:
         ids = values.get("clients") or range(len(losses))
         bad = [i for i, loss in zip(ids, losses, strict=True) if loss == math.inf]
         if bad:
-            names = [self.client_name(client) for client in bad]
+            names = name_few([self.client_name(client) for client in bad])
             problems.append(
                 f"the last loss of client(s) {names} is inf; look at their data, or "
                 "lower lr."

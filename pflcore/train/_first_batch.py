@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from pflcore.check import warn_caller
+from pflcore.check import name_few, warn_caller
 from pflcore.data._federation import Federation
 from pflcore.nn._context import forward_context
 from pflcore.train import _validate as validate
@@ -28,7 +28,6 @@ from pflcore.train._training import Precision, Training, autocast
 from pflcore.train._validate import MismatchError
 
 FIRST_BATCH_SIZE = 8  # samples
-MAX_NAMED_PARAMETERS = 4  # in the text of a warning
 
 
 def prepare_net(net: Net, data: Federation, training: Training) -> None:
@@ -68,10 +67,7 @@ def _warn_of_unused_weights(net: Net) -> None:
     """Warns of weights that weight decay shrinks, and nothing else moves."""
     if not net.unused_names:
         return
-    names = ", ".join(net.unused_names[:MAX_NAMED_PARAMETERS])
-    rest = len(net.unused_names) - MAX_NAMED_PARAMETERS
-    if rest > 0:
-        names += f" and {rest} more"
+    names = name_few(net.unused_names)
     warn_caller(
         f"weight_decay: it shrinks {names} of the model, which the first batch does "
         "not use (torch's optimizers leave weights without a gradient alone); set "

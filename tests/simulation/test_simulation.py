@@ -335,3 +335,10 @@ def test_who_is_evaluated_is_drawn_of_those_with_samples():
     assert run(data=data, evaluated=1).eval_clients.tolist() == [0]
     with sentence("evaluation.clients: expected clients of which one has samples of"):
         run(data=data, evaluated=[1, 2])
+
+
+def test_a_run_that_loses_all_of_many_clients_names_a_few():
+    with pytest.warns(RuntimeWarning) as caught:
+        run(**WILD, data=images(sizes=(20,) * 8), rounds=9).run()
+
+    assert "client(s) [0, 1, 2, 3, 4] and 3 more sent" in str(caught[0].message)

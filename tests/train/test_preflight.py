@@ -347,7 +347,7 @@ def spare_weights_after(training, engine="loop", **options):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_decay_of_unused_weights_is_told(engine, optimizer):
     training = Training(0.1, 99, weight_decay=0.1, local_optimizer=optimizer)
-    text = r"weight_decay: it shrinks spare\.weight, spare\.bias of the model"
+    text = r"weight_decay: it shrinks \['spare\.weight', 'spare\.bias'\] of the model"
     with pytest.warns(UserWarning, match=text):
         got, before = spare_weights_after(training, engine)
 
