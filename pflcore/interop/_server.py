@@ -357,9 +357,14 @@ class Server:
 
         The rounds that follow give the same numbers as those of an unbroken run. Raises
         ValueError, and changes nothing, where the state is of a server with another
-        algorithm, model or option. `num_clients` may differ.
+        algorithm, model or option, or with other classes. `num_clients` may differ.
         """
         check_identity(state, self._identity)
+        saved = None if state["classes"] is None else tuple(state["classes"])
+        given = self.classes if self._named_by is None else None
+        if given and saved and given != saved:
+            names = f"{', '.join(saved)}, the names in the saved state"
+            reject("classes", names, Words(", ".join(given)))
         before = flatten_state(self._state)
         tensors = {}
         for name, tensor in state["state"].items():
@@ -379,8 +384,8 @@ class Server:
         self._accepted = {i: (round, part) for i, round, part in state["accepted"]}
         self._numbers = {client: number for client, number in state["clients"]}
         self._retired = list(state["retired"])
-        if self.classes is None and state["classes"] is not None:
-            self.classes = tuple(state["classes"])
+        if given is None:
+            self.classes = saved
             self._named_by = state["named_by"]
         self._round_started = False
 

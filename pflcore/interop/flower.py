@@ -91,8 +91,8 @@ class PflStrategy(FilteredFedAvg):
       from the round.
     - Where several nodes send the id of one client, the node that was known first takes
       part while it is connected.
-    - Raises ValueError where three rounds in a row are skipped, because all nodes fail
-      or a required client is absent.
+    - Raises ValueError where three rounds in a row are void, because all nodes fail or
+      a required client is absent.
     - With `checkpoint`, a new strategy goes on where a killed one has ended, to the
       same models. Raises ValueError where the folder holds the checkpoint of another
       algorithm, model or option. A checkpoint that cannot be written ends no run: after
@@ -123,7 +123,6 @@ class PflStrategy(FilteredFedAvg):
         self.clients: dict[int, Hashable] = {}
         # Nodes whose client was known from another node before.
         self._duplicate_nodes: set[int] = set()
-        self._skipped_rounds = 0  # the number of skipped rounds in a row
         self._has_asked = False  # True where clients were asked to train in the round
         # The rounds that Flower counted before it began anew, with a restored server.
         self._earlier_rounds = 0
@@ -141,7 +140,6 @@ class PflStrategy(FilteredFedAvg):
         require(isinstance(flower, dict), "checkpoint", wanted, folder)
         self.server.load_state_dict(state)
         self.clients = {node: client for node, client in flower["nodes"]}
-        self._skipped_rounds = flower["skipped"]
         self._earlier_rounds = flower["round"]
         text = "checkpoint: %s holds round %d; the run goes on after it"
         log(INFO, text, folder, self.server.round)
@@ -156,7 +154,6 @@ class PflStrategy(FilteredFedAvg):
             return
         flower = {
             "nodes": [*self.clients.items()],
-            "skipped": self._skipped_rounds,
             "round": self._earlier_rounds + server_round,
         }
         try:
@@ -252,9 +249,8 @@ class PflStrategy(FilteredFedAvg):
         outcome = self.server.aggregate(uploads, strict=False)
         self._log_outcome(server_round, outcome)
         if outcome.void:
-            self._skip_round(outcome.void_reason or "nobody is left.")
+            self._log_void_round(outcome.void_reason or "nobody is left.")
             return None
-        self._skipped_rounds = 0
         accepted = [r for r in valid if self.clients[sender_of(r)] in outcome.ids]
         contents = self._contents(accepted, is_train=True)
         if not contents:
@@ -316,7 +312,7 @@ class PflStrategy(FilteredFedAvg):
         return Message(content, node, kind)
 
     def _can_train(self, node_of: Mapping[int, int]) -> bool:
-        """True where the connected nodes suffice; otherwise skips the round.
+        """True where the connected nodes suffice; otherwise the round is void.
 
         Args:
             node_of: The node of each connected client, by the client's number.
@@ -365,16 +361,19 @@ class PflStrategy(FilteredFedAvg):
     configure_evaluate = partialmethod(_messages, "evaluate")
 
     def _skip_round(self, reason: str) -> None:
-        """Logs why a round comes to nothing.
+        """Plays a void round of the server, as a run does that loses all clients."""
+        self.server.aggregate({}, strict=False)
+        self._log_void_round(reason)
+
+    def _log_void_round(self, reason: str) -> None:
+        """Logs why a round came to nothing.
 
         Raises ValueError where it is the third in a row.
         """
-        self._skipped_rounds += 1
-        if self._skipped_rounds >= MAX_VOID_ROUNDS:
-            raise ValueError(
-                f"{self._skipped_rounds} rounds in a row came to nothing: {reason}"
-            )
-        log(WARNING, "the round is skipped: %s", reason)
+        count = self.server._state.void_rounds
+        if count >= MAX_VOID_ROUNDS:
+            raise ValueError(f"{count} rounds in a row came to nothing: {reason}")
+        log(WARNING, "the round is void: %s", reason)
 
     def _connected_nodes(self, grid: Grid) -> dict[int, int]:
         """The connected node of each client, by the client's number.

@@ -102,7 +102,7 @@ def test_who_is_absent_or_comes_again_under_another_node():
     assert strategy.server.clients == {i: i for i in range(N)}
     grid.mute = set(grid.contexts)  # no node answers in time
     strategy.start(grid, num_rounds=1)
-    assert strategy.server.round == 2
+    assert strategy.server.round == 3
     two = PflStrategy(Server("ditto", model, 3, rounds=1))
     # Two nodes claim to be client 1.
     two.start(Nodes(client_app(maker("ditto")), [0, 1, 1]))
@@ -725,10 +725,10 @@ def test_a_required_client_may_be_away_for_a_round():
     strategy.start(grid, num_rounds=1)
     target = grid.contexts.pop(100)
     strategy.start(grid, num_rounds=2)
-    assert strategy.server.round == 1
+    assert strategy.server.round == 3
     grid.contexts[100] = target
     strategy.start(grid, num_rounds=1)
-    assert strategy.server.round == 2
+    assert strategy.server.round == 4
     del grid.contexts[100]
     with sentence(
         "3 rounds in a row came to nothing: Waffle needs a node for client number 0 in"
@@ -736,7 +736,7 @@ def test_a_required_client_may_be_away_for_a_round():
         strategy.start(grid, num_rounds=3)
 
 
-def test_a_round_in_which_everybody_fails_is_skipped_twice():
+def test_a_round_in_which_everybody_fails_is_void():
     def fails(context):
         raise ValueError("it is night")
 
@@ -747,7 +747,7 @@ def test_a_round_in_which_everybody_fails_is_skipped_twice():
     for _ in range(2):
         strategy.start(night, num_rounds=2)
         strategy.start(day, num_rounds=1)
-    assert strategy.server.round == 2
+    assert strategy.server.round == 6
     with sentence(
         "3 rounds in a row came to nothing: all 4 clients failed, .*it is night"
     ):

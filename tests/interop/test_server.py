@@ -619,7 +619,7 @@ def methods_and_dtypes():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("name, dtype", methods_and_dtypes())
+@pytest.mark.parametrize("name, dtype", [*methods_and_dtypes()])
 def test_one_dtype_of_an_upload_changes_nothing_for_others(name, dtype):
     """A wider dtype is converted, and another one refused, alone and in company."""
     for ids in ([0], ALL):
@@ -674,6 +674,14 @@ def test_a_client_whose_classes_have_other_names_is_refused():
     assert not later.aggregate(uploads(later, clients, [1])).void
     later.leave(0)
     assert later.classes is None
+    later.load_state_dict(server.state_dict())
+    assert later.classes == tuple(same)
+    turned = Server("fedavg", model, 3, seed=SEED, classes=same[::-1])
+    with sentence(
+        "classes: expected covid, normal, pneumonia, the names in the saved state, got "
+        "pneumonia, normal, covid"
+    ):
+        turned.load_state_dict(server.state_dict())
 
 
 def test_the_names_that_a_server_was_given_count():
