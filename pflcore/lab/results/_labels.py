@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pflcore.check import require
+from pflcore.data._partition import PARTITIONS, options_of
 from pflcore.simulation._history import History
 from pflcore.simulation.record import DATA_FIELDS, Line, Runs, to_json
 
@@ -132,15 +133,22 @@ def settings_of(runs: Runs) -> dict[str, list[History]]:
     return settings
 
 
-def setting_words(run: History) -> list[str]:
-    """The words for a run's setting: data, partition, model and clients."""
+def setting_words(run: History, cut: Sequence[str] = ()) -> list[str]:
+    """The words for a run's setting: data, partition, model and clients.
+
+    Args:
+        run: The run.
+        cut: The words on the partition's options, as of `cut_words`.
+    """
     header = run.header
     words = []
     if header.get("data"):
         words.append(str(header["data"]))
-    for key in ("partition", "model"):
-        if header.get(key):
-            words.append(f"{key} {header[key]}")
+    if header.get("partition"):
+        options = f" ({', '.join(cut)})" if cut else ""
+        words.append(f"partition {header['partition']}{options}")
+    if header.get("model"):
+        words.append(f"model {header['model']}")
     if "n" in header:
         words.append(f"{header['n']} clients")
     return words
@@ -149,6 +157,24 @@ def setting_words(run: History) -> list[str]:
 def setting_title(run: History) -> str:
     """The title of a run's setting."""
     return ", ".join(setting_words(run)) or "runs"
+
+
+def cut_words(runs: Runs) -> list[str]:
+    """The partition's options that no label shows, where they are not the defaults.
+
+    Labels show those in which the runs differ.
+    """
+    header = runs[0].header
+    if header.get("partition") not in PARTITIONS:
+        return []
+    cuts = [run.header.get("partition_options") or {} for run in runs]
+    words = []
+    for name, default in options_of(header["partition"]).items():
+        value = cuts[0].get(name, default)
+        is_shared = all(cut.get(name, default) == value for cut in cuts)
+        if is_shared and value != default:
+            words.append(f"{name} {value}")
+    return words
 
 
 def split_name(run: History) -> str:

@@ -24,9 +24,10 @@ from pflcore.check import (
 from pflcore.lab.results._labels import (
     TABLE_FIELDS,
     baseline_label,
+    cut_words,
     label_runs,
     one_run_per_seed,
-    setting_title,
+    setting_words,
     settings_of,
     split_name,
 )
@@ -299,8 +300,9 @@ def _table(
         better = metrics.is_higher_better(metric)
         footnotes[:0] = verdict_lines(differences, str(baseline), better)
     columns += [Column("bytes", "bytes sent", 0, _total_bytes), NOTE]
+    words = setting_words(runs[0], cut_words(runs)) or ["runs"]
     return Table(
-        title=f"{setting_title(runs[0])}, {rounds} rounds",
+        title=", ".join([*words, f"{rounds} rounds"]),
         split=split_name(runs[0]),
         quantity="accuracy in percent" if metric == "accuracy" else "loss",
         seeds=_seeds_note(groups),
