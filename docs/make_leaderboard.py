@@ -128,11 +128,11 @@ def tables(plan: Facts, played: Facts) -> str:
     lines = []
     for setting, of_setting in rows_of_plan(plan, played).items():
         rows = [row for row in of_setting.values() if row]
-        verdicts = verdicts_of(plan, rows)
+        compared = comparisons(plan, setting, of_setting)
         body = []
         for method, row in of_setting.items():
-            work = plan["methods"][method].get("work")
-            body.append(_cells(plan, method, work, row, verdicts.get(method)))
+            work = work_of(plan, setting, method)
+            body.append(_cells(method, work, row, compared))
         runs = sum(row["seeds"] for row in rows)
         planned = len(of_setting) * len(plan["seeds"])
         lines += [f"**{setting}**: {runs} of {planned} runs are played.", ""]
@@ -148,10 +148,43 @@ def tables(plan: Facts, played: Facts) -> str:
     return "\n".join(lines)
 
 
+def work_of(plan: Facts, setting: str, method: str) -> float:
+    """The operations of a client's round, times FedAvg's; 0 where nobody counted."""
+    of_setting = plan["settings"][setting].get("work", {})
+    work: float = of_setting.get(method, plan["methods"][method].get("work", 0))
+    return work
+
+
+def comparisons(
+    plan: Facts, setting: str, of_setting: Mapping[str, Facts]
+) -> dict[str, dict[str, Verdict]]:
+    """The verdicts on the methods of a setting, by baseline and method.
+
+    The first baseline is compared with all methods, and the one of equal work with
+    those whose work is 2 or more.
+
+    Args:
+        of_setting: The rows of all planned methods, {} where one was not played.
+    """
+    compared = {}
+    costly = [m for m in of_setting if work_of(plan, setting, m) >= 2]
+    methods_of = {"baseline": [*of_setting], "equal_work_baseline": costly}
+    for key, methods in methods_of.items():
+        if plan[key]:
+            rows = [of_setting[method] for method in methods if of_setting[method]]
+            as_planned = {**plan, "baseline": plan[key]}
+            compared[plan[key]] = verdicts_of(as_planned, rows, len(methods) - 1)
+    return compared
+
+
 def _cells(
-    plan: Facts, method: str, work: float | None, row: Facts, verdict: Verdict | None
+    method: str, work: float, row: Facts, compared: Mapping[str, Mapping[str, Verdict]]
 ) -> dict[str, str]:
-    """The cells of a method by column, empty where it was not played."""
+    """The cells of a method by column, empty where it was not played.
+
+    Args:
+        compared: The verdicts by baseline and method.
+    """
     cells = {"method": method}
     stopped = row.get("stopped")
     is_loss = row.get("measure", "accuracy") != "accuracy"
@@ -162,10 +195,9 @@ def _cells(
         return "" if text == "-" else text
 
     cells["last round"] = stopped or value("final", digits)
-    against = plan["baseline"]
-    if against:
-        text = "" if method == against else verdict_text(verdict, digits)
-        cells[f"against {against}"] = text
+    for baseline, verdicts in compared.items():
+        text = verdict_text(verdicts.get(method), digits)
+        cells[f"against {baseline}"] = text
     cells["after a local step"] = value("after_step", digits)
     cells["worst decile"] = value("worst_decile", digits)
     cells["% hurt"] = value("hurt", 1)
@@ -191,31 +223,22 @@ def lessons(plan: Facts, played: Facts) -> str:
     """The verdicts of each setting, as far as methods have runs of all seeds."""
     lines = []
     for setting, of_setting in rows_of_plan(plan, played).items():
-        rows = [row for row in of_setting.values() if row]
-        verdicts = verdicts_of(plan, rows)
+        verdicts = comparisons(plan, setting, of_setting)[plan["baseline"]]
         if verdicts:
-            lines.append(_lesson(setting, plan["baseline"], verdicts, rows))
+            lines.append(_lesson(setting, plan["baseline"], verdicts))
     if not lines:
         return "No setting is played with all seeds yet, so nothing is said here."
     return "\n".join(lines)
 
 
-def _lesson(
-    setting: str, baseline: str, verdicts: Mapping[str, Verdict], rows: Rows
-) -> str:
+def _lesson(setting: str, baseline: str, verdicts: Mapping[str, Verdict]) -> str:
     """One line on a setting."""
     names: dict[str, list[str]] = {"better": [], "worse": [], "no difference shown": []}
     for method, verdict in verdicts.items():
         names[verdict.word].append(method)
     parts = [f"{word}: {', '.join(some) or 'none'}" for word, some in names.items()]
     line = f"- **{setting}**, {len(verdicts)} methods against {baseline}: "
-    line += "; ".join(parts)
-    compared = [row for row in rows if row["hurt"] is not None]
-    if compared:
-        fewest = min(row["hurt"] for row in compared)
-        spared = [row["method"] for row in compared if row["hurt"] == fewest]
-        line += f". Fewest clients are hurt by {', '.join(spared)}: {fewest:.1f} %"
-    return f"{line}."
+    return f"{line}{'; '.join(parts)}."
 
 
 def grids(plan: Facts) -> str:

@@ -12,6 +12,7 @@ A plan has the following keys.
   - "method_options": For each method, options that it has in this setting.
   - "grids": For each method, the grid that it has in this setting.
   - "leaves_out": For each method that is not played in this setting, the reason.
+  - "work": For each method, the "work" that it has in this setting.
   - "protocol": How samples or clients are held out, as in Motley. It is
     {"kind": "cross-silo", "val", "test"}, with a split for each seed, or
     {"kind": "cross-device", "train", "val", "test", "seed"}. Without a protocol every
@@ -50,6 +51,8 @@ A plan has the following keys.
   data anew, and grids are searched with the first seed alone.
 - `baseline`: The method with which the others are compared, see
   `bench.papers.table.verdicts_of`.
+- `equal_work_baseline`: The method with which those are compared, too, that have a
+  "work" of 2 or more.
 - `search_targets`: The clients for which a method with a target is run in the search of
   its grid, where the target is "all". Without them it is run for each client.
 - `against`: An option against which results are drawn.
@@ -271,9 +274,9 @@ def complete(plan: Plan) -> Facts:
     fits = isinstance(seeds, list | tuple) and all(type(seed) is int for seed in seeds)
     require(fits and seeds, "seeds", "a list of whole numbers, at least one", seeds)
     words = "the name of a method of the plan"
-    baseline = plan["baseline"]
-    fits = baseline is None or baseline in plan["methods"]
-    require(fits, "baseline", words, baseline)
+    for key in ("baseline", "equal_work_baseline"):
+        fits = plan[key] is None or plan[key] in plan["methods"]
+        require(fits, key, words, plan[key])
     for key in ("methods", "settings"):
         names = [*plan[key]]
         words = "names that differ as files' names"
@@ -301,7 +304,7 @@ def _check_methods(methods: Mapping[str, Facts]) -> None:
 
 def _check_setting(name: str, setting: Facts, methods: Iterable[str]) -> None:
     """Raises ValueError where a setting names other methods, or no known protocol."""
-    for key in ("method_options", "grids", "leaves_out"):
+    for key in ("method_options", "grids", "leaves_out", "work"):
         _known(f"{key} of {name!r}", setting.get(key, {}), methods)
     roles = setting.get("protocol")
     if roles is None:

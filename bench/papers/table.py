@@ -206,7 +206,9 @@ def _after_step(run: History) -> list[float]:
     return [metrics.mean(run.last_values("after_step"))]
 
 
-def verdicts_of(plan: Plan, rows: Sequence[Row]) -> dict[str, Verdict]:
+def verdicts_of(
+    plan: Plan, rows: Sequence[Row], planned: int = 0
+) -> dict[str, Verdict]:
     """The verdict on each method of a setting against the plan's baseline.
 
     It is that of `pflcore report --baseline`: a paired t test over the seeds at the
@@ -215,6 +217,7 @@ def verdicts_of(plan: Plan, rows: Sequence[Row]) -> dict[str, Verdict]:
 
     Args:
         rows: The setting's rows.
+        planned: The number of comparisons once all rows are there.
     """
     whole = {}
     for row in rows:
@@ -231,7 +234,7 @@ def verdicts_of(plan: Plan, rows: Sequence[Row]) -> dict[str, Verdict]:
             difference = value - of_baseline.get(seed, math.nan)
             differences[method].append(difference)
     higher_is_better = baseline["measure"] == "accuracy"
-    return compare_with_baseline(differences, higher_is_better)
+    return compare_with_baseline(differences, higher_is_better, planned)
 
 
 def _number_by_seed(row: Row) -> dict[int, float]:

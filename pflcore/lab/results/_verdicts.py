@@ -47,7 +47,9 @@ class Verdict(NamedTuple):
 
 
 def compare_with_baseline(
-    differences: Mapping[str, Sequence[float]], higher_is_better: bool
+    differences: Mapping[str, Sequence[float]],
+    higher_is_better: bool,
+    planned: int = 0,
 ) -> dict[str, Verdict]:
     """The verdict on each method of a table.
 
@@ -58,6 +60,8 @@ def compare_with_baseline(
         differences: The differences to the baseline of each method, one for each seed;
             NaN for a seed without a pair.
         higher_is_better: The direction of the numbers.
+        planned: The number of comparisons for which p values are corrected, where it is
+            more than those that are there.
     """
     pairs = {name: np.asarray(values, float) for name, values in differences.items()}
     # An infinite number is a model that diverged, and a test of the other seeds alone
@@ -68,7 +72,7 @@ def compare_with_baseline(
         for name, d in pairs.items()
         if len(d) >= MIN_SEEDS and np.isfinite(d).all()
     }
-    shown = shown_by_holm({name: p_value(d) for name, d in pairs.items()})
+    shown = shown_by_holm({name: p_value(d) for name, d in pairs.items()}, planned)
     verdicts = {}
     for name, d in pairs.items():
         word: Word = "no difference shown"
@@ -122,11 +126,17 @@ def p_value(differences: np.ndarray) -> float:
     return float(test.pvalue)
 
 
-def shown_by_holm(p_values: Mapping[str, float]) -> set[str]:
-    """The names whose p value counts at `LEVEL` after Holm's correction."""
+def shown_by_holm(p_values: Mapping[str, float], planned: int = 0) -> set[str]:
+    """The names whose p value counts at `LEVEL` after Holm's correction.
+
+    Args:
+        p_values: The p value of each comparison, by its name.
+        planned: The number of comparisons, where it is more than those that are there.
+    """
+    count = max(planned, len(p_values))
     shown: set[str] = set()
     for name in sorted(p_values, key=lambda name: p_values[name]):
-        if p_values[name] > LEVEL / (len(p_values) - len(shown)):
+        if p_values[name] > LEVEL / (count - len(shown)):
             break
         shown.add(name)
     return shown

@@ -433,6 +433,35 @@ def test_the_verdicts_are_those_of_the_report():
     assert "better: +1.04 (+0.97 to +1.11)" in MAKER["tables"](BOARD, OUTCOME)
 
 
+def test_rows_that_are_not_played_yet_count_in_the_correction():
+    rows = [*OUTCOME[SETTING].values()]
+    few = table.verdicts_of(BOARD, rows)
+
+    many = table.verdicts_of(BOARD, rows, planned=10**6)
+
+    assert few["FedPer"].word == "better"
+    assert many["FedPer"].word == "no difference shown"
+    assert few["FedPer"][1:] == many["FedPer"][1:]
+
+
+def test_a_method_of_much_work_is_compared_at_equal_work_too():
+    equal = "FedAvg + FT, 2 epochs"
+    ditto = OUTCOME[SETTING]["Ditto"]
+    cell = CELLS[SETTING][equal]
+    of_setting = OUTCOME[SETTING] | {equal: ditto | {"method": equal, "cell": cell}}
+    rows = MAKER["rows_of_plan"](BOARD, {SETTING: of_setting})[SETTING]
+
+    compared = MAKER["comparisons"](BOARD, SETTING, rows)
+
+    assert "FedPer" in compared["FedAvg + FT"]
+    assert [*compared[equal]] == ["Ditto"] and compared[equal]["Ditto"].difference == 0
+
+
+def test_a_run_for_each_client_is_work_for_each():
+    of_setting = {name: MAKER["work_of"](BOARD, name, "WAFFLE") for name in CELLS}
+    assert of_setting == {name: 139 if name == "School" else 20 for name in CELLS}
+
+
 def test_a_lower_loss_is_better():
     rows = [facts | {"measure": "loss"} for facts in OUTCOME[SETTING].values()]
 
