@@ -7,6 +7,7 @@ import json
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -356,6 +357,21 @@ def swept(names=ALGORITHMS, quick=SIX):
     return [
         n if n in quick else pytest.param(n, marks=pytest.mark.deep("all algorithms"))
         for n in sorted(names)
+    ]
+
+
+def crossed(*lists):
+    """All combinations of values of these lists, as parameters.
+
+    The quick suite has as many as name each value at least once, the deep one all.
+    """
+    values = [[*values] for values in lists]
+    longest = max(map(len, values))
+    quick = [[some[i % len(some)] for some in values] for i in range(longest)]
+    deep = pytest.mark.deep("all combinations")
+    return [
+        pytest.param(*combination, marks=() if [*combination] in quick else deep)
+        for combination in product(*values)
     ]
 
 

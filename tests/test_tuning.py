@@ -21,7 +21,7 @@ from parts.tuning import (
 )
 from parts.user import simulation
 from places import ROOT, tabled
-from small import equals, layers, make_setting
+from small import crossed, equals, layers, make_setting
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from pflcore import (
@@ -151,8 +151,7 @@ GRIDS = {
 }
 
 
-@pytest.mark.parametrize("setting", PROTOCOLS)
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("setting, name", crossed(PROTOCOLS, GRIDS))
 def test_poisoned_test_labels_change_no_choice(setting, name):
     p = PROTOCOLS[setting]()
     alg, grid = GRIDS[name]

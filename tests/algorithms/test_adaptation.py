@@ -20,6 +20,7 @@ from small import (
     after,
     alike,
     at_work,
+    crossed,
     double,
     images,
     layers,
@@ -269,18 +270,21 @@ def one_lacks(engine, model, **how):
 PARTS = ([1], [1, 3], [0, 1], [0, 1, 2, 4], [2, 3])
 
 
-@pytest.mark.parametrize("statistics", ["average", "local"])
 @pytest.mark.parametrize(
-    "engine, model",
-    [
-        ("chain", "Linear 4 2"),
-        ("loop", "Linear 4 5, SiLU, Linear 5 2"),
-        ("loop", "Linear 4 5, BatchNorm1d 5, SiLU, Linear 5 2"),
-    ],
+    "path, statistics",
+    crossed(
+        [
+            ("chain", "Linear 4 2"),
+            ("loop", "Linear 4 5, SiLU, Linear 5 2"),
+            ("loop", "Linear 4 5, BatchNorm1d 5, SiLU, Linear 5 2"),
+        ],
+        ["local", "average"],
+    ),
 )
 def test_what_is_best_for_the_others_does_not_depend_on_who_is_evaluated(
-    engine, model, statistics
+    path, statistics
 ):
+    engine, model = path
     run = one_lacks(engine, model, batch_norm=statistics)
     whole = evaluate(run.config, run.state)
     for ids in map(torch.tensor, PARTS):

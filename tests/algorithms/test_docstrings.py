@@ -173,7 +173,7 @@ VARYING = {"M", "R", "U", "nodes"}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_names_are_those_that_the_docstring_says(name):
+def test_names_and_shapes_are_those_that_the_docstring_says(name):
     cls = ALGORITHMS[name]
     for part in PARTS:
         there = names(cls, part)
@@ -185,11 +185,6 @@ def test_the_names_are_those_that_the_docstring_says(name):
             there = there.union(*(names(c, part) for c in fellows))
         assert said <= there, f"{part}: {text!r} gives {said - there} too many"
         assert text.startswith("nothing") or there, f"{part}: {text} for no tensors"
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_shapes_are_those_that_the_docstring_says(name):
-    cls = ALGORITHMS[name]
     for alg, seen, sizes in played(cls):
         sizes = dict(sizes)
         for part, shapes in sorted(seen, key=lambda pair: PARTS.index(pair[0])):

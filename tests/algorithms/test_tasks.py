@@ -3,7 +3,7 @@
 import pytest
 import torch
 from parts.user import TRAINING
-from small import swept
+from small import crossed
 from torch import nn
 from torch.nn.functional import one_hot
 
@@ -14,7 +14,6 @@ CLASSES = 3
 # Methods that need scores of classes, and those that need one label of a sample.
 OF_CLASSES = ("fedrod", "fedntd", "fedproto", "fedpac", "fedas", "gpfl")
 OF_LABELS = ("fedproto", "fedpac", "fedas", "gpfl")
-OFTEN = (*OF_CLASSES, "feddbe", "knnper", "moon", "fedbabu", "fedcac", "apfl")
 
 
 class StepTagger(nn.Module):
@@ -88,8 +87,7 @@ OTHER_TASKS = (
 )
 
 
-@pytest.mark.parametrize("name", OTHER_TASKS)
-@pytest.mark.parametrize("algorithm", swept(quick=OFTEN))
+@pytest.mark.parametrize("algorithm, name", crossed(ALGORITHMS, OTHER_TASKS))
 def test_a_task_is_played_or_refused_before_round_1(algorithm, name):
     model, data, loss = task(name)
     try:

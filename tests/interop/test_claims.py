@@ -13,7 +13,7 @@ import pytest
 import torch
 from entry_points import sentence
 from parts.interop import DATA, ROUNDS, SEED, SETTING, algorithm, bn_model
-from small import swept
+from small import crossed, swept
 
 from pflcore import Client, Server, Training
 from pflcore.algorithms import ALGORITHMS, Claim
@@ -121,9 +121,9 @@ def test_every_claim_is_decided():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("training", [None, TRAINING], ids=["unknown", "known"])
-@pytest.mark.parametrize("name, key", UNSEEN)
-def test_impossible_claims_leave_out_their_client(name, key, training):
+@pytest.mark.parametrize("claim, training", crossed(UNSEEN, [None, TRAINING]))
+def test_impossible_claims_leave_out_their_client(claim, training):
+    name, key = claim
     bad = 3
     server = new_server(name, training, clip=1.0)
     clients = new_clients(name)

@@ -32,7 +32,7 @@ from flwr.serverapp.strategy import FedAvg
 from parts.flower import Nodes, context, maker
 from parts.interop import DATA, ROUNDS, SEED, agree, algorithm, whole
 from parts.interop import bn_model as model
-from small import near
+from small import crossed, near
 from torch import nn
 
 from pflcore import Server, personalize
@@ -486,11 +486,9 @@ ODD = [
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("part, how", ODD, ids=[" ".join(odd) for odd in ODD])
-def test_a_reply_that_cannot_be_used_is_absent(
-    strategy, part, how, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("strategy, odd", crossed(STRATEGIES, ODD))
+def test_a_reply_that_cannot_be_used_is_absent(strategy, odd, tmp_path, monkeypatch):
+    part, how = odd
     monkeypatch.chdir(tmp_path)
     contents = honest(strategy)
     others = {node: contents[node] for node in (100, 101, 103)}

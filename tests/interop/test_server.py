@@ -22,7 +22,7 @@ from parts.interop import (
     model,
     whole,
 )
-from small import SIX, images, layers, near, swept, tiny_model
+from small import SIX, crossed, images, layers, near, swept, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -374,18 +374,12 @@ def test_a_pick_of_no_model_is_named(name):
     assert unchanged(server, twin.state_dict())
 
 
-LRS = [
-    (lr, steps)
-    for lr in (10.0, 1e30, 3.0, 1e-30, 0.0, -1.0)
-    for steps in (1.0, 1e30, -1e30)
-]
+LRS = (10.0, 1e30, 3.0, 1e-30, 0.0, -1.0)
+STEPS = (1.0, 1e30, -1e30)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("lr, steps", LRS)
-@pytest.mark.parametrize(
-    "lam", [0.5, pytest.param(0.01, marks=pytest.mark.deep("another regulariser"))]
-)
+@pytest.mark.parametrize("lr, steps, lam", crossed(LRS, STEPS, [0.5, 0.01]))
 def test_one_clients_word_about_its_step_size_ends_no_run(lr, steps, lam):
     server, clients = apart(ALGORITHMS["mocha"](lam=lam, outer=1))
     for _ in range(3):
@@ -611,7 +605,7 @@ def methods_and_dtypes():
     for name in sorted(set(ALGORITHMS) - {"local"}):
         for dtype in (torch.float64, torch.float16, torch.int64):
             marks = pytest.mark.deep("all algorithms")
-            if name in ("fedavg", "apfl"):
+            if name == "fedavg":
                 marks = ()
             elif dtype != torch.float64 and name not in SIX:
                 marks = pytest.mark.long("a refusal by each algorithm")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from laws import close_mix, dtypes, identical, integers
+from small import crossed
 from tolerance import F16, F32, F64, FLOATS
 from ugly import SIZES, randn, refuses
 
@@ -48,8 +49,7 @@ def test_bits_do_not_depend_on_other_results_or_columns(dtype, m):
 
 
 @kernels
-@pytest.mark.parametrize("dtype", [F32, F16])
-@pytest.mark.parametrize("n", [15, 16, 29, 129])
+@pytest.mark.parametrize("n, dtype", crossed([15, 16, 29, 129], [F16, F32]))
 def test_one_result_of_large_rows_has_the_same_bits(n, dtype):
     """One result has its bits among seven, where rows exceed the caches.
 
@@ -231,16 +231,18 @@ def test_gradients_of_float32_are_those_of_float64():
 
 
 @isa
-@both_forms
-@pytest.mark.parametrize("p, gap", [(65, 0), (71, 40), (80, 5), (300_007, 5)])
-@pytest.mark.parametrize("shift", [0, 1, 15])
-def test_large_results_leave_what_lies_between_their_rows(p, gap, shift, sparse):
+@pytest.mark.parametrize(
+    "place, shift, sparse",
+    crossed([(65, 0), (71, 40), (80, 5), (300_007, 5)], [0, 1, 15], [False, True]),
+)
+def test_large_results_leave_what_lies_between_their_rows(place, shift, sparse):
     """Large results do not overwrite the memory between their rows.
 
     Results of megabytes are written in whole cache lines, past the caches. The last
     cache line of a row may belong to other data too. The same holds where the base is
     the result itself.
     """
+    p, gap = place
     m = (8 << 20) // (4 * p) + 100 if p < 100 else 7
     home = torch.full((16 + m * (p + gap),), 7.0)
     out = home[shift : shift + m * (p + gap)].view(m, p + gap)[:, :p]

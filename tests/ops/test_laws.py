@@ -12,6 +12,7 @@ import laws
 import pytest
 import torch
 from hypothesis import given
+from small import crossed
 from tolerance import F16, F32, F64, FLOATS
 from ugly import refuses, same_for_any_threads
 
@@ -29,8 +30,7 @@ def test_definition(law, dtype, data):
     law(laws.CPU, dtype, data.draw)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name, dtype", crossed(CALLS, FLOATS))
 @pytest.mark.unless(  # torch chooses the order of a product's sums
     lambda isa, name: isa == "references" and name.startswith(("aggregate", "rank1"))
 )

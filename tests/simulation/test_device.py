@@ -153,7 +153,8 @@ def assert_few_waits(name, model, optimizer="sgd"):
     assert sum(one.values()) <= most and "to the GPU" not in one, one
 
 
-@pytest.mark.parametrize("kind", quick_and_deep(["MLP", "convolutions"]))
+@SLOW
+@pytest.mark.parametrize("kind", ["MLP", "convolutions"])
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(kind, tmp_path):
     with pretended_gpu() as gpu:
         assert_resumed(kind, data(kind == "convolutions"), gpu, tmp_path)

@@ -10,22 +10,11 @@ import pytest
 import torch
 from entry_points import sentence
 from parts.user import TRAINING, simulation
-from small import SIX, equals, images, layers, normed_model, swept, tiny_model
+from small import equals, images, layers, normed_model, swept, tiny_model
 from torch import nn
 
 from pflcore import Client, Evaluation, Server, Simulation, Training, run_each_target
 from pflcore.algorithms import Waffle
-
-OFTEN = (
-    *SIX,
-    "finetune",
-    "fedbn",
-    "fedrod",
-    "knnper",
-    "feddwa",
-    "fedala",
-    "hypcluster",
-)
 
 
 def raw_images(sizes=(12, 20, 31, 24), **options):
@@ -48,7 +37,7 @@ def without_scaling(model):
     return bare
 
 
-@pytest.mark.parametrize("algorithm", swept(quick=OFTEN))
+@pytest.mark.parametrize("algorithm", swept())
 def test_a_model_of_raw_features_is_what_was_evaluated(algorithm):
     raw = raw_images()
     data = raw.subset([0, 1, 2]).standardize()
@@ -65,7 +54,7 @@ def test_a_model_of_raw_features_is_what_was_evaluated(algorithm):
                 assert got == pytest.approx(accuracy[i].item())
 
 
-@pytest.mark.parametrize("algorithm", swept(quick=OFTEN))
+@pytest.mark.parametrize("algorithm", swept())
 def test_a_newcomer_is_scaled_by_its_own_training_samples(algorithm):
     raw = raw_images()
     history = simulation(algorithm, raw.subset([0, 1, 2]).standardize(), rounds=2).run()

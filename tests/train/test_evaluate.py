@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from parts.path import BODIES, body
 from parts.user import simulation
-from small import ENGINES, make_setting, near
+from small import crossed, make_setting, near
 from ugly import randn
 
 from pflcore import Clients, Federation, Net, Training, evaluate, metrics
@@ -84,17 +84,20 @@ NUMBERS = ("binary_cross_entropy", "squared", "half_squared")
 KINDS = [("chain", c) for c in ("cross_entropy", "hinge", *NUMBERS)]
 
 
-@pytest.mark.parametrize("relabel", [False, True])
-@pytest.mark.parametrize("engine, loss", [*KINDS, ("loop", "cross_entropy")])
-def test_side_by_side_is_one_by_one(engine, loss, relabel):
+@pytest.mark.parametrize(
+    "kind, relabel", crossed([*KINDS, ("loop", "cross_entropy")], [False, True])
+)
+def test_side_by_side_is_one_by_one(kind, relabel):
+    engine, loss = kind
     for ids in (range(5), [3, 1]):
         clients = at_work(engine, "mlp", loss, relabel, ids)
         check(clients, clients.net.w0 + torch.randn(len(ids), clients.net.size))
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("model", [*DEEP_MLPS, "conv"])
-@pytest.mark.parametrize("scale", [1e10, 1e15, 1e25, 1e38])
+@pytest.mark.parametrize(
+    "model, scale", crossed([*DEEP_MLPS, "conv"], [1e10, 1e15, 1e25, 1e38])
+)
 def test_diverged_models_are_evaluated_by_the_module(model, scale):
     """Their scores are infinite or NaN, as the order of a sum's terms has it."""
     clients = at_work("chain", model)
@@ -107,9 +110,9 @@ def test_diverged_models_are_evaluated_by_the_module(model, scale):
     assert torch.equal(got_accuracy, accuracy)
 
 
-@ENGINES
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("relabel", [False, True])
+@pytest.mark.parametrize(
+    "engine, model, relabel", crossed(["loop", "vmap"], MODELS, [False, True])
+)
 def test_one_model_for_all_is_one_pass_over_all_samples(
     engine, model, relabel, monkeypatch
 ):

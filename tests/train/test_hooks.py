@@ -11,7 +11,7 @@ from entry_points import sentence
 from parts import company
 from parts.path import BODIES, body
 from places import golden
-from small import at_work, equals, fit, images, make_setting, near, t
+from small import at_work, crossed, equals, fit, images, make_setting, near, t
 from tolerance import F64
 
 from pflcore import Federation, Net, Objective, Training, evaluate, step
@@ -111,8 +111,7 @@ def starts(s):
     return s.net.w0.repeat(3, 1)
 
 
-@pytest.mark.parametrize("case", [*CASES, "float32"])
-@pytest.mark.parametrize("model", BODIES)
+@pytest.mark.parametrize("model, case", crossed(BODIES, [*CASES, "float32"]))
 def test_engines_agree(model, case):
     single = case == "float32"
     arguments = ("momentum", 2, torch.float32) if single else (case,)
@@ -261,16 +260,19 @@ def optimizer_of(t, module):
     )
 
 
-@ENGINES
-@pytest.mark.parametrize("model", ["mlp", "conv", "batch norm"])
+OF_TORCH = (
+    *("plain", "momentum", "mask", "shift", "prox", "clip", "clip, all"),
+    *("adamw", "adamw, masked", "adamw, betas", "adamw, eps"),
+)
+
+
 @pytest.mark.parametrize(
-    "case",
+    "engine, model, case",
     [
-        *("plain", "momentum", "mask", "shift", "prox", "clip", "clip, all"),
-        *("adamw", "adamw, masked", "adamw, betas", "adamw, eps"),
+        *crossed(["loop", "vmap", "chain"], ["mlp", "conv"], OF_TORCH),
+        *crossed(["loop", "vmap"], ["batch norm"], OF_TORCH),
     ],
 )
-@NO_CHAIN
 def test_a_step_is_that_of_torch_optim(engine, model, case):
     s = made(model, engine, **CASES[case][0])
     net = s.net

@@ -14,6 +14,7 @@ from entry_points import sentence
 from parts.user import simulation
 from small import (
     at_work,
+    crossed,
     double,
     equals,
     layers,
@@ -335,9 +336,9 @@ def by_hand(model, x, y, number):
     return float(sum(each) / len(each)), float(balanced)
 
 
-@pytest.mark.parametrize("number", [255, 2, -100])
-@pytest.mark.parametrize("length", [5, 0])
-@pytest.mark.parametrize("loss", IGNORING)
+@pytest.mark.parametrize(
+    "loss, length, number", crossed(IGNORING, [5, 0], [255, 2, -100])
+)
 @pytest.mark.unless(lambda number, length, loss: number == -100 and not length)
 def test_labels_that_the_loss_leaves_out_count_in_nothing(loss, length, number):
     clients = void(number, length)

@@ -24,7 +24,7 @@ from parts.path import (
     same_as_by_hand,
 )
 from parts.user import simulation
-from small import images, layers
+from small import crossed, images, layers
 from torch.nn.utils import parametrizations, spectral_norm
 
 from pflcore import Net, Training
@@ -234,8 +234,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("model", ["mlp", "conv"])
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target, model", crossed(TARGETS, ["mlp", "conv"]))
 def test_targets_of_every_kind_on_every_path(target, model):
     outputs, loss, y = TARGETS[target]
     words, shape = BODIES[model]

@@ -24,15 +24,15 @@ MORE_CASES = [
     ("vmap", "batch norm", "Sigmoid"),
     ("vmap", "mlp", "ELU"),
 ]
-QUICK = ("l2c", "factorized_waffle", "qfedavg", "apfl", "fedfomo", "knnper", "finetune")
+QUICK = ("factorized_waffle", "fedfomo", "knnper")
 
 
-def methods_and_cases(quick=QUICK):
+def methods_and_cases():
     """Each method with each case: some in the quick suite, all in the long one."""
     deep = pytest.mark.deep("all algorithms, or all engines")
     long = pytest.mark.long("all algorithms on all engines")
     for name in sorted(ALGORITHMS):
-        is_quick = name in quick
+        is_quick = name in QUICK
         marks = {case: () if is_quick else deep for case in CASES}
         marks |= {case: deep if is_quick else long for case in MORE_CASES}
         for case, mark in marks.items():
@@ -143,7 +143,7 @@ def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatc
         assert differing(values(ids), whole, ids) == []
 
 
-@pytest.mark.parametrize("name, case", methods_and_cases(QUICK[:3]))
+@pytest.mark.parametrize("name, case", methods_and_cases())
 def test_workers_change_no_bit_of_a_run(name, case):
     one, two = (simulation(*case, name, workers=n).run() for n in (1, 2))
     for a, b in zip(one.rounds, two.rounds, strict=True):
