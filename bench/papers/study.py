@@ -20,8 +20,8 @@ from bench.papers.runs import Reproduction
 from bench.papers.table import Row, by_setting, curve
 from bench.problem import Facts
 from pflcore import FedAvg, History, evaluate, metrics
-from pflcore.data._federation import random_permutation
 from pflcore.data._protocols import StudyProtocol
+from pflcore.data._splits import random_permutation
 from pflcore.lab.results import _run_pictures as pictures
 from pflcore.simulation._files import write_text
 from pflcore.simulation._state import RunConfig, State

@@ -1,8 +1,5 @@
 """A federation: the data of N clients, its constructors, and questions about it.
 
-A split rule says for n samples which of their positions go to which split. Clients with
-equally many samples are dealt at once, by one permutation.
-
 Symbols: N clients (`n` in code), S of them in a selection; client i has n_i samples in
 a split; C classes; n samples are in a table or a pool, m in a piece of it; B samples
 are in a batch; D numbers are in a row of fields.
@@ -11,7 +8,7 @@ are in a batch; D numbers are in a row of fields.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -69,6 +66,15 @@ from pflcore.data._read import (
     names_of_labels,
     read_clients,
 )
+from pflcore.data._scaling import Scaling, scaling_of
+from pflcore.data._splits import (
+    SplitRule,
+    deal_by_class,
+    halve,
+    hold_out,
+    keep_first,
+    random_permutation,
+)
 from pflcore.data._tables import (
     column_names,
     frame_to_inputs,
@@ -97,8 +103,6 @@ PerClientData = Annotated[
         "each client's data in a list, or in a dict by the client's name", _has_clients
     ),
 ]
-# From a number of samples n to the positions in 0..n-1 of each split.
-SplitRule = Callable[[int], dict[str, Tensor]]
 # Samples and their owners, in pieces, for each split.
 DealtSamples = dict[str, list[tuple[Tensor, Tensor]]]
 Split = Literal["train", "val", "test"]
@@ -117,39 +121,6 @@ class ClientGroups(NamedTuple):
     train: Tensor
     val: Tensor
     test: Tensor
-
-
-class Scaling(NamedTuple):
-    """Statistics by which features were standardized.
-
-    A standardized feature is x = (raw - mean) / deviation.
-
-    Attributes:
-        mean: [N, ...] float64, of each client's training samples; of one client [...]
-        deviation: of the same shape and samples; 1 where a feature is constant
-    """
-
-    mean: Tensor
-    deviation: Tensor
-
-    def for_client(self, client: int) -> Scaling:
-        """The statistics [...] of one client."""
-        return Scaling(self.mean[client], self.deviation[client])
-
-    def apply(self, raw: Tensor) -> Tensor:
-        """Raw features [B, ...] of one client, standardized, in their own dtype.
-
-        The statistics are those of one client, [...].
-        """
-        mean = self.mean.to(raw.device).double()
-        deviation = self.deviation.to(raw.device).double()
-        return ((raw.double() - mean) / deviation).to(raw.dtype)
-
-    def combine_after(self, first: Scaling) -> Scaling:
-        """Statistics of features that were standardized by `first`, then by these."""
-        mean = self.mean.to(first.mean.device)
-        deviation = self.deviation.to(first.mean.device)
-        return Scaling(first.mean + first.deviation * mean, first.deviation * deviation)
 
 
 @dataclass(frozen=True, repr=False)
@@ -783,23 +754,10 @@ class Federation:
             expected = f"no share for the split {split!r}, which is there"
             remedy = "give of=None, which divides all of a client's samples anew"
             reject(split, expected, {"val": val, "test": test}[split], remedy=remedy)
-
-        def rule(n: int) -> dict[str, Tensor]:
-            rest = torch.arange(n)
-            dealt = {}
-            for split, share in shares.items():
-                order = random_permutation(len(rest), seed)
-                count = math.ceil(share * len(rest))
-                if count >= len(rest):  # no sample would be left to train on
-                    count = 0
-                dealt[split] = rest[order[:count]]
-                rest = rest[order[count:]]
-            return {**dealt, "train": rest}
-
         if stratify:
             new = self._redistribute_by_class(shares, seed, of)
         else:
-            new = self.redistribute(rule, of=of)
+            new = self.redistribute(hold_out(shares, seed), of=of)
         missing = [split for split in shares if split not in new.index]
         expected = f"a client with enough samples for {missing}"
         require(not missing, "val and test", expected, shares)
@@ -832,13 +790,7 @@ class Federation:
         too_small = ids[size[ids] < 2][:5].tolist()
         expected = "at least 2 samples each, to be halved; leave out"
         require(not too_small, "clients", expected, too_small)
-
-        def rule(n: int) -> dict[str, Tensor]:
-            order = random_permutation(n, seed)
-            empty = {"val": order[:0], "test": order[:0]}
-            return {**empty, "train": order[: n // 2], scored: order[n // 2 :]}
-
-        return self.redistribute(rule, clients, of)
+        return self.redistribute(halve(scored, seed), clients, of)
 
     @checked
     def keep_fraction(self, fraction: Fraction, clients: Any = None) -> Self:
@@ -851,12 +803,7 @@ class Federation:
             fraction: fraction of a client's training samples, rounded up
             clients: ids or names [S] of the clients that lose samples; None for all
         """
-
-        def rule(n: int) -> dict[str, Tensor]:
-            count = max(1, math.ceil(fraction * n - 1e-9))
-            return {"train": torch.arange(min(count, n))}
-
-        return self.redistribute(rule, clients, ("train",))
+        return self.redistribute(keep_first(fraction), clients, ("train",))
 
     def redistribute(
         self, rule: SplitRule, clients: Any = None, of: Sequence[str] | None = None
@@ -1031,26 +978,20 @@ class Federation:
         Raises ValueError where x is no tensor of floats, where clients share samples,
         or where no client has training samples.
         """
-        is_plain = self.x.is_floating_point() and self.fields is None
-        expected = "floats in one tensor, to be standardized"
-        require(is_plain, "x", expected, self.fields or self.x)
-        lists = self._all_lists(None)
-        is_shared = int(torch.bincount(lists.flat).max()) > 1
-        expected = "samples of one client each, to be standardized"
-        require(not is_shared, "index", expected, "shared ones")
+        lists = self._lists_to_change("standardized")
         all_training = self._all_lists(("train",)).flat
         expected = "training samples, to standardize features by"
         require(len(all_training), "clients", expected, "none of any client")
         x = self.x.clone()
         common = None
         if len(self.trainable_clients) < self.n:
-            common = _scaling_of(self.x[all_training].double())
+            common = scaling_of(self.x[all_training].double())
         mean = torch.empty(self.n, *self.shape, dtype=torch.float64)
         deviation = torch.empty_like(mean)
         for i, (train, rows) in enumerate(zip(self.index["train"], lists, strict=True)):
             scaling = common
             if len(train) or scaling is None:
-                scaling = _scaling_of(self.x[train].double())
+                scaling = scaling_of(self.x[train].double())
             x[rows] = scaling.apply(self.x[rows])
             mean[i] = scaling.mean
             deviation[i] = scaling.deviation
@@ -1091,13 +1032,7 @@ class Federation:
             strength: largest angle, deviation or constant of a client
             seed: seeds each client's draws
         """
-        is_plain = self.x.is_floating_point() and self.fields is None
-        expected = "floats in one tensor, to be shifted"
-        require(is_plain, "x", expected, self.fields or self.x)
-        lists = self._all_lists(None)
-        is_shared = int(torch.bincount(lists.flat).max()) > 1
-        expected = "samples of one client each, to be shifted"
-        require(not is_shared, "index", expected, "shared ones")
+        lists = self._lists_to_change("shifted")
         x = self.x.clone()
         amounts = []
         for i, client_rows in enumerate(lists):
@@ -1108,6 +1043,24 @@ class Federation:
         if isinstance(shift, str):
             truth["shift"] = torch.tensor(amounts, dtype=torch.float64)
         return self._copy_with(x=x, truth=truth)
+
+    def _lists_to_change(self, how: str) -> Ragged:
+        """Lists of each client's samples of all splits, whose features may be changed.
+
+        Raises ValueError where x is no tensor of floats, or where clients share
+        samples.
+
+        Args:
+            how: what is done to the features, such as "shifted"
+        """
+        is_plain = self.x.is_floating_point() and self.fields is None
+        expected = f"floats in one tensor, to be {how}"
+        require(is_plain, "x", expected, self.fields or self.x)
+        lists = self._all_lists(None)
+        is_shared = int(torch.bincount(lists.flat).max()) > 1
+        expected = f"samples of one client each, to be {how}"
+        require(not is_shared, "index", expected, "shared ones")
+        return lists
 
     def _ids(self, clients: Any) -> Tensor:
         """Ids of distinct clients [S], in the given order, on the CPU.
@@ -1129,48 +1082,10 @@ class Federation:
         return _group_by_owner([(v.flat, v.owners()) for v in lists], self.n)
 
 
-def _scaling_of(samples: Tensor) -> Scaling:
-    """Mean and deviation of samples [n, ...]; 1 where all are equal."""
-    is_constant = (samples == samples[0]).all(0)
-    deviation = samples.std(0, correction=0)
-    return Scaling(samples.mean(0), torch.where(is_constant, 1.0, deviation))
-
-
 def _group_by_owner(parts: list[tuple[Tensor, Tensor]], n: int) -> Ragged:
     """Lists from pieces of samples [m] and their owners [m]."""
     rows, owner = map(torch.cat, zip(*parts, strict=True))
     return Ragged.from_owners(rows, owner, n)
-
-
-def deal_by_class(
-    labels: Tensor,  # [n] of one client
-    shares: Mapping[str, float],
-    seed: int,
-) -> dict[str, Tensor]:
-    """The positions of a client's samples in each split, for `Federation.split`.
-
-    The samples of a split are spread evenly over those of all classes in a row. So they
-    are of each class as many as its share, up to one. One sample of each class is left
-    out of the row, and stays in "train".
-    """
-    rest = torch.arange(len(labels))
-    dealt = {}
-    for split, share in shares.items():
-        order = rest[random_permutation(len(rest), seed)]
-        order = order[labels[order].argsort(stable=True)]
-        is_first = torch.ones(len(order), dtype=torch.bool)
-        is_first[1:] = labels[order[1:]] != labels[order[:-1]]
-        row = order[~is_first]
-        count = min(math.ceil(share * len(rest)), len(row))
-        places = (2 * torch.arange(count) + 1) * len(row) // max(2 * count, 1)
-        dealt[split] = row[places]
-        rest = rest[~torch.isin(rest, row[places])]
-    return {**dealt, "train": rest}
-
-
-def random_permutation(n: int, seed: int) -> Tensor:
-    """A random permutation of 0..n-1, int64 [n], the same on every machine."""
-    return torch.from_numpy(np.random.RandomState(seed).permutation(n))
 
 
 def _keys_of(x: Any, y: Any) -> SampleKeys | None:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from pflcore.algorithms import ALGORITHMS, Algorithm, FedAvg, algorithm_of
 from pflcore.algorithms._protocol import Tensors
 from pflcore.check import Words, checked, client_id, reject, require
-from pflcore.data._federation import Scaling
 from pflcore.data._inputs import Field, Fields
 from pflcore.data._read_errors import one_line
+from pflcore.data._scaling import Scaling
 from pflcore.nn._layers import build_module, describe_module
 from pflcore.simulation._evaluate import has_custom_predict
 from pflcore.simulation._files import atomic_write

@@ -25,7 +25,7 @@ from pflcore._device import to_device
 from pflcore.algorithms import name_of
 from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import NonNegativeInt, checked, require
-from pflcore.data._federation import Federation, Scaling
+from pflcore.data._federation import Federation
 from pflcore.data._inputs import to_inputs, to_tensor
 from pflcore.data._labels import Classes
 from pflcore.data._protocols import (
@@ -34,6 +34,7 @@ from pflcore.data._protocols import (
     with_validation,
 )
 from pflcore.data._ragged import Ragged
+from pflcore.data._scaling import Scaling
 from pflcore.data._tables import select_columns, text_names
 from pflcore.nn._context import forward_context
 from pflcore.simulation._evaluate import (

@@ -15,8 +15,9 @@ import torch
 from pflcore import metrics
 from pflcore.check import NonNegativeInt, Seed32, Words, checked, reject, require
 from pflcore.data import Federation
-from pflcore.data._federation import HeldOut, random_permutation
+from pflcore.data._federation import HeldOut
 from pflcore.data._read_errors import explain_read_errors
+from pflcore.data._splits import random_permutation
 from pflcore.data._tables import read_frame, read_tables
 from pflcore.lab.cli import _experiment as experiment
 from pflcore.lab.cli._config import CONFIG_FILE

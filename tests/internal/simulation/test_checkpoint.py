@@ -61,7 +61,7 @@ def test_a_killed_run_ends_as_the_unbroken_one(tmp_path, no_pictures, capfd):
     kills = 0
     folders = 0
     seen = set()
-    while kills < 8:
+    while kills < 5:
         folders += 1
         folder = tmp_path / f"broken-{folders}"
         while True:
@@ -89,7 +89,7 @@ def test_a_killed_run_ends_as_the_unbroken_one(tmp_path, no_pictures, capfd):
             seen.add(count(folder))
         assert lines_of(folder) == want
         assert not [*folder.rglob("*.safetensors")] and folders < 8
-    assert len(seen) > 3, "the kills came at the same places"
+    assert len(seen) > 2, "the kills came at the same places"
 
 
 def test_a_damaged_folder_is_left_as_it_is(tmp_path, no_pictures, capsys, monkeypatch):
