@@ -334,6 +334,8 @@ class Chunk:
         self.leaves: list[Tensor] = []
         self._gathered_epoch: int | None = None
         self._counted_step: BatchStep | None = None
+        if self.graphs is not None:
+            self.graphs.reserve(len(self.buffers))
 
     def samples(self, step: BatchStep, which: int = 0) -> tuple[Tensor, Tensor]:
         """Samples [s, B, ...] and labels [s, B, ...] of a minibatch.
