@@ -376,7 +376,7 @@ class Clients:
             (context.seed, self.round),
             self.ids[positions],
             plan,
-            ragged=engine.chain is not None,
+            ragged=engine.chain is not None or engine.pads,
             merge_single=self.net.merge_last_sample,
         )
         return Chunk(
