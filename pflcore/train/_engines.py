@@ -74,12 +74,15 @@ class Engine(NamedTuple):
         pads: True where vmap takes the minibatches of clients of all sizes at once,
             and short ones are padded (`pad_minibatches`): on a GPU, where a step then
             has few shapes.
+        evaluates: True where vmap also evaluates the models of a block at once, on
+            padded batches: on a GPU.
     """
 
     autograd: str
     chain: Chain | None = None
     reason: str = "asked for"
     pads: bool = False
+    evaluates: bool = False
 
     @property
     def kind(self) -> str:

@@ -3,7 +3,7 @@
 A probe is a federation of a few small clients (of fewer clients, for a large model),
 together with their losses and gradients by the module itself under plain autograd: the
 reference. An engine computes the same losses and gradients at the initial weights plus
-noise. It must match the reference in training mode and, for "loop" and a chain, in
+noise. It must match the reference in training mode and, where it evaluates, in
 evaluation mode. Batch norm's statistics behind the training step must match, too.
 
 There is a probe in the model's own dtype, and one in float64. The one in float64 is
@@ -194,8 +194,8 @@ class EngineProbe:
         }
         if fit.buffers.numel():
             values["row of running statistics"] = fit.buffers
-        # vmap is for training alone; evaluation then runs as it does with "loop".
-        if engine.autograd == "loop" or engine.chain:
+        # On a CPU, vmap is for training alone; evaluation runs as it does with "loop".
+        if engine.autograd == "loop" or engine.chain or engine.evaluates:
             # The split "test" is computed in evaluation mode.
             values["loss in evaluation mode"] = clients.loss(self.w, "test")
             values["gradient in evaluation mode"] = clients.grad(self.w, "test")

@@ -168,16 +168,22 @@ def matching_vmap(
 ) -> tuple[Engine, Mismatch | None]:
     """The engine "vmap", and its mismatch with the probes, or None.
 
-    On a GPU it pads where it then matches, too: where the model computes the scores of
-    each sample by itself, and the loss leaves out samples without a label.
+    On a GPU it evaluates and pads where it then matches, too: where the model computes
+    the scores of each sample by itself. Padding also needs a loss that leaves out
+    samples without a label.
     """
-    has_labels = net.ignored_label is not None and not data.y.is_floating_point()
-    is_joined = net.merge_last_sample or net.buffer_names  # as for batch norm
-    if data.device.type == "cuda" and has_labels and not is_joined:
-        padding_vmap = Engine("vmap", pads=True)
-        if first_mismatch(probes, padding_vmap) is None:
-            return padding_vmap, None
-    return Engine("vmap"), first_mismatch(probes, Engine("vmap"))
+    candidates = [Engine("vmap")]
+    if data.device.type == "cuda":
+        candidates.insert(0, Engine("vmap", evaluates=True))
+        has_labels = net.ignored_label is not None and not data.y.is_floating_point()
+        is_joined = net.merge_last_sample or net.buffer_names  # as for batch norm
+        if has_labels and not is_joined:
+            candidates.insert(0, Engine("vmap", pads=True, evaluates=True))
+    for engine in candidates:
+        mismatch = first_mismatch(probes, engine)
+        if mismatch is None:
+            break
+    return engine, mismatch
 
 
 def slow_under_vmap(net: Net) -> str | None:

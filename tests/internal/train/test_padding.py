@@ -1,10 +1,12 @@
-"""Tests of minibatches that vmap pads on a GPU, so that a step has few shapes.
+"""Tests of batches that vmap pads on a GPU, in training and in evaluation.
 
-Padding is no sample: it changes last digits alone, and only in models that compute the
-scores of each sample by itself.
+So a step has few shapes, and a block is evaluated at once. Padding is no sample: it
+changes last digits alone, and only in models that compute the scores of each sample by
+itself.
 """
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pretend_graph
 import pytest
@@ -17,8 +19,10 @@ from torch import nn
 
 from pflcore import Clients, Federation, Net, Training
 from pflcore.nn import Dropout
+from pflcore.train import _evaluate
 from pflcore.train._engines import Engine, Objective, pad_minibatches
 from pflcore.train._graphs import MAX_GRAPHS, GradientGraphs
+from pflcore.train._schedule import assign_blocks
 from pflcore.train._select_engine import make_context
 
 BATCH = 5
@@ -187,6 +191,72 @@ def test_padding_repeats_a_sample_without_a_label():
 
     assert x[..., 0].tolist() == [[0, 1, 2, 3], [4, 5, 4, 4]]
     assert y.tolist() == [[0, 1, 2, 3], [4, 5, -100, -100]]
+
+
+# evaluation -------------------------------------------------------------------
+
+EVALUATES = Engine("vmap", evaluates=True)
+
+
+def evaluated(context, is_common, **changes):
+    """Loss and accuracy of all clients, with one model or with other models of each."""
+    context = replace(context, **changes)
+    count = context.data.n
+    factors = torch.ones(count) if is_common else torch.arange(1, 1 + count)
+    rows = context.net.w0 * factors.to(context.net.w0)[:, None]
+    if is_common:
+        rows = context.net.w0.expand(count, -1)
+    buffers = context.net.b0.repeat(count, 1)
+    clients = Clients(context, torch.arange(count), 1, buffers)
+    return clients.evaluate({"w": rows}, "train")
+
+
+def assert_equal_values(got, want):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(real(a), real(b), rtol=1e-9, atol=0, equal_nan=True)
+
+
+@given(SIZES, st.booleans(), st.integers(1, 9))
+def test_blocks_are_evaluated_as_their_clients(context, sizes, is_common, block):
+    with patch.object(_evaluate, "EVAL_BATCH", 8):
+        options = {"data": data_of(sizes), "clients_per_block": block}
+        got = evaluated(context, is_common, engine=EVALUATES, **options)
+        want = evaluated(context, is_common, engine=PLAIN, **options)
+
+    assert_equal_values(got, want)
+
+
+def test_blocks_evaluated_apart_have_the_bits_of_the_whole(context):
+    context = replace(context, engine=EVALUATES, clients_per_block=3)
+    data = data_of((9, 3, 0, 23, 14, 1, 6, 8))
+    context = replace(context, data=data)
+    rows = context.net.w0 * torch.arange(1, 1 + data.n).double()[:, None]
+    block = assign_blocks(context, torch.arange(data.n))
+    buffers = context.net.b0.repeat(data.n, 1)
+    whole = Clients(context, torch.arange(data.n), 1, buffers, block)
+    want = whole.evaluate({"w": rows}, "train")
+    for number in block.unique():
+        part = block == number
+        got = whole.take(part).evaluate({"w": rows[part]}, "train")
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a.nan_to_num(), b[part].nan_to_num())
+
+
+@pytest.mark.parametrize("model", ["dropout", "batch norm"])
+def test_a_gpu_evaluates_a_block_at_once(model):
+    with pretended_gpu() as gpu:
+        net, data = net_of(model).to(gpu), data_of((4, 0, 9)).to(gpu)
+        context = make_context(net, data, Training(), "vmap")
+        got = evaluated(context, is_common=False)
+        want = evaluated(context, is_common=False, engine=PLAIN)
+
+    assert context.engine.evaluates
+    assert_equal_values(got, want)
+
+
+def test_a_model_whose_scores_depend_on_the_batch_is_evaluated_alone():
+    with pretended_gpu() as gpu:
+        assert not engine_on(gpu, net_of("centred")).evaluates
 
 
 # the models that are padded ---------------------------------------------------
