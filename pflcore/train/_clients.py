@@ -41,6 +41,7 @@ from pflcore.train._evaluate import (
     Predict,
     ScoresAndLabels,
     accuracies,
+    block_scores,
     client_scores,
     equal_buffer_groups,
     evaluate_by_kernels,
@@ -376,7 +377,7 @@ class Clients:
             (context.seed, self.round),
             self.ids[positions],
             plan,
-            ragged=engine.chain is not None,
+            ragged=engine.chain is not None or engine.pads,
             merge_single=self.net.merge_last_sample,
         )
         return Chunk(
@@ -428,9 +429,19 @@ class Clients:
         """
         lists = self.sample_lists(split)
         groups = self._evaluation_groups(model)
-        scores = client_scores(
-            self.context, model, self.buffers, lists, groups, predict
-        )
+        if self.context.engine.evaluates and predict is predict_row and len(lists.flat):
+            scores = block_scores(
+                self.context,
+                model["w"],
+                self.buffers,
+                lists,
+                groups,
+                self._block_numbers,
+            )
+        else:
+            scores = client_scores(
+                self.context, model, self.buffers, lists, groups, predict
+            )
         labels = self.labels(split).split(lists.size.tolist())
         return list(zip(scores, labels, strict=True))
 
@@ -496,7 +507,13 @@ class Clients:
         if by_chain and has_kernels(model["w"].device):
             return self._evaluate_by_kernels(model, split)
         pairs = self.scores(model, split, predict)
-        return self.loss_and_accuracy(pairs, split, self._evaluation_groups(model))
+        if self.context.engine.evaluates:
+            positions = torch.arange(len(self.ids))
+            blocks = split_by_block(positions, self._block_numbers)
+            groups = [block.tolist() for block in blocks]
+        else:
+            groups = [g for g in self._evaluation_groups(model) if len(g) > 1]
+        return self.loss_and_accuracy(pairs, split, groups)
 
     def _evaluate_by_kernels(
         self, model: Tensors, split: str

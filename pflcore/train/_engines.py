@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pflcore._device import to_device
 from pflcore.data._federation import Federation
+from pflcore.data._inputs import IGNORED_LABEL
 from pflcore.nn._context import forward_context, forward_state
 from pflcore.ops._chain import chain_grad
 from pflcore.train._augment import augment_batches
@@ -70,11 +71,18 @@ class Engine(NamedTuple):
             clients at once).
         chain: The model as a program for the kernels, or None.
         reason: The reason for this engine, as a phrase for the record.
+        pads: True where vmap takes the minibatches of clients of all sizes at once,
+            and short ones are padded (`pad_minibatches`): on a GPU, where a step then
+            has few shapes.
+        evaluates: True where vmap also evaluates the models of a block at once, on
+            padded batches: on a GPU.
     """
 
     autograd: str
     chain: Chain | None = None
     reason: str = "asked for"
+    pads: bool = False
+    evaluates: bool = False
 
     @property
     def kind(self) -> str:
@@ -115,7 +123,7 @@ class Objective(NamedTuple):
     def engine_for(self, engine: Engine) -> Engine:
         """The engine that computes the gradients of this objective's loss.
 
-        A chain knows the run's loss alone.
+        A chain knows the run's loss alone, and another loss may count padding.
         """
         if self.loss is None and not self.never_vmap:
             return engine
@@ -223,6 +231,22 @@ def gather_samples(
     return x, y
 
 
+def pad_minibatches(
+    x: Tensor,  # [s, B, ...]
+    y: Tensor,  # [s, B, ...]
+    counts: Tensor,  # [s]
+) -> tuple[Tensor, Tensor]:
+    """Samples and labels, of which those behind a client's `counts` are padding.
+
+    Padding is the minibatch's first sample again, without a label. So the loss leaves
+    it out, and a model sees no other samples than those of the minibatch.
+    """
+    is_padding = torch.arange(y.shape[1], device=y.device) >= counts[:, None]
+    of_x = is_padding.view(*is_padding.shape, *[1] * (x.dim() - 2))
+    of_y = is_padding.view(*is_padding.shape, *[1] * (y.dim() - 2))
+    return torch.where(of_x, x[:, :1], x), y.masked_fill(of_y, IGNORED_LABEL)
+
+
 def autograd_graph_function(
     net: Net,
     data: Federation,
@@ -240,6 +264,8 @@ def autograd_graph_function(
             x, y = inputs["x"], inputs["y"]
         else:
             x, y = gather_samples(data, inputs["places"], inputs.get("relabel"))
+        if "counts" in inputs:
+            x, y = pad_minibatches(x, y, inputs["counts"])
         extra = {}
         for name, tensor in inputs.items():
             if name.startswith(EXTRA_PREFIX):
@@ -334,6 +360,8 @@ class Chunk:
         self.leaves: list[Tensor] = []
         self._gathered_epoch: int | None = None
         self._counted_step: BatchStep | None = None
+        if self.graphs is not None:
+            self.graphs.reserve(len(self.buffers))
 
     def samples(self, step: BatchStep, which: int = 0) -> tuple[Tensor, Tensor]:
         """Samples [s, B, ...] and labels [s, B, ...] of a minibatch.
@@ -419,6 +447,8 @@ class Chunk:
         clients = step.clients
         extra = {name: t[clients] for name, t in self.extra.items()}
         x, y = self.samples(step, which)
+        if self.engine.pads:
+            x, y = pad_minibatches(x, y, self.batches.sample_counts(step))
         losses, grads, self.buffers[clients] = gradients(
             self.net,
             w,
@@ -467,6 +497,8 @@ class Chunk:
             return (id(chain), *pool), chain_graph_function(chain, data), inputs
         inputs["buffers"] = self.buffers[clients]
         inputs["seeds"] = batches.seeds_of(step, which)
+        if self.engine.pads:
+            inputs["counts"] = batches.sample_counts(step)
         for name, tensor in self.extra.items():
             inputs[EXTRA_PREFIX + name] = tensor[clients]
         vmap = self.engine.autograd == "vmap"

@@ -1,7 +1,8 @@
 """Scores, losses, accuracies and full gradients of a cohort's models.
 
 A chain's kernels compute them where they can; otherwise the module itself does, client
-after client. `Clients` calls these functions with the cohort's data.
+after client, and on a GPU for a block of clients at once. `Clients` calls these
+functions with the cohort's data.
 
 Symbols: S clients of the cohort; s clients of a group; P weights of the model; b
 numbers of batch norm's statistics; C classes; n samples; w rows of weights; x, y
@@ -140,6 +141,63 @@ def _batch_scores(
     return scores
 
 
+def block_scores(
+    context: TrainContext,
+    w: Tensor,  # [S, P]
+    buffers: Tensor,  # [S, b]
+    lists: Ragged,  # places of each client's samples
+    groups: list[list[int]],  # positions of the clients that share batches
+    block_numbers: Tensor,  # [S]
+) -> list[Tensor]:  # [n, ...] of each client
+    """Each client's scores in evaluation mode, by vmap over the groups of a block.
+
+    There is a client with samples. All groups of a block take their k-th batches at
+    once; a short batch ends with copies of its last sample.
+    """
+    positions = list(concatenate.from_iterable(groups))
+    places = lists.take(torch.tensor(positions)).flat
+    size = torch.tensor([int(lists.size[group].sum()) for group in groups])
+    first = torch.tensor([group[0] for group in groups])
+    begin = size.cumsum(0) - size
+    pieces: list[list[Tensor]] = [[] for _ in groups]
+    block_positions = torch.arange(len(groups))
+    for block in split_by_block(block_positions, block_numbers[first]):
+        longest = int(size[block].max())
+        batch = torch.arange(min(longest, EVAL_BATCH))
+        for start in range(0, longest, EVAL_BATCH):
+            members = block[size[block] > start]
+            last = size[members] - 1
+            index = begin[members, None] + (start + batch).minimum(last[:, None])
+            x_places = places[to_device(index, places.device)]
+            rows = to_device(first[members], w.device)
+            z = _vmap_scores(context, w[rows], buffers[rows], x_places)
+            for i, scores in zip(members.tolist(), z, strict=True):
+                pieces[i].append(scores[: int(size[i]) - start])
+    z = torch.cat(list(concatenate.from_iterable(pieces)))
+    by_position = z.split(lists.size[positions].tolist())
+    scores_of = dict(zip(positions, by_position, strict=True))
+    return [scores_of[i] for i in range(len(lists))]
+
+
+def _vmap_scores(
+    context: TrainContext,
+    w: Tensor,  # [s, P]
+    buffers: Tensor,  # [s, b]
+    places: Tensor,  # [s, B]
+) -> Tensor:  # [s, B, ...]
+    """Scores of samples by the models of several clients."""
+
+    def model_scores(row: Tensor, buffers: Tensor, x: Tensor) -> Tensor:
+        with forward_context(train=False, buffers=buffers):
+            return context.net(row, x)
+
+    x = context.data.x.index_select(0, places.flatten()).unflatten(0, places.shape)
+    with torch.no_grad():
+        scores = torch.vmap(model_scores)(w, buffers, x)
+    check_rows(scores[0], places.shape[1])
+    return scores
+
+
 # losses and accuracies --------------------------------------------------------
 
 
@@ -189,7 +247,7 @@ def mean_losses(
     # Only for these losses is the mean of the samples' losses the batch's loss.
     is_mean_over_samples = net.loss_fn in LOSSES.values()
     for group in groups:
-        if len(group) > 1 and is_mean_over_samples:
+        if is_mean_over_samples:
             group_lists = lists.take(torch.tensor(group))
             group_losses = _group_losses(net, [pairs[i] for i in group], group_lists)
             losses |= zip(group, group_losses.unbind(), strict=True)

@@ -61,10 +61,15 @@ class _FixedMemory:
 
     There is one piece of memory for each name and dtype. A larger piece replaces one
     that is too small. The graphs on the smaller one stay as they are, and keep it.
+
+    Attributes:
+        device: The device of the memory.
+        rows: The number of rows for which a new piece has room.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.rows = 0
         self._pieces: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def views(self, tensors: Tensors) -> Tensors:
@@ -76,7 +81,7 @@ class _FixedMemory:
                 # A piece is twice the one before it at least, so that all of them
                 # together take no more than twice the last.
                 outgrown = 0 if piece is None else 2 * piece.numel()
-                numbers = max(t.numel(), outgrown)
+                numbers = max(t.numel(), t[0].numel() * self.rows, outgrown)
                 piece = torch.empty(numbers, dtype=t.dtype, device=self.device)
                 self._pieces[name, t.dtype] = piece
             views[name] = piece[: math.prod(t.shape)].view(t.shape)
@@ -121,6 +126,14 @@ class GradientGraphs:
             count = self._capture_after_steps
             return f"eager so far: a step is captured after {count} of its shapes"
         return "captured"
+
+    def reserve(self, clients: int) -> None:
+        """Lets new fixed memory have room for steps of this number of clients.
+
+        Otherwise each step that is larger than those before it would take new memory,
+        beside that of their graphs.
+        """
+        self._arena.rows = max(self._arena.rows, clients)
 
     def run(self, key: Hashable, function: GraphFunction, inputs: Tensors) -> Tensors:
         """The results of `function(inputs)`, by a replay where there is a graph.

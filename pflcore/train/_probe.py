@@ -1,9 +1,9 @@
 """Probes: trials of an engine against the module itself.
 
-A probe is a federation of a few small clients (of one client, for a large model),
+A probe is a federation of a few small clients (of fewer clients, for a large model),
 together with their losses and gradients by the module itself under plain autograd: the
 reference. An engine computes the same losses and gradients at the initial weights plus
-noise. It must match the reference in training mode and, for "loop" and a chain, in
+noise. It must match the reference in training mode and, where it evaluates, in
 evaluation mode. Batch norm's statistics behind the training step must match, too.
 
 There is a probe in the model's own dtype, and one in float64. The one in float64 is
@@ -60,8 +60,9 @@ from pflcore.train._net import Net, scores_of
 from pflcore.train._training import Precision, Training
 from pflcore.train._workers import Workers
 
-# A larger model has probes of one client, and on a CPU none in float64: the copies
-# would cost too much.
+# A larger model has probes of fewer clients, and on a CPU none in float64: the copies
+# would cost too much. On a CPU they have one client. On a GPU they have two, of which
+# the smaller one shows whether its minibatches may be padded.
 FULL_PROBE_MAX_WEIGHTS = 1 << 19
 # Samples of the probe's clients, in descending order, as `Batches` requires: a block
 # has clients of equal and of other size. Batch norm cannot train on fewer than two
@@ -193,8 +194,8 @@ class EngineProbe:
         }
         if fit.buffers.numel():
             values["row of running statistics"] = fit.buffers
-        # vmap is for training alone; evaluation then runs as it does with "loop".
-        if engine.autograd == "loop" or engine.chain:
+        # On a CPU, vmap is for training alone; evaluation runs as it does with "loop".
+        if engine.autograd == "loop" or engine.chain or engine.evaluates:
             # The split "test" is computed in evaluation mode.
             values["loss in evaluation mode"] = clients.loss(self.w, "test")
             values["gradient in evaluation mode"] = clients.grad(self.w, "test")
@@ -264,7 +265,9 @@ def make_probe(
 
     The noise lets clients differ, and lets a weight that starts at 0 take part.
     """
-    sizes = PROBE_SIZES if net.size <= FULL_PROBE_MAX_WEIGHTS else PROBE_SIZES[:1]
+    sizes: tuple[int, ...] = PROBE_SIZES
+    if net.size > FULL_PROBE_MAX_WEIGHTS:
+        sizes = sizes[1:] if net.w0.device.type == "cuda" else sizes[:1]
     federation = _probe_federation(net, data, sizes)
     # Each client has one batch.
     training = Training(batch_size=max(sizes), precision=precision)

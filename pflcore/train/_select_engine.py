@@ -28,7 +28,12 @@ from pflcore.train._first_batch import prepare_net
 from pflcore.train._gpu_flags import NO_TF32_FLAGS, REPEATABLE_FLAGS
 from pflcore.train._graphs import GradientGraphs
 from pflcore.train._net import Net
-from pflcore.train._probe import EngineProbe, first_mismatch, make_probes
+from pflcore.train._probe import (
+    EngineProbe,
+    Mismatch,
+    first_mismatch,
+    make_probes,
+)
 from pflcore.train._training import Training
 from pflcore.train._validate import MismatchError
 from pflcore.train._workers import Workers, single_threaded
@@ -133,13 +138,13 @@ def select_engine(
     if name == "loop":
         return Engine("loop")
     if name == "vmap":
-        mismatch = first_mismatch(probes, Engine("vmap"))
+        vmap, mismatch = matching_vmap(net, data, probes)
         if mismatch is not None:
             raise MismatchError(
                 f"engine: 'vmap' cannot train this model: {mismatch.words}; take "
                 "'auto' or 'loop'."
             )
-        return Engine("vmap")
+        return vmap
     chain, reason = matching_chain(net, data, probes, training)
     if chain is None and name == "chain":
         raise MismatchError(
@@ -147,13 +152,38 @@ def select_engine(
         )
     loop_reason = slow_under_vmap(net)
     if loop_reason is None:
-        mismatch = first_mismatch(probes, Engine("vmap"))
-        if mismatch is not None:
-            loop_reason = f"vmap cannot train this model: {mismatch.words}"
-    autograd = "vmap" if loop_reason is None else "loop"
-    if chain is None and loop_reason is not None:
+        vmap, mismatch = matching_vmap(net, data, probes)
+        if mismatch is None:
+            # The ops of a chain need no padding.
+            pads = vmap.pads and chain is None
+            return vmap._replace(chain=chain, reason=reason, pads=pads)
+        loop_reason = f"vmap cannot train this model: {mismatch.words}"
+    if chain is None:
         reason = f"{loop_reason}; {reason}"
-    return Engine(autograd, chain, reason)
+    return Engine("loop", chain, reason)
+
+
+def matching_vmap(
+    net: Net, data: Federation, probes: list[EngineProbe]
+) -> tuple[Engine, Mismatch | None]:
+    """The engine "vmap", and its mismatch with the probes, or None.
+
+    On a GPU it evaluates and pads where it then matches, too: where the model computes
+    the scores of each sample by itself. Padding also needs a loss that leaves out
+    samples without a label.
+    """
+    candidates = [Engine("vmap")]
+    if data.device.type == "cuda":
+        candidates.insert(0, Engine("vmap", evaluates=True))
+        has_labels = net.ignored_label is not None and not data.y.is_floating_point()
+        is_joined = net.merge_last_sample or net.buffer_names  # as for batch norm
+        if has_labels and not is_joined:
+            candidates.insert(0, Engine("vmap", pads=True, evaluates=True))
+    for engine in candidates:
+        mismatch = first_mismatch(probes, engine)
+        if mismatch is None:
+            break
+    return engine, mismatch
 
 
 def slow_under_vmap(net: Net) -> str | None:

@@ -276,6 +276,13 @@ def on_gpu(*values):
     return {"x": torch.tensor(values).to("cuda:0")}
 
 
+def memory_of(graphs):
+    """Sizes in bytes of the pieces that hold the graphs' inputs, by address."""
+    views = [v for g in graphs._graphs.values() for v in g.inputs.values()]
+    pieces = [v.real_.untyped_storage() for v in views]
+    return {piece.data_ptr(): piece.nbytes() for piece in pieces}
+
+
 def test_a_larger_shape_leaves_the_smaller_ones_graph(graphs):
     small = on_gpu(1.0)
     large = on_gpu(1.0, 2.0)
@@ -288,6 +295,16 @@ def test_a_larger_shape_leaves_the_smaller_ones_graph(graphs):
     assert graphs.refusal_reason is None
 
 
+def test_a_later_larger_step_takes_no_new_memory(graphs):
+    large = on_gpu(1.0, 2.0, 3.0)
+    graphs.reserve(3)
+    for inputs in (on_gpu(1.0), large, large):
+        got = graphs.run("double", double, inputs)
+
+    assert got["twice"].tolist() == [2.0, 4.0, 6.0]
+    assert len(memory_of(graphs)) == 1
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30))
 def test_shapes_in_any_order_are_captured_once(lengths):
     """The results are those of the function, and fixed memory stays small."""
@@ -297,12 +314,7 @@ def test_shapes_in_any_order_are_captured_once(lengths):
             x = torch.arange(float(length)).to(device)
             got = graphs.run("double", double, {"x": x})["twice"]
             assert got.tolist() == (2 * torch.arange(float(length))).tolist()
-        pieces = {
-            v.real_.untyped_storage()
-            for g in graphs._graphs.values()
-            for v in g.inputs.values()
-        }
-        numbers = sum({s.data_ptr(): s.nbytes() // 4 for s in pieces}.values())
+        numbers = sum(memory_of(graphs).values()) // 4
 
     assert graphs.refusal_reason is None
     assert graphs.replays == len(lengths) - len(set(lengths))
