@@ -140,11 +140,12 @@ def plan_steps(
         The size is 0 where it does not count.
         """
         full_last = (place + 1) * batch_size
-        if ragged:
-            return epochs[i], full_last, 0
         drops_rest = rule.drop_last and sizes[i] >= batch_size
         takes_rest = place + 1 == cuts[i] and not drops_rest
         last = sizes[i] if takes_rest else full_last
+        if ragged:
+            # A sample that joins the minibatch counts, and missing ones do not.
+            return epochs[i], max(last, full_last), 0
         size = 0 if plan.together else sizes[i]
         return epochs[i], last, size
 

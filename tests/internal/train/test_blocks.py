@@ -16,12 +16,15 @@ from parts.company import (
     of_hooks,
     simulation,
 )
+from small import images
+from torch import nn
 
-from pflcore import Clients
+from pflcore import Clients, Net, Training
 from pflcore.algorithms._protocol import map_rows
 from pflcore.train._context import CPU_BLOCK_CLIENTS
 from pflcore.train._evaluate import align_memory
 from pflcore.train._schedule import assign_blocks, split_by_block
+from pflcore.train._select_engine import make_context
 
 QUICK = [
     ("vmap", "mlp", "SiLU"),
@@ -152,3 +155,34 @@ def test_memory_begins_alike_for_every_row():
             and align_memory(row).data_ptr() % 64 == 0
         )
     assert align_memory(rows).data_ptr() == rows.data_ptr()
+
+
+def sgd_step(rows, grad, taken):
+    return {"w": rows["w"] - 0.1 * grad(rows["w"])}
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_sample_that_joins_a_minibatch_counts_in_steps_of_ones_own(epochs):
+    """Batch norm over single numbers cannot train on the last of 11 samples alone."""
+
+    def build():
+        parts = (nn.Conv2d(1, 3, 8), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten())
+        return nn.Sequential(*parts, nn.Linear(3, 4)).double()
+
+    data = images((7, 11, 16, 11, 12), (1, 8, 8))
+    data = replace(data, x=data.x.double())
+    ends = []
+    for engine in ("loop", "chain"):
+        net = Net(build, seed=3)
+        training = Training(lr=0.1, batch_size=5, epochs=epochs)
+        context = make_context(net, data, training, engine)
+        start = net.w0.repeat(data.n, 1)
+        for name in ("fit", "each_batch"):
+            buffers = net.b0.repeat(data.n, 1)
+            clients = Clients(context, torch.arange(data.n), 1, buffers)
+            if name == "fit":
+                ends.append(clients.fit(start).w)
+            else:
+                ends.append(clients.each_batch({"w": start}, sgd_step).w)
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=1e-9, atol=1e-12)
