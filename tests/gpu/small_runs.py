@@ -53,7 +53,8 @@ def aggregates(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> Non
 
     They have a base, another dtype of the result, and precise=True.
     """
-    for n, p in ((6, 136), (20, 67), (21, 300)):
+    # More than 20 rows are copied in pieces whose width depends on p.
+    for n, p in ((6, 136), (20, 67), (21, 300), (21, 302), (21, 304)):
         rows = place(randn(n, n, p, dtype=dtype), aligned)
         for m in (1, 3, 7, 9, 20):
             weight = place(randn(1, m, n), True)
