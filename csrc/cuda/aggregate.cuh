@@ -727,12 +727,14 @@ __device__ __forceinline__ int list_rows(AggregateEntry<Acc>* entries, int* rows
   return *total;
 }
 
-template <class T, class Acc, int kPack>
+// kEntries is the number of entries of a result, or 0 for any.
+template <class T, class Acc, int kPack, int kEntries>
 __global__ void __launch_bounds__(kTileThreads, kTileWarps * 32 / kTileThreads)
     aggregate_tiled(Aggregate q, AggregatePlan plan) {
   constexpr int kCols = sum_cols<Acc>;
   PFLCORE_DYNAMIC_SHARED(shared);
-  const int m = static_cast<int>(q.m), k = static_cast<int>(q.k), cols = plan.tile_cols;
+  const int m = static_cast<int>(q.m), cols = plan.tile_cols;
+  const int k = kEntries > 0 ? kEntries : static_cast<int>(q.k);
   const int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int buffer = (plan.buffer_rows + 1) * cols;
   T* const buffers = reinterpret_cast<T*>(shared);  // [2][1 + buffer_rows][cols]
@@ -769,7 +771,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileWarps * 32 / kTileThreads)
     for (int row = group; row < m; row += groups) {
       Acc sum[1][kCols] = {};
       const AggregateEntry<Acc>* const mine = entries + row * k;
-#pragma unroll 4
+#pragma unroll(kEntries > 0 ? kEntries : 4)
       for (int j = 0; j < k; ++j) {
         const AggregateEntry<Acc> entry = mine[j];
 #pragma unroll
@@ -889,6 +891,27 @@ void aggregate_tiles(AggregateKernel packs, AggregateKernel singles, const Aggre
   aggregate_launch(plan.out_aligned ? packs : singles, q, plan, stream);
 }
 
+template <class T, class Acc, int kEntries>
+void aggregate_tiled_launch(const Aggregate& q, const AggregatePlan& plan, cudaStream_t stream) {
+  constexpr int kPack = sum_pack<T, Acc>;
+  aggregate_tiles<kPack>(&aggregate_tiled<T, Acc, kPack, kEntries>,
+                         &aggregate_tiled<T, Acc, 1, kEntries>, q, plan, stream);
+}
+
+// Usual numbers of entries are constants where rows are float32: with five, a result takes 76
+// instructions before it is stored, by the loop 113.
+template <class T, class Acc>
+void aggregate_tiled_by_entries(const Aggregate& q, const AggregatePlan& plan,
+                                cudaStream_t stream) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (q.k == 1) return aggregate_tiled_launch<T, Acc, 1>(q, plan, stream);
+    if (q.k == 3) return aggregate_tiled_launch<T, Acc, 3>(q, plan, stream);
+    if (q.k == 5) return aggregate_tiled_launch<T, Acc, 5>(q, plan, stream);
+    if (q.k == 10) return aggregate_tiled_launch<T, Acc, 10>(q, plan, stream);
+  }
+  aggregate_tiled_launch<T, Acc, 0>(q, plan, stream);
+}
+
 template <class T, class Acc, int kBytes>
 void aggregate_ringed_launch(const Aggregate& q, AggregatePlan plan, cudaStream_t stream) {
   set_columns(plan, 0, q.p);
@@ -922,10 +945,7 @@ void aggregate_in(const Aggregate& q, cudaStream_t stream) {
   if constexpr (is_widened<T, Acc>) {
     aggregate_streamed_launch<T, Acc, kFewResults>(q, plan, stream);
   } else {
-    constexpr int kPack = sum_pack<T, Acc>;
-    if (plan.way == AggregateWay::tiled)
-      return aggregate_tiles<kPack>(&aggregate_tiled<T, Acc, kPack>, &aggregate_tiled<T, Acc, 1>, q,
-                                    plan, stream);
+    if (plan.way == AggregateWay::tiled) return aggregate_tiled_by_entries<T, Acc>(q, plan, stream);
     if (plan.way == AggregateWay::ringed)
       return aggregate_ringed_by_access<T, Acc>(q, plan, stream);
     if (plan.way == AggregateWay::streamed)

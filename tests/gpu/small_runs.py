@@ -70,6 +70,16 @@ def aggregates(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> Non
                 ops.aggregate(rows, sparse, index, wide, precise=precise)
 
 
+def aggregates_by_index(
+    ops: Any, place: Place, dtype: torch.dtype, aligned: bool
+) -> None:
+    """Runs mixtures by index of usual numbers of rows, and of another number."""
+    rows = place(randn(0, 20, 136, dtype=dtype), aligned)
+    for k in (1, 2, 3, 5, 10):
+        weight = place(randn(1, 7, k), True)
+        ops.aggregate(rows, weight, place(integers(2, 0, 20, 7, k), True))
+
+
 def aggregates_of_many(
     ops: Any, place: Place, dtype: torch.dtype, aligned: bool
 ) -> None:
@@ -130,6 +140,7 @@ def run_all(ops: Any, place: Place, worth: int = WORTH) -> None:
         for aligned in (True, False):
             distances(ops, place, dtype, aligned)
             aggregates(ops, place, dtype, aligned)
+            aggregates_by_index(ops, place, dtype, aligned)
             aggregates_of_many(ops, place, dtype, aligned)
             means_of_columns(ops, place, dtype, aligned)
             if dtype in (F32, F64):

@@ -756,6 +756,27 @@ def test_aggregate_tiles_of_every_width(n, most, way, tile_cols, dtype):
             assert torch.equal(got, want), (p, seed, layout)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 10])
+def test_aggregate_by_index_has_the_bits_of_a_loop(k):
+    """A number of entries that is a constant of the kernel changes no bit.
+
+    Without copies beside the arithmetic a loop adds the rows.
+    """
+    updates = normal(20, 700)
+    weight = randn(1, 9, k)
+    weight[2, 0] = 0.0
+    index = integers(2, 0, 20, 9, k)
+    copies(False)
+    want = kernels.aggregate(updates, weight, index)
+
+    copies()
+    for seed, layout in ((0, (0, 4)), (1, (2, 2)), (2, (1, 1)), (7, (None, 0))):
+        order(seed)
+        out = guarded(torch.zeros(9, 700), *layout)
+        kernels.aggregate(guarded(updates, *layout), weight, index, out=out)
+        assert torch.equal(out, want) and intact(out), (seed, layout)
+
+
 def test_aggregate_unread_rows():
     """A row is read unless its rounded lr * weight is 0.
 
