@@ -101,8 +101,8 @@ def steps(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
 
 
 def means_of_columns(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
-    """Runs columns that fit shared memory, and columns that do not."""
-    for n, p in ((1, 40), (20, 133), (400, 67)):
+    """Runs columns of one group and of two, and some beyond shared memory."""
+    for n, p in ((1, 40), (20, 133), (70, 67), (400, 67)):
         rows = place(randn(n, n, p, dtype=dtype), aligned)
         ops.trimmed_mean(rows, (n - 1) // 3)
         ops.mean_around_median(rows, 1 + n // 2)

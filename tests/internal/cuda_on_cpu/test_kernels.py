@@ -213,6 +213,30 @@ def test_harness_lets_right_stores_and_copies_pass():
     call("broken", 15, torch.zeros(64, dtype=F64))
 
 
+@every_dtype
+def test_columns_of_one_group_or_two_have_the_bits_of_their_definition(dtype):
+    """A group of 64 rows is sorted at once; of fewer rows, a part of its network.
+
+    There are ties, infinities, zeros of both signs and NaN.
+    """
+    for n in range(1, 68):
+        rows = normal(n, 70, seed=n, dtype=dtype)
+        rows[:, ::3] = rows[:, ::3].round()
+        rows[n // 2, 1::4] = torch.inf
+        rows[n // 3, 2::4] = -torch.inf
+        rows[n - 1, 5] = torch.nan
+        placed = guarded(rows, 1, 3)
+        for count in {1, n // 3 + 1, n}:
+            identical(
+                kernels.mean_around_median(placed, count),
+                laws.mean_around_median(rows, count),
+            )
+        for removed in {0, n // 4, (n - 1) // 2}:
+            identical(
+                kernels.trimmed_mean(placed, removed), laws.trimmed_mean(rows, removed)
+            )
+
+
 @pytest.mark.long("minutes for a kernel's every path")
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_columns_that_do_not_fit_shared_memory(dtype):
@@ -611,20 +635,21 @@ def test_aggregate_of_few_results_has_the_bits_of_many(n, m, seed, dtype):
         order(seed)
         for shift, gap in ((0, 0), (2, 6), (1, 1), (None, 0)):
             out = guarded(base[:m], gap, shift or 0)
-            kernels.aggregate(guarded(updates, shift, gap), weight[:m], None, out, out=out)
+            placed = guarded(updates, shift, gap)
+            kernels.aggregate(placed, weight[:m], None, out, out=out)
             assert torch.equal(out, want) and intact(out), (p, shift, gap)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_aggregate_weights_in_parts_change_no_bit(dtype):
     """Shared memory may hold the weights of some rows at a time, or of all."""
-    updates = normal(2500, 1100, dtype=dtype)
-    weight = randn(1, 2, 2500)
+    updates = normal(1100, 520, dtype=dtype)
+    weight = randn(1, 2, 1100)
     shared(163 * 1024)
     want = kernels.aggregate(updates, weight)
 
     shared(48 * 1024)
-    for seed in (0, 2, 7):
+    for seed in (0, 7):
         order(seed)
         assert torch.equal(kernels.aggregate(updates, weight), want)
 
