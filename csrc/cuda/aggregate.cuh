@@ -7,12 +7,17 @@
 // depend on the number of results, and values below 1e-30 or beyond float32 would still need the
 // chain of fma.
 //
-// `aggregate_plan` takes one of four kernels.
+// `aggregate_plan` takes one of five kernels.
 // held: few rows of updates, few results. All loads of a thread are on their way at a time, to
 //   registers.
+// ringed: one to four results of more rows, such as the average of all clients. Memory is the
+// limit.
+//   Each thread copies its columns to a ring in shared memory that is its own, many rows ahead, so
+//   that no warp waits for another.
 // streamed: any number of rows and results. The warps of a block share a strip of columns, whose
-//   rows come through a ring in shared memory. A warp makes 20 results (or 4) x 16 bytes of sums a
-//   lane, so that for many results arithmetic is the limit, not memory.
+//   rows come through a ring in shared memory. A warp makes 20 results (4 where `precise` widens
+//   the rows) x 16 bytes of sums a lane, so that for many results arithmetic is the limit, not
+//   memory.
 // tiled: by index. All rows that are used come to shared memory for a tile of columns; every result
 //   is made from there. Two buffers: the next tile is on its way meanwhile.
 // direct: by index, where a tile does not fit. Rows come to registers; one that many results use is
@@ -25,7 +30,7 @@
 
 namespace pflcore::cuda {
 
-enum class AggregateWay { held, streamed, tiled, direct };
+enum class AggregateWay { held, ringed, streamed, tiled, direct };
 
 // The facts on a card that a plan depends on.
 struct AggregateCard {
@@ -37,7 +42,7 @@ struct AggregateCard {
 
 struct AggregatePlan {
   AggregateWay way;
-  bool many;           // a warp makes kManyResults, not kFewResults
+  bool many;           // held, streamed: a warp makes kManyResults, not kFewResults
   int threads;         // of a block
   int results;         // of a block
   int64_t blocks_m;    // blocks side by side that make all results of the same columns
@@ -46,8 +51,8 @@ struct AggregatePlan {
   int64_t walkers;     // the largest number of blocks that walk over the tiles
   int64_t shared;      // bytes of a block
   int access;          // bytes of updates that are copied to shared memory at a time
-  int chunk;           // streamed: rows of updates whose weights are in shared memory at a time
-  bool resident;       // streamed: these are all rows, loaded once by each block
+  int chunk;           // ringed, streamed: rows whose weights are in shared memory at a time
+  bool resident;       // ringed, streamed: these are all rows, loaded once by each block
   int buffer_rows;     // tiled: rows of updates that a buffer holds
   int warps_m;         // direct: warps that make different results of the same columns
   int64_t begin, end;  // columns of a launch, by `set_columns`
@@ -58,6 +63,9 @@ struct AggregatePlan {
 constexpr int kFewResults = 4, kManyResults = 20;  // of a thread
 constexpr int kHeldRows = 20;                      // rows of updates in registers at a time
 constexpr int kHeldThreads = 128;
+constexpr int kRingThreads = 128, kRingBlocks = 6;  // of a block, and blocks of a multiprocessor
+constexpr int kRingRows = 16;                       // a power of two; all but one on their way
+constexpr int kRingBytes = kRingRows * kRingThreads * 16;
 constexpr int kStages = 4, kStageBytes = 5 * 1024;  // the ring of a streamed block
 constexpr int kStreamWarps = 5;                     // the largest number that share a ring
 constexpr int kManyWarps = 16, kFewWarps = 28;      // of a multiprocessor: its registers hold them
@@ -143,10 +151,40 @@ inline bool plan_held(AggregatePlan& plan, const Aggregate& q, const AggregateCa
   return true;
 }
 
+// The weights of a block lie behind its ring of `ring_bytes`: those of all rows where they fit,
+// else of as many whole stages of `stage_rows` as fit.
+inline void plan_weights(AggregatePlan& plan, const Aggregate& q, const AggregateCard& card,
+                         int64_t ring_bytes, int64_t stage_rows) {
+  const int64_t most = card.block_shared < kStreamShared ? card.block_shared : kStreamShared;
+  const int64_t row_bytes = plan.results * sum_bytes(q);
+  const int64_t room = (most - ring_bytes) / row_bytes;
+  const int64_t needed = ceil_div(q.n, stage_rows) * stage_rows;
+  plan.resident = needed <= room;
+  plan.chunk = static_cast<int>(plan.resident ? needed : room / stage_rows * stage_rows);
+  plan.shared = ring_bytes + plan.chunk * row_bytes;
+}
+
+inline bool plan_ringed(AggregatePlan& plan, const Aggregate& q, const AggregateCard& card) {
+  if (q.m > kFewResults || is_widened_input(q)) return false;
+  const int64_t element = bytes_of(q.in);
+  plan.way = AggregateWay::ringed;
+  plan.threads = kRingThreads;
+  plan.results = kFewResults;
+  plan.blocks_m = 1;
+  plan.tile_cols = static_cast<int>(kRingThreads * 16 / element);
+  plan.access = copy_bytes(q);
+  while (q.p * element % plan.access != 0) plan.access /= 2;  // no copy leaves a row
+  plan_weights(plan, q, card, kRingBytes, 1);
+  constexpr int64_t warps = kRingThreads / 32;
+  plan.walkers =
+      resident_blocks(card, plan.shared, warps, kRingBlocks * warps) * card.multiprocessors;
+  return true;
+}
+
 inline void plan_streamed(AggregatePlan& plan, const Aggregate& q, const AggregateCard& card) {
   const int64_t element = bytes_of(q.in), sum = sum_bytes(q);
   plan.way = AggregateWay::streamed;
-  plan.many = q.m > kFewResults && !is_widened_input(q);
+  plan.many = !is_widened_input(q);
   const int64_t warp_results = plan.many ? kManyResults : kFewResults;
   const int64_t groups = ceil_div(q.m, warp_results);
   plan.blocks_m = ceil_div(groups, kStreamWarps);
@@ -156,13 +194,7 @@ inline void plan_streamed(AggregatePlan& plan, const Aggregate& q, const Aggrega
   plan.tile_cols = static_cast<int>(32 * 16 / sum);
   plan.access = copy_bytes(q);
 
-  const int64_t most = card.block_shared < kStreamShared ? card.block_shared : kStreamShared;
-  const int64_t stage_rows = kStageBytes / (plan.tile_cols * element);
-  const int64_t room = (most - kStages * kStageBytes) / (plan.results * sum);
-  const int64_t needed = ceil_div(q.n, stage_rows) * stage_rows;
-  plan.resident = needed <= room;
-  plan.chunk = static_cast<int>(plan.resident ? needed : room / stage_rows * stage_rows);
-  plan.shared = kStages * kStageBytes + plan.chunk * plan.results * sum;
+  plan_weights(plan, q, card, kStages * kStageBytes, kStageBytes / (plan.tile_cols * element));
   // as many blocks as the card holds at a time: each loads its weights once
   const int64_t blocks =
       resident_blocks(card, plan.shared, warps, plan.many ? kManyWarps : kFewWarps);
@@ -227,7 +259,7 @@ inline AggregatePlan aggregate_plan(const Aggregate& q, const AggregateCard& car
   if (q.sparse) {
     if (!plan_tiled(plan, q, card)) plan_direct(plan, q);
   } else {
-    if (!plan_held(plan, q, card)) plan_streamed(plan, q, card);
+    if (!plan_held(plan, q, card) && !plan_ringed(plan, q, card)) plan_streamed(plan, q, card);
   }
   return plan;
 }
@@ -449,6 +481,86 @@ __global__ void __launch_bounds__(kHeldThreads, kRows > kFewResults ? 4 : 6)
   write_rows<T, Acc, kRows, kCols, kPack>(q, plan, 0, static_cast<int>(q.m), c, 32, sum);
 }
 
+// A lane's columns lie in packs of kBytes, the width of a copy.
+template <class T, class Acc, int kBytes>
+__global__ void __launch_bounds__(kRingThreads, kRingBlocks)
+    aggregate_ringed(Aggregate q, AggregatePlan plan) {
+  constexpr int kCols = per16<T>, kPack = kBytes / static_cast<int>(sizeof(T));
+  constexpr int kPieces = kCols / kPack, kTile = kRingThreads * kCols;
+  PFLCORE_DYNAMIC_SHARED(shared);
+  const int t = static_cast<int>(threadIdx.x), n = static_cast<int>(q.n);
+  T* const ring = reinterpret_cast<T*>(shared) + t * kPack;  // [kRingRows][kPieces][kRingThreads]
+  Acc* const weights = reinterpret_cast<Acc*>(shared + kRingBytes);  // [chunk][kFewResults]
+  // The first column of the thread in the first tile of the block, and how far apart its tiles are.
+  const int64_t first =
+      static_cast<int64_t>(blockIdx.x) * kTile + t / 32 * (32 * kCols) + t % 32 * kPack;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kTile;
+
+  int64_t fill_c = first;  // what is copied next: columns from here on, of this row
+  int fill_row = 0, fill_pieces = 0;
+  const T* from = nullptr;
+  const auto start_tile = [&] {
+    from = static_cast<const T*>(q.updates) + fill_c;
+    const int64_t left = plan.end - fill_c;  // none past the last tile
+    fill_pieces =
+        static_cast<int>(left < 32 * kCols ? (left + 32 * kPack - 1) / (32 * kPack) : kPieces);
+  };
+  const auto fill = [&](int slot) {
+    T* const into = ring + slot * kTile;
+#pragma unroll
+    for (int x = 0; x < kPieces; ++x) {
+      if (x >= fill_pieces) continue;
+      if constexpr (kBytes >= 4)
+        copy_async<kBytes>(into + x * kRingThreads * kPack, from + x * 32 * kPack, kBytes);
+      else
+        into[x * kRingThreads] = from[x * 32];
+    }
+    copy_commit();  // a group for every row, empty ones too: the count to wait for is constant
+    from += q.updates_row;
+    if (++fill_row < n) return;
+    fill_row = 0, fill_c += step;
+    start_tile();
+  };
+  start_tile();
+#pragma unroll 1
+  for (int slot = 0; slot < kRingRows - 1; ++slot) fill(slot);
+
+  if (plan.resident) {
+    load_weights<Acc, 8>(weights, q, 0, kFewResults, 0, n);
+    __syncthreads();
+  }
+  int slot = 0;
+  int64_t c = first;
+  for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x, c += step) {
+    Acc sum[kFewResults][kCols] = {};
+    for (int n0 = 0; n0 < n; n0 += plan.chunk) {
+      const int count = n - n0 < plan.chunk ? n - n0 : plan.chunk;
+      if (!plan.resident) {
+        __syncthreads();  // no thread still reads the weights before these
+        load_weights<Acc, 8>(weights, q, 0, kFewResults, n0, count);
+        __syncthreads();
+      }
+      const Acc* w = weights;
+#pragma unroll 2
+      for (int j = 0; j < count; ++j, w += kFewResults) {
+        copy_wait<kRingRows - 2>();
+        Acc u[kCols];
+#pragma unroll
+        for (int x = 0; x < kPieces; ++x) {
+          const Pack<T, kPack> pack =
+              load_neighbours<kPack>(ring + slot * kTile + x * kRingThreads * kPack);
+#pragma unroll
+          for (int v = 0; v < kPack; ++v) u[x * kPack + v] = convert<Acc>(pack.v[v]);
+        }
+        add_row(sum, w, u);
+        fill((slot - 1) & (kRingRows - 1));  // where the row before was
+        slot = (slot + 1) & (kRingRows - 1);
+      }
+    }
+    write_rows<T, Acc, kFewResults, kCols, kPack>(q, plan, 0, static_cast<int>(q.m), c, 32, sum);
+  }
+}
+
 // Copies `count` rows of a tile of 1 << cols_log2 columns, kBytes at a time; `row(i)` is where row
 // i begins, of which `left` columns are left. What lies past the end of a row is not touched.
 template <int kBytes, class T, class Row>
@@ -615,12 +727,14 @@ __device__ __forceinline__ int list_rows(AggregateEntry<Acc>* entries, int* rows
   return *total;
 }
 
-template <class T, class Acc, int kPack>
+// kEntries is the number of entries of a result, or 0 for any.
+template <class T, class Acc, int kPack, int kEntries>
 __global__ void __launch_bounds__(kTileThreads, kTileWarps * 32 / kTileThreads)
     aggregate_tiled(Aggregate q, AggregatePlan plan) {
   constexpr int kCols = sum_cols<Acc>;
   PFLCORE_DYNAMIC_SHARED(shared);
-  const int m = static_cast<int>(q.m), k = static_cast<int>(q.k), cols = plan.tile_cols;
+  const int m = static_cast<int>(q.m), cols = plan.tile_cols;
+  const int k = kEntries > 0 ? kEntries : static_cast<int>(q.k);
   const int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int buffer = (plan.buffer_rows + 1) * cols;
   T* const buffers = reinterpret_cast<T*>(shared);  // [2][1 + buffer_rows][cols]
@@ -657,7 +771,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileWarps * 32 / kTileThreads)
     for (int row = group; row < m; row += groups) {
       Acc sum[1][kCols] = {};
       const AggregateEntry<Acc>* const mine = entries + row * k;
-#pragma unroll 4
+#pragma unroll(kEntries > 0 ? kEntries : 4)
       for (int j = 0; j < k; ++j) {
         const AggregateEntry<Acc> entry = mine[j];
 #pragma unroll
@@ -777,6 +891,44 @@ void aggregate_tiles(AggregateKernel packs, AggregateKernel singles, const Aggre
   aggregate_launch(plan.out_aligned ? packs : singles, q, plan, stream);
 }
 
+template <class T, class Acc, int kEntries>
+void aggregate_tiled_launch(const Aggregate& q, const AggregatePlan& plan, cudaStream_t stream) {
+  constexpr int kPack = sum_pack<T, Acc>;
+  aggregate_tiles<kPack>(&aggregate_tiled<T, Acc, kPack, kEntries>,
+                         &aggregate_tiled<T, Acc, 1, kEntries>, q, plan, stream);
+}
+
+// Usual numbers of entries are constants where rows are float32: with five, a result takes 76
+// instructions before it is stored, by the loop 113.
+template <class T, class Acc>
+void aggregate_tiled_by_entries(const Aggregate& q, const AggregatePlan& plan,
+                                cudaStream_t stream) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (q.k == 1) return aggregate_tiled_launch<T, Acc, 1>(q, plan, stream);
+    if (q.k == 3) return aggregate_tiled_launch<T, Acc, 3>(q, plan, stream);
+    if (q.k == 5) return aggregate_tiled_launch<T, Acc, 5>(q, plan, stream);
+    if (q.k == 10) return aggregate_tiled_launch<T, Acc, 10>(q, plan, stream);
+  }
+  aggregate_tiled_launch<T, Acc, 0>(q, plan, stream);
+}
+
+template <class T, class Acc, int kBytes>
+void aggregate_ringed_launch(const Aggregate& q, AggregatePlan plan, cudaStream_t stream) {
+  set_columns(plan, 0, q.p);
+  plan.out_aligned = packs_fit(q, kBytes / static_cast<int>(sizeof(T)));
+  aggregate_launch(&aggregate_ringed<T, Acc, kBytes>, q, plan, stream);
+}
+
+template <class T, class Acc>
+void aggregate_ringed_by_access(const Aggregate& q, const AggregatePlan& plan,
+                                cudaStream_t stream) {
+  if (plan.access == 16) return aggregate_ringed_launch<T, Acc, 16>(q, plan, stream);
+  if (plan.access == 8) return aggregate_ringed_launch<T, Acc, 8>(q, plan, stream);
+  if constexpr (sizeof(T) <= 4)
+    if (plan.access == 4) return aggregate_ringed_launch<T, Acc, 4>(q, plan, stream);
+  if constexpr (sizeof(T) == 2) aggregate_ringed_launch<T, Acc, 2>(q, plan, stream);
+}
+
 template <class T, class Acc, int kRows>
 void aggregate_streamed_launch(const Aggregate& q, const AggregatePlan& plan, cudaStream_t stream) {
   constexpr int kPack = sum_pack<T, Acc>;
@@ -793,13 +945,11 @@ void aggregate_in(const Aggregate& q, cudaStream_t stream) {
   if constexpr (is_widened<T, Acc>) {
     aggregate_streamed_launch<T, Acc, kFewResults>(q, plan, stream);
   } else {
-    constexpr int kPack = sum_pack<T, Acc>;
-    if (plan.way == AggregateWay::tiled)
-      return aggregate_tiles<kPack>(&aggregate_tiled<T, Acc, kPack>, &aggregate_tiled<T, Acc, 1>, q,
-                                    plan, stream);
+    if (plan.way == AggregateWay::tiled) return aggregate_tiled_by_entries<T, Acc>(q, plan, stream);
+    if (plan.way == AggregateWay::ringed)
+      return aggregate_ringed_by_access<T, Acc>(q, plan, stream);
     if (plan.way == AggregateWay::streamed)
-      return plan.many ? aggregate_streamed_launch<T, Acc, kManyResults>(q, plan, stream)
-                       : aggregate_streamed_launch<T, Acc, kFewResults>(q, plan, stream);
+      return aggregate_streamed_launch<T, Acc, kManyResults>(q, plan, stream);
     if constexpr (sizeof(T) == sizeof(Acc))
       if (plan.many) return aggregate_held_launch<T, Acc, kManyResults>(q, plan, stream);
     aggregate_held_launch<T, Acc, kFewResults>(q, plan, stream);

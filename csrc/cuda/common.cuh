@@ -201,17 +201,18 @@ struct alignas(kCount * sizeof(T)) Pack {
   T v[kCount];
 };
 
-// One access of 8 or 16 bytes whatever T is.
+// One access of 4, 8 or 16 bytes whatever T is.
 template <int kCount, class T>
 __device__ __forceinline__ Pack<T, kCount> load_pack(const T* p) {
   constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
-  static_assert(kBytes == 8 || kBytes == 16, "8 or 16 bytes");
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "4, 8 or 16 bytes");
   Pack<T, kCount> out;
 #ifdef PFLCORE_CUDA_ON_CPU
   cuda_on_cpu::expect_aligned(p, kBytes);
   std::memcpy(&out, p, kBytes);
 #else
-  using Raw = std::conditional_t<kBytes == 8, uint2, uint4>;
+  using Raw =
+      std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 8, uint2, uint4>>;
   const Raw raw = *reinterpret_cast<const Raw*>(p);
   memcpy(&out, &raw, kBytes);
 #endif

@@ -53,7 +53,8 @@ def aggregates(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> Non
 
     They have a base, another dtype of the result, and precise=True.
     """
-    for n, p in ((6, 136), (20, 67), (21, 300)):
+    # More than 20 rows are copied in pieces whose width depends on p.
+    for n, p in ((6, 136), (20, 67), (21, 300), (21, 302), (21, 304)):
         rows = place(randn(n, n, p, dtype=dtype), aligned)
         for m in (1, 3, 7, 9, 20):
             weight = place(randn(1, m, n), True)
@@ -67,6 +68,17 @@ def aggregates(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> Non
                 ops.aggregate(rows, weight, None, wide, precise=precise)
                 ops.aggregate(rows, sparse, index, precise=precise)
                 ops.aggregate(rows, sparse, index, wide, precise=precise)
+
+
+def aggregates_by_index(
+    ops: Any, place: Place, dtype: torch.dtype, aligned: bool
+) -> None:
+    """Runs mixtures by index of usual numbers of rows, and of another number."""
+    # Results of 67 columns are not aligned.
+    rows = place(randn(0, 20, 136 if aligned else 67, dtype=dtype), aligned)
+    for k in (1, 2, 3, 5, 10):
+        weight = place(randn(1, 7, k), True)
+        ops.aggregate(rows, weight, place(integers(2, 0, 20, 7, k), True))
 
 
 def aggregates_of_many(
@@ -90,8 +102,8 @@ def steps(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
 
 
 def means_of_columns(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
-    """Runs columns that fit shared memory, and columns that do not."""
-    for n, p in ((1, 40), (20, 133), (400, 67)):
+    """Runs columns of one group and of two, and some beyond shared memory."""
+    for n, p in ((1, 40), (20, 133), (70, 67), (400, 67)):
         rows = place(randn(n, n, p, dtype=dtype), aligned)
         ops.trimmed_mean(rows, (n - 1) // 3)
         ops.mean_around_median(rows, 1 + n // 2)
@@ -129,6 +141,7 @@ def run_all(ops: Any, place: Place, worth: int = WORTH) -> None:
         for aligned in (True, False):
             distances(ops, place, dtype, aligned)
             aggregates(ops, place, dtype, aligned)
+            aggregates_by_index(ops, place, dtype, aligned)
             aggregates_of_many(ops, place, dtype, aligned)
             means_of_columns(ops, place, dtype, aligned)
             if dtype in (F32, F64):

@@ -292,7 +292,7 @@ class AggregatePlan(NamedTuple):
         results: results of a block
         blocks_m: blocks that compute all results of the same columns
         tile_cols: columns of a tile
-        chunk: "streamed": rows whose weights are in shared memory at a time
+        chunk: "ringed", "streamed": rows whose weights are in shared memory at a time
         buffer_rows: "tiled": rows of a buffer
         shared: bytes of shared memory
         tiles: number of tiles
@@ -311,7 +311,7 @@ class AggregatePlan(NamedTuple):
     grid: int
 
 
-WAYS = ("held", "streamed", "tiled", "direct")
+WAYS = ("held", "ringed", "streamed", "tiled", "direct")
 
 
 def aggregate_plan(n, m, p, card=H200, k=None, dtype=torch.float32, precise=False):

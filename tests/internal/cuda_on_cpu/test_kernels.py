@@ -213,6 +213,30 @@ def test_harness_lets_right_stores_and_copies_pass():
     call("broken", 15, torch.zeros(64, dtype=F64))
 
 
+@every_dtype
+def test_columns_of_one_group_or_two_have_the_bits_of_their_definition(dtype):
+    """A group of 64 rows is sorted at once; of fewer rows, a part of its network.
+
+    There are ties, infinities, zeros of both signs and NaN.
+    """
+    for n in range(1, 68):
+        rows = normal(n, 70, seed=n, dtype=dtype)
+        rows[:, ::3] = rows[:, ::3].round()
+        rows[n // 2, 1::4] = torch.inf
+        rows[n // 3, 2::4] = -torch.inf
+        rows[n - 1, 5] = torch.nan
+        placed = guarded(rows, 1, 3)
+        for count in {1, n // 3 + 1, n}:
+            identical(
+                kernels.mean_around_median(placed, count),
+                laws.mean_around_median(rows, count),
+            )
+        for removed in {0, n // 4, (n - 1) // 2}:
+            identical(
+                kernels.trimmed_mean(placed, removed), laws.trimmed_mean(rows, removed)
+            )
+
+
 @pytest.mark.long("minutes for a kernel's every path")
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_columns_that_do_not_fit_shared_memory(dtype):
@@ -594,6 +618,42 @@ def test_aggregate_of_many_rows_whatever_their_alignment(m, dtype):
         )
 
 
+@every_dtype
+@pytest.mark.parametrize("n, m, seed", [(21, 4, 0), (37, 1, 1), (50, 3, 2), (22, 2, 7)])
+def test_aggregate_of_few_results_has_the_bits_of_many(n, m, seed, dtype):
+    """A ring of rows that is the thread's own gives the sums of other kernels.
+
+    Updates are copied 16, 8, 4 or 2 bytes at a time. Blocks take several tiles, and the
+    last one is not whole. The order of the threads changes no bit.
+    """
+    weight = randn(1, 9, n)
+    for p in (1, 1026, 5 * 1024 + 8):
+        updates = normal(n, p, dtype=dtype)
+        base = normal(9, p, seed=2, dtype=dtype)
+        order(0)
+        want = kernels.aggregate(updates, weight, None, base)[:m]
+        order(seed)
+        for shift, gap in ((0, 0), (2, 6), (1, 1), (None, 0)):
+            out = guarded(base[:m], gap, shift or 0)
+            placed = guarded(updates, shift, gap)
+            kernels.aggregate(placed, weight[:m], None, out, out=out)
+            assert torch.equal(out, want) and intact(out), (p, shift, gap)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_aggregate_weights_in_parts_change_no_bit(dtype):
+    """Shared memory may hold the weights of some rows at a time, or of all."""
+    updates = normal(1100, 520, dtype=dtype)
+    weight = randn(1, 2, 1100)
+    shared(163 * 1024)
+    want = kernels.aggregate(updates, weight)
+
+    shared(48 * 1024)
+    for seed in (0, 7):
+        order(seed)
+        assert torch.equal(kernels.aggregate(updates, weight), want)
+
+
 @given(
     n=st.integers(0, 3000),
     m=st.integers(1, 3000),
@@ -611,7 +671,8 @@ def test_aggregate_plan_fits_the_card(n, m, p, k, dtype, precise, card):
     """
     plan = aggregate_plan(n, m, p, card, k, dtype, precise)
 
-    assert plan.way in (("held", "streamed") if k is None else ("tiled", "direct"))
+    dense = ("held", "ringed", "streamed")
+    assert plan.way in (dense if k is None else ("tiled", "direct"))
     assert plan.threads % 32 == 0 and 32 <= plan.threads <= 512
     assert 0 <= plan.shared <= card.block_shared
     assert plan.way != "held" or plan.shared <= 48 * 1024
@@ -623,6 +684,8 @@ def test_aggregate_plan_fits_the_card(n, m, p, k, dtype, precise, card):
         assert (plan.blocks_m - 1) * plan.results < m <= plan.blocks_m * plan.results
     if plan.way == "streamed":
         assert plan.chunk >= min(n, 10) and plan.shared >= 20 * 1024
+    if plan.way == "ringed":
+        assert m <= 4 and plan.chunk >= min(n, 512) and plan.shared >= 32 * 1024
 
 
 @pytest.mark.parametrize(
@@ -631,9 +694,11 @@ def test_aggregate_plan_fits_the_card(n, m, p, k, dtype, precise, card):
         pytest.param(H200, 20, 20, None, "held", 256, id="few rows"),
         pytest.param(H200, 20, 21, None, "streamed", 128, id="more results"),
         pytest.param(H200, 21, 20, None, "streamed", 128, id="more rows"),
+        pytest.param(H200, 21, 4, None, "ringed", 512, id="few results"),
+        pytest.param(H200, 21, 5, None, "streamed", 128, id="no longer few"),
         pytest.param(H200, 100, 100, None, "streamed", 128, id="many of many"),
         pytest.param(T4, 100, 1, None, "held", 256, id="in turns"),
-        pytest.param(T4, 5000, 4, None, "streamed", 128, id="weights beyond 48 KiB"),
+        pytest.param(T4, 5000, 4, None, "ringed", 512, id="weights beyond 48 KiB"),
         pytest.param(
             H200, 20, 20, 5, "tiled", 128, id="several blocks hold a tile each"
         ),
@@ -714,6 +779,27 @@ def test_aggregate_tiles_of_every_width(n, most, way, tile_cols, dtype):
             shared(most * 1024)
             got = kernels.aggregate(guarded(updates, *layout), weight, index)
             assert torch.equal(got, want), (p, seed, layout)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 10])
+def test_aggregate_by_index_has_the_bits_of_a_loop(k):
+    """A number of entries that is a constant of the kernel changes no bit.
+
+    Without copies beside the arithmetic a loop adds the rows.
+    """
+    updates = normal(20, 700)
+    weight = randn(1, 9, k)
+    weight[2, 0] = 0.0
+    index = integers(2, 0, 20, 9, k)
+    copies(False)
+    want = kernels.aggregate(updates, weight, index)
+
+    copies()
+    for seed, layout in ((0, (0, 4)), (1, (2, 2)), (2, (1, 1)), (7, (None, 0))):
+        order(seed)
+        out = guarded(torch.zeros(9, 700), *layout)
+        kernels.aggregate(guarded(updates, *layout), weight, index, out=out)
+        assert torch.equal(out, want) and intact(out), (seed, layout)
 
 
 def test_aggregate_unread_rows():
