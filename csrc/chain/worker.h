@@ -1,7 +1,7 @@
 // One thread's work on a chain: a client's steps, gradient and evaluation. Included once for each
 // instruction set.
 #pragma once
-#include <limits>
+#include <cmath>
 #include <map>
 #include <memory>
 
@@ -19,6 +19,28 @@ template <class T, int bytes>
 PFL_TARGET void descend(const sgd_detail::Row<T>& row, int64_t c, int64_t end) {
   sgd_detail::row<bytes, T>(row, c, end);
 }
+
+// How the n samples of a client, one at least, are cut into the batches of a pass.
+struct Cuts {
+  int64_t n, size;
+  bool merges;    // the last batch takes the single sample behind it, too
+  int64_t count;  // batches of a pass
+
+  template <class T>
+  Cuts(const ChainTrain<T>& a, int64_t n)
+      : n(n),
+        size(std::min(a.batch, n)),
+        merges(a.merge_single && !a.drop_last && n > size && n % size == 1),
+        count(a.drop_last || merges ? n / size : (n + size - 1) / size) {}
+
+  int64_t first(int64_t batch) const { return batch * size; }
+  int64_t taken(int64_t batch) const {
+    const bool is_merged = merges && batch == count - 1;
+    return is_merged ? size + 1 : std::min(size, n - first(batch));
+  }
+  // Samples of the batch behind this one, also of one that is dropped.
+  int64_t next(int64_t batch) const { return std::min(size, n - first(batch) - taken(batch)); }
+};
 
 // A thread's memory and its plans for one program, on vectors of `bytes` bytes.
 template <class T, int bytes>
@@ -54,69 +76,32 @@ class Worker {
   }
 
   bool train(const ChainTrain<T>& a, int64_t s) {
-    const Sgd<T>& g = a.sgd;
-    const int64_t n = a.size[s], size = std::min(a.batch, n), q = program_.q;
+    const int64_t n = a.size[s];
     if (n < 0 || n > a.longest) return false;
     if (n == 0) return a.steps[s] == 0;
-    const bool merges = a.merge_single && !a.drop_last && n > size && n % size == 1;
-    const int64_t cuts = a.drop_last || merges ? n / size : (n + size - 1) / size;
-    if (a.steps[s] > cuts * a.passes) return false;
-    begin(g.w + s * g.w_row);
+    const Cuts cuts(a, n);
+    if (a.steps[s] > cuts.count * a.passes) return false;
+    begin(a.sgd.w + s * a.sgd.w_row);
     batch_.train = true;
     batch_.running = a.statistics + s * program_.b;
-    const auto own = [&](Numbers<T>& to, const T* from, int64_t row) -> const T* {
-      if (!from) return nullptr;
-      read(to, from + s * row);
-      return to.data();
-    };
-    sgd_detail::Row<T> row{w_.data(),
-                           nullptr,
-                           own(shift_, g.shift, g.shift_row),
-                           own(mask_, g.mask, g.mask_row),
-                           own(anchor_, g.anchor, g.anchor_row),
-                           nullptr,
-                           static_cast<T>(g.lr),
-                           static_cast<T>(g.mu_rows ? g.mu_rows[s] : g.mu),
-                           static_cast<T>(g.momentum),
-                           static_cast<T>(g.weight_decay)};
-    if (g.momentum != 0) velocity_.assign(layout_.weights, T(0)), row.buffer = velocity_.data();
-    if (a.grad_sum) sum_.assign(layout_.weights, T(0));
-    if (a.adamw.on) mean_.assign(layout_.weights, T(0)), square_.assign(layout_.weights, T(0));
-    const T gradient_decay = a.adamw.on ? T(0) : row.decay;  // AdamW's is no part of a gradient
-    const bool clipped = a.clip < std::numeric_limits<double>::infinity();
-    const bool plain = !(row.shift || row.mask || row.anchor || row.buffer || row.decay != 0 ||
-                         clipped || a.adamw.on || a.grad_sum || layout_.reads_samples);
+    const sgd_detail::Row<T> row = begin_steps(a, s);
     // Gradients of a single tile move the weights as they are made.
-    const bool direct = plain && (layout_.whole || size <= most_);
+    const bool direct = is_plain(a, row) && (layout_.whole || cuts.size <= most_);
     double total = 0;
     bool fine = true;
     for (int64_t k = 0; k < a.steps[s] && fine; k++) {
-      const int64_t pass = k / cuts, first = k % cuts * size;
-      const bool last = merges && k % cuts == cuts - 1;
-      const int64_t count = last ? size + 1 : std::min(size, n - first);
-      const int64_t* const place = a.order + (s * a.passes + pass) * a.longest + first;
+      const int64_t pass = k / cuts.count, batch = k % cuts.count;
+      const int64_t* const place = a.order + (s * a.passes + pass) * a.longest + cuts.first(batch);
       batch_.seed = {};
-      if (a.seeds) batch_.seed = static_cast<uint64_t>(a.seeds[s * a.passes + pass]) + k % cuts;
+      if (a.seeds) batch_.seed = static_cast<uint64_t>(a.seeds[s * a.passes + pass]) + batch;
       double loss = 0;
-      fine = gradient(a, s, place, count, std::min(size, n - first - count),
-                      {direct, false, row.lr}, loss);
+      fine = gradient(a, s, place, cuts.taken(batch), cuts.next(batch), {direct, false, row.lr},
+                      loss);
       total += loss;
-      if (direct || !fine) continue;
-      const T factor = clipped ? clip_factor(a.clip) : T(1);
-      const Moments<T> moments(mean_.data(), square_.data(), a.adamw, k + 1);
-      row.grad = g_.data();
-      for (int64_t c = 0; c < layout_.weights; c += kStrip) {
-        const int64_t end = std::min(layout_.weights, c + kStrip);
-        if (factor != 1) shrink<T, bytes>(g_.data() + c, end - c, factor);
-        for (int64_t i = c; a.grad_sum && i < end; i++) sum_[i] += g_[i] + gradient_decay * w_[i];
-        if (a.adamw.on)
-          chain::adamw<T, bytes>(row, moments, c, end);
-        else
-          descend<T, bytes>(row, c, end);
-      }
+      if (fine && !direct) take_step(a, row, k + 1);
     }
-    write(w_, g.w + s * g.w_row, false);
-    if (a.grad_sum) write(sum_, a.grad_sum + s * q, true);
+    write(w_, a.sgd.w + s * a.sgd.w_row, false);
+    if (a.grad_sum) write(sum_, a.grad_sum + s * program_.q, true);
     a.loss[s] = total;
     return fine;
   }
@@ -366,6 +351,52 @@ class Worker {
       sum += square_sum<T, bytes>(g_.data() + b.weights.w_at, b.weights.span());
     const double factor = norm / (std::sqrt(sum) + 1e-6);
     return factor >= 1 ? T(1) : static_cast<T>(factor);
+  }
+
+  // The terms of client s's steps in the private layout, and zeros where its steps begin sums.
+  sgd_detail::Row<T> begin_steps(const ChainTrain<T>& a, int64_t s) {
+    const Sgd<T>& g = a.sgd;
+    const auto own = [&](Numbers<T>& to, const T* from, int64_t row) -> const T* {
+      if (!from) return nullptr;
+      read(to, from + s * row);
+      return to.data();
+    };
+    sgd_detail::Row<T> row{w_.data(),
+                           g_.data(),
+                           own(shift_, g.shift, g.shift_row),
+                           own(mask_, g.mask, g.mask_row),
+                           own(anchor_, g.anchor, g.anchor_row),
+                           nullptr,
+                           static_cast<T>(g.lr),
+                           static_cast<T>(g.mu_rows ? g.mu_rows[s] : g.mu),
+                           static_cast<T>(g.momentum),
+                           static_cast<T>(g.weight_decay)};
+    if (g.momentum != 0) velocity_.assign(layout_.weights, T(0)), row.buffer = velocity_.data();
+    if (a.grad_sum) sum_.assign(layout_.weights, T(0));
+    if (a.adamw.on) mean_.assign(layout_.weights, T(0)), square_.assign(layout_.weights, T(0));
+    return row;
+  }
+
+  // Whether a step is w - lr gradient and nothing else.
+  bool is_plain(const ChainTrain<T>& a, const sgd_detail::Row<T>& row) const {
+    return !(row.shift || row.mask || row.anchor || row.buffer || row.decay != 0 ||
+             std::isfinite(a.clip) || a.adamw.on || a.grad_sum || layout_.reads_samples);
+  }
+
+  // Step k, from 1 on, by the gradient in g_.
+  void take_step(const ChainTrain<T>& a, const sgd_detail::Row<T>& row, int64_t k) {
+    const T gradient_decay = a.adamw.on ? T(0) : row.decay;  // AdamW's is no part of a gradient
+    const T factor = std::isfinite(a.clip) ? clip_factor(a.clip) : T(1);
+    const Moments<T> moments(mean_.data(), square_.data(), a.adamw, k);
+    for (int64_t c = 0; c < layout_.weights; c += kStrip) {
+      const int64_t end = std::min(layout_.weights, c + kStrip);
+      if (factor != 1) shrink<T, bytes>(g_.data() + c, end - c, factor);
+      for (int64_t i = c; a.grad_sum && i < end; i++) sum_[i] += g_[i] + gradient_decay * w_[i];
+      if (a.adamw.on)
+        chain::adamw<T, bytes>(row, moments, c, end);
+      else
+        descend<T, bytes>(row, c, end);
+    }
   }
 
   void begin(const T* row) {

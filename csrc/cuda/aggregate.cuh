@@ -10,10 +10,9 @@
 // `aggregate_plan` takes one of five kernels.
 // held: few rows of updates, few results. All loads of a thread are on their way at a time, to
 //   registers.
-// ringed: one to four results of more rows, such as the average of all clients. Memory is the
-// limit.
-//   Each thread copies its columns to a ring in shared memory that is its own, many rows ahead, so
-//   that no warp waits for another.
+// ringed: one to four results of more rows, such as the average of all clients. Each thread copies
+//   its columns to a ring in shared memory that is its own, many rows ahead, so that no warp waits
+//   for another, and memory is the limit.
 // streamed: any number of rows and results. The warps of a block share a strip of columns, whose
 //   rows come through a ring in shared memory. A warp makes 20 results (4 where `precise` widens
 //   the rows) x 16 bytes of sums a lane, so that for many results arithmetic is the limit, not
