@@ -95,8 +95,8 @@ class Worker {
       batch_.seed = {};
       if (a.seeds) batch_.seed = static_cast<uint64_t>(a.seeds[s * a.passes + pass]) + batch;
       double loss = 0;
-      fine = gradient(a, s, place, cuts.taken(batch), cuts.next(batch), {direct, false, row.lr},
-                      loss);
+      fine =
+          gradient(a, s, place, cuts.taken(batch), cuts.next(batch), {direct, false, row.lr}, loss);
       total += loss;
       if (fine && !direct) take_step(a, row, k + 1);
     }
