@@ -62,9 +62,14 @@ class Options:
         against: a file that `--json` wrote before: end with 1 where pflcore's time over
             the best right peer's grew by more than a tenth, and name where
         references: where no kernels run, time the references in torch in their place
+        pfllib: with "frameworks": a checkout of PFLlib
+        flbench: with "frameworks": a checkout of FL-bench
+        fluke: with "frameworks": a checkout of fluke; None: its package
     """
 
-    op: tuple[Literal["all", "small", "scale", "ranks"] | Op, ...] = ("all",)
+    op: tuple[Literal["all", "small", "scale", "ranks", "frameworks"] | Op, ...] = (
+        "all",
+    )
     workload: tuple[Work, ...] = ()
     rounds: int | None = None
     quick: bool = False
@@ -74,6 +79,9 @@ class Options:
     plot: Path | None = None
     against: Path | None = None
     references: bool = False
+    pfllib: Path | None = None
+    flbench: Path | None = None
+    fluke: Path | None = None
 
 
 def suite(name: str) -> ModuleType:
@@ -96,7 +104,7 @@ def run(options: Options) -> int:
         require(has_folder, name, "a file in an existing folder", str(path))
     before = None
     if options.against is not None:
-        has_peers = not {"small", "scale", "ranks"} & {*options.op}
+        has_peers = not {"small", "scale", "ranks", "frameworks"} & {*options.op}
         require(has_peers, "against", "ops or a workload", options.op)
         before = against.read(options.against)
     measured, text = _measure(options)
@@ -109,7 +117,7 @@ def run(options: Options) -> int:
 
 def _measure(options: Options) -> tuple[Any, str]:
     """The measurements and the printed table."""
-    from bench import published, ranks, scale, small
+    from bench import frameworks, published, ranks, scale, small
 
     if "ranks" in options.op:
         return ranks.run(options.quick)
@@ -119,6 +127,9 @@ def _measure(options: Options) -> tuple[Any, str]:
         return scale.run(options.quick, options.seconds, options.plot)
     megabytes = 128 if options.quick else 512
     machine = table.Machine.measure(megabytes)
+    if "frameworks" in options.op:
+        checkouts = {k: getattr(options, v) for k, v in frameworks.CHECKOUTS.items()}
+        return frameworks.run(options.quick, machine, checkouts)
     if options.workload:
         return published.run(options.workload, options.rounds, machine)
     budget = options.seconds

@@ -8,16 +8,16 @@ own samples of the workload's federation.
 import contextlib
 import io
 import itertools
-import os
-import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import workload
+from bench import frameworks, workload
+from bench.players.player import scored
 from bench.problem import Absent, Facts, Measured
 from pflcore.train._workers import single_threaded
 
@@ -25,70 +25,12 @@ from pflcore.train._workers import single_threaded
 def flower(w: workload.Workload) -> Measured:
     """Seconds of rounds of `run_simulation`, without evaluation.
 
-    Each client has one CPU.
+    Each client has one CPU. The first round, which does not count, is one more.
     """
     if w.evaluate:
         raise Absent("not measured: an evaluation is a task of Ray's for every client")
-    quiet = {
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "RAY_worker_niceness": "0",  # that of the other providers; Ray's own is 15
-    }
-    os.environ.update({"FLWR_HOME": tempfile.mkdtemp(), **quiet, **os.environ})
-    import ray  # noqa: F401
-    from flwr import app
-    from flwr.clientapp import ClientApp
-    from flwr.serverapp import ServerApp
-    from flwr.serverapp.strategy import FedAvg
-    from flwr.simulation import run_simulation
-
-    client = ClientApp()
-    marks: list[float] = []
-
-    @client.train()  # type: ignore[untyped-decorator]
-    def train(message: Any, context: Any) -> Any:
-        torch.set_num_threads(1)
-        net = w.build()
-        net.load_state_dict(message.content["arrays"].to_torch_state_dict())
-        count = workload.train(net, w, int(context.node_config["partition-id"]))
-        metrics = app.MetricRecord({"num-examples": count})
-        reply = {"arrays": app.ArrayRecord(net.state_dict()), "metrics": metrics}
-        return app.Message(content=app.RecordDict(reply), reply_to=message)
-
-    class Clocked(FedAvg):  # type: ignore[misc]
-        def aggregate_train(self, server_round: int, replies: Any) -> Any:
-            result = super().aggregate_train(server_round, replies)
-            marks.append(time.perf_counter())
-            return result
-
-    def serve(grid: Any, context: Any) -> None:
-        strategy = Clocked(
-            min_train_nodes=w.cohort,
-            min_available_nodes=w.n,
-            fraction_train=w.cohort / w.n,
-            fraction_evaluate=0.0,
-        )
-        start = app.ArrayRecord(w.build().state_dict())
-        strategy.start(grid, start, num_rounds=w.rounds + 1)
-
-    server = ServerApp()
-    server.main()(serve)
-    backend = {
-        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-        "init_args": {
-            "num_cpus": os.cpu_count(),
-            "num_gpus": 0,
-            "include_dashboard": False,
-        },
-    }
-    try:
-        run_simulation(server, client, num_supernodes=w.n, backend_config=backend)
-    except RuntimeError as error:
-        # Ray gives up on a machine that is too busy to start it. The other providers
-        # are still measured.
-        raise Absent(f"its simulation failed ({error.__cause__ or error})") from None
-    return Measured(b - a for a, b in itertools.pairwise(marks))
+    facts = frameworks.play("flwr", replace(w, rounds=w.rounds + 1))
+    return Measured(facts["seconds"])
 
 
 def apple(w: workload.Workload) -> Measured:
@@ -116,7 +58,7 @@ def apple(w: workload.Workload) -> Measured:
 
         def metrics(self, x: Tensor, y: Tensor) -> Facts:
             n = len(x)
-            loss, accuracy = workload.scored(self.net, x, y)
+            loss, accuracy = scored(self.net, x, y)
             return {
                 "loss": metrics.Weighted(n * loss, n),
                 "accuracy": metrics.Weighted(n * accuracy, n),

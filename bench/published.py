@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import peers, table
+from bench.players.player import scored
 from bench.problem import Absent, Calls, Facts, Measured, Problem
 from bench.workload import (
     WORKLOADS,
@@ -20,7 +21,6 @@ from bench.workload import (
     federation,
     is_real,
     plain_loop,
-    scored,
     simulation,
 )
 from pflcore.train._workers import single_threaded

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
+from bench.players import player
 from pflcore import Clients, Evaluation, Federation, Simulation, Training
 from pflcore.lab.data import _sources as sources
 from pflcore.nn.models import model_for
@@ -134,13 +134,18 @@ def pool(data: str, samples: int, tests: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+def splits(w: Workload) -> dict[str, list[Tensor]]:
+    """The indices of each client's training and test samples in the pool."""
+    train = list(torch.arange(w.samples).split(w.sizes))
+    test = list((w.samples + torch.arange(w.tests)).tensor_split(w.n))
+    return {"train": train, "test": test}
+
+
 @functools.lru_cache(4)
 def federation(w: Workload) -> Federation:
     """The workload's clients and their samples."""
     x, y = pool(w.data, w.samples, w.tests)
-    train = list(torch.arange(w.samples).split(w.sizes))
-    test = list((w.samples + torch.arange(w.tests)).tensor_split(w.n))
-    return Federation(x, y, {"train": train, "test": test}, 10)
+    return Federation(x, y, splits(w), 10)
 
 
 def cohort(setting: TrainContext) -> tuple[Clients, Tensor]:
@@ -173,53 +178,13 @@ def train(
     model: nn.Module, w: Workload, client: int, data: Federation | None = None
 ) -> int:
     """Trains the model on a client's samples; returns their number."""
-    x, y = (data or federation(w)).client(client, "train")
-    options = dict(w.steps)
-    is_adamw = options.get("local_optimizer") == "adamw"
-    kind: Any = torch.optim.AdamW if is_adamw else torch.optim.SGD
-    optimizer = kind(model.parameters(), lr=w.lr, weight_decay=0.0)
-    for _ in range(w.epochs):
-        for at in torch.randperm(len(x)).split(w.batch):
-            loss = F.cross_entropy(model(x[at]), y[at])
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            if "clip_grad" in options:
-                nn.utils.clip_grad_norm_(model.parameters(), options["clip_grad"])
-            optimizer.step()
-    return len(x)
+    samples = (data or federation(w)).client(client, "train")
+    return player.train(model, samples, w, **dict(w.steps))
 
 
 def plain_loop(
     model: nn.Module, w: Workload
 ) -> Callable[[Sequence[int], Sequence[float]], None]:
-    """A function that plays a round as programs without frameworks do.
-
-    It trains one client after another with one nn.Module and torch.optim.SGD, on one
-    thread. It takes the clients of the round and their shares in the mean.
-    """
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-
-    @single_threaded()
-    def round(cohort: Sequence[int], share: Sequence[float]) -> None:
-        # Batch norm's counts of batches, which are integers, have no mean.
-        names = [k for k, v in state.items() if v.is_floating_point()]
-        total = {k: torch.zeros_like(state[k]) for k in names}
-        for i, s in zip(cohort, share, strict=True):
-            model.load_state_dict(state)
-            train(model, w, i)
-            trained = model.state_dict()
-            for k in names:
-                total[k].add_(trained[k], alpha=s)
-        state.update(total)
-        model.load_state_dict(state)
-
-    return round
-
-
-@torch.no_grad()
-def scored(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """The mean loss and the accuracy."""
-    scores = model(x)
-    loss = F.cross_entropy(scores, y)
-    accuracy = (scores.argmax(1) == y).double().mean()
-    return float(loss), float(accuracy)
+    """The function of a plain round, see `player.plain_loop`, on one thread."""
+    round = player.plain_loop(model, lambda i: train(model, w, i))
+    return single_threaded()(round)

@@ -16,7 +16,8 @@ from entry_points import sentence
 
 import bench
 import pflcore
-from bench import child, problem, published, scale, small, table, workload
+from bench import child, frameworks, problem, published, scale, small, table, workload
+from bench.players import player
 
 LIMITS = {"read": 10.0, "write": 5.0, "fma": 4.0, "sub_fma": 8.0}
 MACHINE = table.Machine("a processor", 2, "plain", LIMITS, {"torch": "2"}, "today")
@@ -300,6 +301,84 @@ def test_command_line_plays_workloads(tmp_path, capsys, monkeypatch):
     ]
     assert [r["size"]["evaluate"] for r in played] == [False, False, True, True]
     assert all(r["ms"] > 0 and r["of_limit"] > 0 and r["runs"] == 1 for r in played)
+
+
+def one_batch_task():
+    """Rounds of clients that each take one step, so that no shuffle plays a part."""
+    w = frameworks.workload({"model": "mlp", "N": 3, "images": 10}, 2)
+    w = replace(w, data="made up", batch=1000, power=1.0, tests=6)
+    train, test = workload.splits(w).values()
+    x, y = workload.pool(w.data, w.samples, w.tests)
+    training = (w.lr, w.batch, w.epochs, w.rounds, w.cohort, True)
+    return player.Task(x, y, train, test, w.build(), *training)
+
+
+def test_players_without_frameworks_agree(monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    task = one_batch_task()
+    start = task.model[-1].weight.clone()
+    clocks = [player.Clock(task.rounds) for _ in range(2)]
+
+    got = player.play_pflcore(task, clocks[0], None)
+    want = player.play_plain_loop(task, clocks[1], None)
+
+    assert not torch.equal(want[-1].weight, start)
+    for a, b in zip(got.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert [len(clock.ends) for clock in clocks] == [2, 2]
+    assert all(len(clock.cpu) == 2 and clock.megabytes >= 0 for clock in clocks)
+
+
+def test_missing_checkout_is_a_sentence():
+    w = frameworks.workload({"model": "mlp", "N": 2, "images": 2}, 2)
+
+    with pytest.raises(ImportError, match="give a checkout by --pfllib"):
+        frameworks.play("PFLlib", w)
+
+
+def test_programs_take_turns_and_times_are_their_least(monkeypatch):
+    size = {"model": "mlp", "N": 2, "images": 2}
+    played = []
+
+    def play(program, w, evaluate, checkout):
+        played.append((program, evaluate))
+        if program == "missing":
+            raise problem.Absent("not measured: it is not installed")
+        scale = {"pflcore": 1.0, "other": 4.0}[program]
+        turn = len(played)
+        seconds = [scale * turn, 9.0]
+        facts = {"start": turn, "seconds": seconds, "cpu": [1.0, 1.0 + 5 * turn]}
+        return {**facts, "megabytes": 100.0, "accuracy": 0.5}
+
+    monkeypatch.setattr(frameworks, "PLAYERS", ("pflcore", "missing", "other"))
+    monkeypatch.setattr(frameworks, "TURNS", 2)
+    monkeypatch.setattr(frameworks, "play", play)
+
+    ours, missing, other = frameworks.measure(size, {}, quick=False)
+
+    turn = [(name, e) for e in (False, True) for name in ("pflcore", "other")]
+    assert [pair for pair in played if pair[0] != "missing"] == 2 * turn
+    assert (ours["start"], ours["round"], ours["cpu"]) == (1, 1.0, 1.0)
+    assert (other["round"], other["evaluated_round"]) == (9.0, 9.0)
+    cells = frameworks.cells(other, ours)
+    assert cells[:4] == ["mlp N=2 images=2", "other", "3.0 (3.0)", "9.000 (9.0)"]
+    assert frameworks.cells(missing, ours)[2:-1] == [""] * 7
+    assert missing["note"] == "not measured: it is not installed"
+
+
+@pytest.mark.deep("another process")
+def test_command_line_plays_frameworks(tmp_path, capsys, monkeypatch):
+    small = [{"model": "mlp", "N": 2, "images": 20}]
+    monkeypatch.setattr(frameworks, "sizes", lambda quick: small)
+    monkeypatch.setattr(frameworks, "PLAYERS", ("plain loop", "FL-bench", "none"))
+    monkeypatch.setattr(table.Machine, "measure", lambda *a: MACHINE)
+
+    output, rows, text = command(tmp_path, capsys, "--quick --op frameworks")
+
+    assert [row["program"] for row in rows] == ["plain loop", "FL-bench", "none"]
+    assert rows[0]["round"] > 0 and 0 <= rows[0]["accuracy"] <= 1
+    assert len(rows[0]["runs"][0]["seconds"]) == 2
+    assert "give a checkout by --flbench" in output and "it failed" in text
 
 
 def test_how_numbers_grow_with_the_clients():

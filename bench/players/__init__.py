@@ -1,0 +1,1 @@
+"""Programs that play rounds of FedAvg, each in a process of its own."""
