@@ -186,7 +186,6 @@ def _cells(
         compared: The verdicts by baseline and method.
     """
     cells = {"method": method}
-    stopped = row.get("stopped")
     is_loss = row.get("measure", "accuracy") != "accuracy"
     digits = 5 if is_loss else 2
 
@@ -194,7 +193,8 @@ def _cells(
         text = number(row.get(key), row.get(f"{key}_std"), places)
         return "" if text == "-" else text
 
-    cells["last round"] = stopped or value("final", digits)
+    is_stopped = row.get("stopped") is not None
+    cells["last round"] = "a seed diverged" if is_stopped else value("final", digits)
     for baseline, verdicts in compared.items():
         text = verdict_text(verdicts.get(method), digits)
         cells[f"against {baseline}"] = text
