@@ -193,8 +193,10 @@ def _cells(
         text = number(row.get(key), row.get(f"{key}_std"), places)
         return "" if text == "-" else text
 
-    is_stopped = row.get("stopped") is not None
-    cells["last round"] = "a seed diverged" if is_stopped else value("final", digits)
+    cells["last round"] = value("final", digits)
+    if row.get("stopped") is not None:
+        lost = row["by_seed"].count(None)
+        cells["last round"] = f"diverged with {lost} of {row['seeds']} seeds"
     for baseline, verdicts in compared.items():
         text = verdict_text(verdicts.get(method), digits)
         cells[f"against {baseline}"] = text

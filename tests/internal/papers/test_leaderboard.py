@@ -462,6 +462,16 @@ def test_a_run_for_each_client_is_work_for_each():
     assert of_setting == {name: 139 if name == "School" else 20 for name in CELLS}
 
 
+def test_a_row_says_with_how_many_seeds_it_diverged():
+    facts = OUTCOME[SETTING]["Ditto"]
+    by_seed = [*facts["by_seed"][:3], None, None]
+    lost = facts | {"stopped": "The run diverged.", "by_seed": by_seed}
+
+    text = MAKER["tables"](BOARD, {SETTING: OUTCOME[SETTING] | {"Ditto": lost}})
+
+    assert "diverged with 2 of 5 seeds" in text
+
+
 def test_a_lower_loss_is_better():
     rows = [facts | {"measure": "loss"} for facts in OUTCOME[SETTING].values()]
 
