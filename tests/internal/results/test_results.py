@@ -13,10 +13,11 @@ from parts.user import simulation
 from places import ROOT
 
 from pflcore.lab.results import _run_pictures as pictures
+from pflcore.lab.results._labels import cut_words
 from pflcore.lab.results._pictures import line_styles
 from pflcore.lab.results.table import markdown_table
 from pflcore.simulation._export import scalars
-from pflcore.simulation._history import client_values
+from pflcore.simulation._history import History, client_values
 from pflcore.simulation.record import group_runs, read, to_json
 
 
@@ -280,3 +281,19 @@ def test_any_text_is_one_cell_of_a_markdown_table():
 def test_an_error_of_a_client_that_diverged_is_infinite(key):
     values = client_values({"size": [3, 3, 0], key: [0.5, None, None]}, key)
     assert values[:2].tolist() == [0.5, math.inf] and values[2].isnan()
+
+
+def test_a_title_has_the_options_of_the_partition_that_no_label_shows():
+    def words_of(*changes):
+        runs = []
+        for changed in changes:
+            options = {"alpha": 0.5, "balance": False, **changed}
+            header = {"partition": "dirichlet", "partition_options": options}
+            runs.append(History(header))
+        return cut_words(runs)
+
+    assert words_of({}, {}) == []
+    assert words_of({"alpha": 0.3}, {"alpha": 0.3}) == ["alpha 0.3"]
+    both = ({"alpha": 0.3, "balance": True}, {"alpha": 0.1, "balance": True})
+    assert words_of(*both) == ["balance True"]
+    assert cut_words([History({"partition": "own"})]) == []
