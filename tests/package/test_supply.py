@@ -3,6 +3,8 @@
 import ast
 import os
 import re
+import shutil
+import subprocess
 
 import pytest
 from places import ROOT, ran
@@ -138,3 +140,19 @@ def test_every_data_set_that_is_read_by_a_name_has_a_digest_or_a_reason():
     made_up = {name for name in data.FEDERATIONS if name.startswith("synthetic")}
     by_scripts = {"school", "vehicle", "femnist"}
     assert data.FEDERATIONS.keys() - made_up == by_scripts
+
+
+TOP = """.ci .dockerignore .editorconfig .git-blame-ignore-revs .github .gitignore
+.pre-commit-config.yaml CHANGELOG.md CITATION.cff CONTRIBUTING.md Dockerfile LICENSE
+MANIFEST.in Makefile README.md SECURITY.md bench csrc docs examples mkdocs.yml pflcore
+pyproject.toml setup.py tests"""
+
+
+def test_a_checkout_holds_what_the_project_is_made_of():
+    """What a test or an example wrote beside the sources is not kept."""
+    if not shutil.which("git") or not (ROOT / ".git").exists():
+        pytest.skip("no checkout of git here")
+    words = ["git", "ls-files"]
+    files = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = {line.split("/")[0] for line in files.stdout.splitlines()}
+    assert found == {*TOP.split()}

@@ -222,10 +222,12 @@ GROWS = 'file = open(path, "ab")', 'self._file = open(self.path, "ab" if goes_on
 def test_every_file_is_written_by_one_mechanism():
     """Each file is written beside its place and then renamed.
 
-    The exceptions are a record, which grows by lines, and a lock.
+    The exceptions are a record, which grows by lines, and a lock. bench/players write
+    into a folder that goes when their process has ended, and cannot import pflcore.
     """
     folders = "pflcore/lab/cli", "pflcore/lab/results", "pflcore/simulation", "bench"
-    texts = [p.read_text() for folder in folders for p in (ROOT / folder).rglob("*.py")]
+    files = [p for folder in folders for p in (ROOT / folder).rglob("*.py")]
+    texts = [p.read_text() for p in files if p.parent.name != "players"]
     found = [
         line.strip()
         for text in texts
