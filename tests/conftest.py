@@ -131,7 +131,7 @@ LACKS = {  # a word in the reason of a skip -> True where it holds
         map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     ),
     "POSIX": os.name == "nt",
-    "git": not (shutil.which("git") and (ROOT / ".git").exists()),
+    "checkout of git": not (shutil.which("git") and (ROOT / ".git").exists()),
     "Gloo": not (
         torch.distributed.is_available() and torch.distributed.is_gloo_available()
     ),
