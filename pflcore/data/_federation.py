@@ -233,7 +233,8 @@ class Federation:
 
         Raises ValueError for a split that does not exist.
         """
-        require(split in self.index, "split", f"one of {', '.join(self.splits)}", split)
+        if split not in self.index:
+            reject("split", f"one of {', '.join(self.splits)}", split)
         lists: Ragged = self.index[split]
         return lists
 

@@ -242,8 +242,10 @@ class Ranks:
     # clients ------------------------------------------------------------------
     def share(
         self,
-        work: Tensor,  # [S]
+        num_samples: Tensor,  # [S]
         block_numbers: Tensor,  # [S]
+        *,
+        by_largest: bool = False,
     ) -> list[Tensor]:
         """The positions in a cohort that each rank computes, ascending.
 
@@ -252,19 +254,22 @@ class Ranks:
         has least. The result depends on the arguments alone, so all ranks know it.
 
         Args:
-            work: The work of each client, such as its number of samples.
+            num_samples: The number of each client's samples, which is its work.
             block_numbers: The number of each client's block, see `assign_blocks`.
+            by_largest: True where each client of a block is as much work as its largest
+                one, as in a training under vmap.
         """
         if self.count == 1:
-            return [torch.arange(len(work))]
+            return [torch.arange(len(num_samples))]
         blocks: dict[int, list[int]] = {}
         for position, block in enumerate(block_numbers.tolist()):
             blocks.setdefault(block, []).append(position)
-        # A client takes some time, even if it has no samples.
-        costs = {
-            block: int(work[positions].sum()) + len(positions)
-            for block, positions in blocks.items()
-        }
+        costs = {}
+        for block, positions in blocks.items():
+            sizes = num_samples[positions]
+            work = sizes.max() * len(sizes) if by_largest else sizes.sum()
+            # A client takes some time, even if it has no samples.
+            costs[block] = int(work) + len(positions)
         shares: list[list[int]] = [[] for _ in range(self.count)]
         loads = [0] * self.count
         for block in sorted(blocks, key=lambda b: (-costs[b], b)):

@@ -13,59 +13,80 @@ ENDING_SIGNALS = [
 ]
 
 
-# While signals wait: the handler that each of them had before, and the arguments of a
-# handler for each signal that came.
-_handlers: dict[int, Any] = {}
-_received: list[Any] = []
+class _Waiting:
+    """The signals that wait for the end of a block.
+
+    Attributes:
+        handlers: The handler that each of them had before the block.
+        received: The arguments of the handler of a signal that waits; at most one.
+        are_allowed: True in a part of the block in which signals come at once.
+    """
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Any] = {}
+        self.received: list[Any] = []
+        self.are_allowed = False
+        for number in ENDING_SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                self.handlers[number] = handler
+                signal.signal(number, self.receive)
+
+    def receive(self, *arguments: Any) -> None:
+        """Keeps a signal for later. A second one comes at once, in place of both."""
+        if self.are_allowed or self.received:
+            self.received.clear()
+            self.handlers[arguments[0]](*arguments)
+        else:
+            self.received.append(arguments)
+
+    @contextlib.contextmanager
+    def allowing(self, wanted: bool) -> Iterator[None]:
+        """A part of the block in which signals come at once, or wait again."""
+        before = self.are_allowed
+        self.are_allowed = wanted
+        try:
+            yield
+        finally:
+            self.are_allowed = before
+
+    def end(self) -> None:
+        """Gives the handlers back, and lets the signal come that waited."""
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        for arguments in self.received:
+            self.handlers[arguments[0]](*arguments)
 
 
-def _receive(*arguments: Any) -> None:
-    """Keeps a signal for later. A second one comes at once."""
-    _received.append(arguments)
-    if len(_received) > 1:
-        _handlers[arguments[0]](*arguments)
+# Signals have one handler in a program. So there is at most one entry.
+_waiting: list[_Waiting] = []
 
 
-def _hold_back() -> None:
-    """Lets signals wait from here on."""
-    for number in ENDING_SIGNALS:
-        handler = signal.getsignal(number)
-        if callable(handler):
-            _handlers[number] = handler
-            signal.signal(number, _receive)
-
-
-def _let_through() -> dict[int, Any]:
-    """Lets signals come at once from here on; returns their handlers."""
-    handlers = dict(_handlers)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    _handlers.clear()
-    return handlers
+def _is_main_thread() -> bool:
+    """True in the thread in which Python calls handlers of signals."""
+    return threading.current_thread() is threading.main_thread()
 
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
     """Holds back a signal that would end the program during the block.
 
-    The signal comes at the end of the block; a second one comes at once. A block inside
-    of another changes nothing.
+    The signal comes at the end of the block, or of the outer one around it; a second
+    one comes at once.
     """
-    # Python calls handlers of signals in the main thread only.
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or _handlers:
+    if not _is_main_thread():
         yield
-        return
-    try:
-        _hold_back()
-        yield
-    finally:
-        handlers = _let_through()
-        received = _received.copy()
-        _received.clear()
-        if len(received) == 1:
-            arguments = received[0]
-            handlers[arguments[0]](*arguments)
+    elif _waiting:
+        with _waiting[0].allowing(False):
+            yield
+    else:
+        signals = _Waiting()
+        try:
+            _waiting.append(signals)
+            yield
+        finally:
+            _waiting.clear()
+            signals.end()
 
 
 @contextlib.contextmanager
@@ -74,12 +95,8 @@ def allow_signals() -> Iterator[None]:
 
     One that waits already goes on waiting for the end of the block.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not _handlers:
+    if _waiting and _is_main_thread():
+        with _waiting[0].allowing(True):
+            yield
+    else:
         yield
-        return
-    try:
-        _let_through()
-        yield
-    finally:
-        _hold_back()

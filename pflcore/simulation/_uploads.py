@@ -189,7 +189,7 @@ def accept(
     if not origins:
         return result, outcome
     norms = update_norms(result.up, origins)
-    median = norms.quantile(0.5)
+    median = median_of(norms)
     if len(norms) > 2 and median > 0:
         accepted = result.cohort.ids.tolist()
         ratios = dict(zip(accepted, (norms / median).tolist(), strict=True))
@@ -211,8 +211,8 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     Those of one device come together, so that each device is waited for once.
     """
-    copies = list(tensors)
-    for device in {tensor.device for tensor in tensors}:
+    copies = [tensor.double() if tensor.is_cpu else tensor for tensor in tensors]
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
         index = [i for i, tensor in enumerate(tensors) if tensor.device == device]
         flat = torch.cat([tensors[i].double().flatten() for i in index]).cpu()
         parts = flat.split([tensors[i].numel() for i in index])
@@ -320,17 +320,8 @@ def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:
 
 
 def are_finite(values: Sequence[Tensor]) -> Tensor:
-    """Mask [K, ...] of the finite ones of K values [...], on the CPU.
-
-    The values of one device come to the CPU together, so that each device is waited for
-    once.
-    """
-    finite = torch.ones(len(values), *values[0].shape, dtype=torch.bool)
-    for device in {value.device for value in values}:
-        index = [i for i, value in enumerate(values) if value.device == device]
-        stacked = torch.stack([values[i].double() for i in index])
-        finite[index] = stacked.isfinite().cpu()
-    return finite
+    """Mask [K, ...] of the finite ones of K values [...], on the CPU."""
+    return torch.stack(on_cpu(values)).isfinite()
 
 
 def update_origins(result: CohortResult, traits: Traits, server: Tensors) -> Tensors:
@@ -372,6 +363,16 @@ def update_norms(up: Tensors, origins: Tensors) -> Tensor:
             sqdist = squared_norms(rows)
         norms.append(sqdist.sqrt())
     return torch.stack(norms).amax(0).cpu()
+
+
+def median_of(values: Tensor) -> Tensor:
+    """The median of some numbers [S], between the middle two where S is even.
+
+    It has the bits of `values.quantile(0.5)`, which takes ten times as long.
+    """
+    ascending = values.sort().values
+    middle = (len(values) - 1) // 2
+    return torch.lerp(ascending[middle], ascending[len(values) // 2], 0.5)
 
 
 def clip_updates(

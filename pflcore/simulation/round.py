@@ -60,7 +60,6 @@ from pflcore.simulation._uploads import (
     warn_bad_upload,
 )
 from pflcore.train import Clients
-from pflcore.train._context import TrainContext
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
 from pflcore.train._schedule import assign_blocks
 from pflcore.train._workers import single_threaded
@@ -125,7 +124,8 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
         buffers = state.buffers[to_device(ids, state.buffers.device)]
         before = CohortRows(client_rows(config, state, ids, down), buffers)
         blocks = assign_blocks(config, ids)
-        shares = ranks.share(block_work(config, cohort.num_samples, blocks), blocks)
+        by_largest = config.engine.autograd == "vmap"
+        shares = ranks.share(cohort.num_samples, blocks, by_largest=by_largest)
         own = shares[ranks.rank]
         place = f"the training of round {cohort.round}"
         rows = None
@@ -142,20 +142,6 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
                 rows = CohortRows(client_states, fit.buffers, up, fit.loss)
         rows = ranks.gather(place, rows, shares)
     return CohortResult(cohort, down, before.client_states, rows)
-
-
-def block_work(
-    context: TrainContext, num_samples: Tensor, block_numbers: Tensor
-) -> Tensor:
-    """The work [S] of each client's training, for the balance between ranks.
-
-    Under vmap a block takes as many steps as its largest client.
-    """
-    if context.engine.autograd != "vmap":
-        return num_samples
-    blocks = block_numbers.unique(return_inverse=True)[1]
-    largest = num_samples.new_zeros(len(num_samples))
-    return largest.scatter_reduce(0, blocks, num_samples, "amax")[blocks]
 
 
 def receive_uploads(

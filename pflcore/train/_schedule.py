@@ -76,6 +76,8 @@ def assign_blocks(
     min_blocks = 2 if two_threads else 1
     full_blocks = -(-count // context.clients_per_block)
     blocks = min(count, max(full_blocks, min_blocks))
+    if blocks == 1:
+        return torch.zeros(count, dtype=torch.int64)
     starts = [count * j // blocks for j in range(1, blocks)]
     rank = torch.arange(count)
     block_of_rank = torch.searchsorted(
