@@ -243,7 +243,7 @@ class Ranks:
     def share(
         self,
         num_samples: Tensor,  # [S]
-        block_numbers: Tensor,  # [S]
+        block_numbers: Tensor | None,  # [S]
         *,
         by_largest: bool = False,
     ) -> list[Tensor]:
@@ -255,11 +255,12 @@ class Ranks:
 
         Args:
             num_samples: The number of each client's samples, which is its work.
-            block_numbers: The number of each client's block, see `assign_blocks`.
+            block_numbers: The number of each client's block, see `assign_blocks`. It is
+                not read where there is one rank.
             by_largest: True where each client of a block is as much work as its largest
                 one, as in a training under vmap.
         """
-        if self.count == 1:
+        if self.count == 1 or block_numbers is None:
             return [torch.arange(len(num_samples))]
         blocks: dict[int, list[int]] = {}
         for position, block in enumerate(block_numbers.tolist()):

@@ -41,7 +41,7 @@ class _Waiting:
             self.received.append(arguments)
 
     @contextlib.contextmanager
-    def allowing(self, wanted: bool) -> Iterator[None]:
+    def allowing(self, *, wanted: bool) -> Iterator[None]:
         """A part of the block in which signals come at once, or wait again."""
         before = self.are_allowed
         self.are_allowed = wanted
@@ -77,7 +77,7 @@ def defer_signals() -> Iterator[None]:
     if not _is_main_thread():
         yield
     elif _waiting:
-        with _waiting[0].allowing(False):
+        with _waiting[0].allowing(wanted=False):
             yield
     else:
         signals = _Waiting()
@@ -96,7 +96,7 @@ def allow_signals() -> Iterator[None]:
     One that waits already goes on waiting for the end of the block.
     """
     if _waiting and _is_main_thread():
-        with _waiting[0].allowing(True):
+        with _waiting[0].allowing(wanted=True):
             yield
     else:
         yield

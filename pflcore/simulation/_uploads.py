@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -157,6 +158,7 @@ def accept(
         name: claim
         for name, claim in expected.items()
         if isinstance(claim, Claim) and claim.is_bounded and name in rows.up
+        if rows.up[name].numel()
     }
     # The server reads these numbers, so they come to the CPU in one copy.
     losses = [] if rows.loss is None else [rows.loss]
@@ -232,27 +234,34 @@ def faults_of(
         claim = claim._replace(low=torch.where(variances.cpu(), 0.0, -math.inf))
     count = len(values)
     faults = [""] * count
+    # Cohorts are small, and numpy's calls take a fraction of torch's.
     bounds = [
-        bound(up) if callable(bound) else torch.as_tensor(bound)
+        bound(up) if callable(bound) else bound
         for bound in (claim.low, claim.high, claim.most)
     ]
-    low, high, most = on_cpu(bounds)
-    low, high = (bound.expand_as(values).reshape(count, -1) for bound in (low, high))
-    most = most.expand(count)
-    values = values.reshape(count, -1)
-    total = values.sum(1)
-    for i in (total > most + ROUNDING * most.abs()).nonzero()[:, 0].tolist():
-        faults[i] = f"sums to {total[i]:g}, expected at most {most[i]:g}"
-    is_wrong = values < low - ROUNDING * low.abs()
-    is_wrong |= values > high + ROUNDING * high.abs()
+    low, high, most = (
+        bound.double().cpu().numpy() if isinstance(bound, Tensor) else np.float64(bound)
+        for bound in bounds
+    )
+    numbers = values.numpy()
+    total = numbers.reshape(count, -1).sum(1)
+    is_wrong = (numbers < low - ROUNDING * np.abs(low)) | (
+        numbers > high + ROUNDING * np.abs(high)
+    )
     if claim.is_whole:
-        is_wrong |= values != values.round()
+        is_wrong |= numbers != np.rint(numbers)
+    most = np.broadcast_to(most, count)
+    for i in np.flatnonzero(total > most + ROUNDING * np.abs(most)).tolist():
+        faults[i] = f"sums to {total[i]:g}, expected at most {most[i]:g}"
     kind = "a whole number" if claim.is_whole else "a number"
-    for i in is_wrong.any(1).nonzero()[:, 0].tolist():
-        first = int(is_wrong[i].nonzero()[0])
-        upper = f" to {high[i, first]:g}" if high[i, first].isfinite() else " on"
-        expected = f"{kind} from {low[i, first]:g}{upper}"
-        faults[i] = f"holds {values[i, first]:g}, expected {expected}"
+    for i in np.flatnonzero(is_wrong.reshape(count, -1).any(1)).tolist():
+        first = is_wrong[i].argmax()
+        number, least, largest = (
+            np.broadcast_to(value, numbers.shape)[i].flat[first]
+            for value in (numbers, low, high)
+        )
+        upper = f" to {largest:g}" if np.isfinite(largest) else " on"
+        faults[i] = f"holds {number:g}, expected {kind} from {least:g}{upper}"
     return faults
 
 

@@ -61,7 +61,6 @@ from pflcore.simulation._uploads import (
 )
 from pflcore.train import Clients
 from pflcore.train._gpu_flags import REPEATABLE_FLAGS
-from pflcore.train._schedule import assign_blocks
 from pflcore.train._workers import single_threaded
 
 __all__ = ["RunConfig", "initial_state", "step"]
@@ -123,7 +122,8 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
         down = config.algorithm.send(state.server, cohort)
         buffers = state.buffers[to_device(ids, state.buffers.device)]
         before = CohortRows(client_rows(config, state, ids, down), buffers)
-        blocks = assign_blocks(config, ids)
+        clients = Clients(config, ids, cohort.round, buffers)
+        blocks = clients.blocks if ranks.count > 1 else None
         by_largest = config.engine.autograd == "vmap"
         shares = ranks.share(cohort.num_samples, blocks, by_largest=by_largest)
         own = shares[ranks.rank]
@@ -132,11 +132,8 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
         with ranks.own_work(place):
             if len(own):
                 part = take_rows(before, own)
-                clients = Clients(
-                    config, ids[own], cohort.round, part.buffers, blocks[own]
-                )
                 client_states, up, fit = config.algorithm.train(
-                    take_rows(down, own), part.client_states, clients
+                    take_rows(down, own), part.client_states, clients.at(own)
                 )
                 check_client_states(part.client_states, client_states)
                 rows = CohortRows(client_states, fit.buffers, up, fit.loss)

@@ -148,13 +148,17 @@ class Clients:
 
     def take(self, mask: Tensor) -> Clients:
         """The clients where `mask`, bool [S], is true."""
-        buffers = self.buffers[to_device(mask, self.buffers.device)]
-        host_mask = mask.cpu()
+        return self.at(mask.cpu().nonzero()[:, 0])
+
+    def at(self, positions: Tensor) -> Clients:
+        """The clients at ascending positions, int64 [s] on the CPU."""
+        if len(positions) == len(self.ids):
+            return self
         return replace(
             self,
-            ids=self.ids[host_mask],
-            buffers=buffers,
-            block_numbers=self._block_numbers[host_mask],
+            ids=self.ids[positions],
+            buffers=self.buffers[to_device(positions, self.buffers.device)],
+            block_numbers=self.blocks[positions],
         )
 
     def after(self, fit: Fit) -> Clients:
@@ -409,7 +413,7 @@ class Clients:
             )
             return even_parts(order, min(parts, len(order)))
         if engine.autograd == "vmap":
-            return split_by_block(order, self._block_numbers[order])
+            return split_by_block(order, self.blocks[order])
         single_clients: Sequence[Tensor] = order.split(1)
         return single_clients
 
@@ -436,7 +440,7 @@ class Clients:
                 self.buffers,
                 lists,
                 groups,
-                self._block_numbers,
+                self.blocks,
             )
         else:
             scores = client_scores(
@@ -509,7 +513,7 @@ class Clients:
         pairs = self.scores(model, split, predict)
         if self.context.engine.evaluates:
             positions = torch.arange(len(self.ids))
-            blocks = split_by_block(positions, self._block_numbers)
+            blocks = split_by_block(positions, self.blocks)
             groups = [block.tolist() for block in blocks]
         else:
             groups = [g for g in self._evaluation_groups(model) if len(g) > 1]
@@ -614,7 +618,7 @@ class Clients:
         return self.net.scores_classes and not self.context.data.y.is_floating_point()
 
     @cached_property
-    def _block_numbers(self) -> Tensor:
+    def blocks(self) -> Tensor:
         """Number [S] of each client's block."""
         if self.block_numbers is not None:
             return self.block_numbers
@@ -628,7 +632,7 @@ class Clients:
         """
         if not is_one_model(model):
             return [[i] for i in range(len(self.ids))]
-        return equal_buffer_groups(self._block_numbers, self.buffers)
+        return equal_buffer_groups(self.blocks, self.buffers)
 
     @cached_property
     def _relabel(self) -> Tensor | None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from entry_points import held_out, sentence
 from parts.states import same
 from small import images, make_setting, normed_model, swept, tiny_model
@@ -13,7 +15,7 @@ from pflcore import Net, Training, step
 from pflcore.algorithms import ALGORITHMS, BadUpload, FedAvg, VoidRound
 from pflcore.simulation import Robustness
 from pflcore.simulation._attacks import Adversary
-from pflcore.simulation._uploads import accept
+from pflcore.simulation._uploads import accept, median_of
 from pflcore.simulation.round import (
     RunConfig,
     commit,
@@ -99,3 +101,9 @@ def test_refusing_the_upload_of_nobody_is_an_error():
     config = RunConfig.of(alg, context)
     with sentence("update: BadUpload: expected numbers of clients of the round.*7"):
         step(config, initial_state(alg, context.net, 2), torch.arange(2))
+
+
+@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=9))
+def test_the_median_of_lengths_has_the_bits_of_a_quantile(lengths):
+    values = torch.tensor(lengths, dtype=torch.float64)
+    assert torch.equal(median_of(values), values.quantile(0.5))
