@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from entry_points import held_out, sentence
 from hypothesis import given
 from hypothesis import strategies as st
-from entry_points import held_out, sentence
 from parts.states import same
 from small import images, make_setting, normed_model, swept, tiny_model
 
