@@ -483,9 +483,9 @@ class Server:
             for sentence in sentences:
                 _raise_or_warn(sentence, strict)
 
-        void = RoundOutcome(list(names), void=True)
+        outcome = void = RoundOutcome(list(names), void=True)
         try:
-            return self._run_round([*uploads.values()], report_refused)
+            outcome = self._run_round([*uploads.values()], report_refused)
         except RefusedUpload:
             raise
         except Stop as stop:  # it ends a run, but a server waits for other uploads
@@ -505,7 +505,10 @@ class Server:
                 "one algorithm and model.",
                 strict,
             )
-        return void
+        if not outcome.void:
+            # Its errors are the method's own: the round has been played.
+            self._record_accepted(outcome)
+        return outcome
 
     def _run_round(
         self, uploads: Sequence[Upload], on_refused: Callable[[BadUpload], None]
@@ -545,11 +548,12 @@ class Server:
         changes = serve(alg, state, result, outcome, self.averages, on_refused)
         if not outcome.void:
             self._state = commit(state, changes, outcome)
-            self._record_accepted(outcome, outcome.cohort or cohort)
         return outcome
 
-    def _record_accepted(self, outcome: RoundOutcome, cohort: Cohort) -> None:
+    def _record_accepted(self, outcome: RoundOutcome) -> None:
         """Stores the facts of a round for later downloads and for `report`."""
+        cohort = outcome.cohort
+        assert cohort is not None
         factor = outcome.clip_factor
         if factor is None:
             factor = torch.ones(len(cohort.ids))

@@ -468,6 +468,20 @@ def test_what_an_own_algorithm_says_in_a_later_round_ends_no_run():
         assert server.aggregate(ups, strict=False).void
 
 
+def test_an_error_of_a_report_is_the_methods_own_and_costs_no_round():
+    class Unreported(FedAvg):
+        def report(self, state, mix, cohort):
+            raise ValueError("no report")
+
+    server, clients = apart(Unreported())
+    with pytest.raises(ValueError, match="^no report$"):
+        play(server, clients, ALL)
+    assert server.round == 1
+    server.algorithm.__class__ = FedAvg
+    assert not play(server, clients, ALL)[0].void
+    assert server.round == 2
+
+
 def test_a_graph_has_no_place_for_a_newcomer():
     server, clients = apart(ALGORITHMS["sfl"](adjacency=torch.ones(4, 4)))
     play(server, clients, ALL)
