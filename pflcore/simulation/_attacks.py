@@ -87,8 +87,11 @@ class Adversary:
         fits = self.strength is None or self.attack != "label_flip"
         require(fits, "strength", "None, as labels are flipped or not", self.strength)
         object.__setattr__(self, "clients", _plain_ids(self.clients))
-        strength = self.strength or DEFAULT_STRENGTH.get(self.attack)
-        object.__setattr__(self, "strength", strength)
+
+    @property
+    def factor(self) -> float | None:
+        """The factor s: the `strength`, or the attack's default; None for no factor."""
+        return self.strength or DEFAULT_STRENGTH.get(self.attack)
 
     def with_ids(self, data: Federation) -> Adversary:
         """The adversary with the ids of its clients in place of their names."""
@@ -181,7 +184,7 @@ class Adversary:
 
         The letters are those of the class.
         """
-        s = self.strength or 0.0
+        s = self.factor or 0.0
         m = honest_updates.mean(0)
         if self.attack == "little":
             sent = m - s * honest_updates.std(0, correction=0)

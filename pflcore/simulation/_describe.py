@@ -119,7 +119,7 @@ def describe_run(simulation: Simulation) -> Record:
     if isinstance(alg, SplitModel):
         record["private"] = _private_parameters(alg, net)
     if adversary is not None:
-        record["adversary"] = asdict(adversary)
+        record["adversary"] = {**asdict(adversary), "strength": adversary.factor}
     if simulation.functions:
         record["functions"] = simulation.functions
     digests = {

@@ -474,7 +474,7 @@ def test_an_error_of_a_report_is_the_methods_own_and_costs_no_round():
             raise ValueError("no report")
 
     server, clients = apart(Unreported())
-    with pytest.raises(ValueError, match="^no report$"):
+    with pytest.raises(ValueError, match=r"^no report$"):
         server.aggregate(uploads(server, clients), strict=False)
     assert server.round == 1
     server.algorithm.__class__ = FedAvg

@@ -3,6 +3,8 @@
 An algorithm that cannot take a defence refuses it with one sentence.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from entry_points import sentence, synthetic_linear
@@ -49,6 +51,15 @@ def test_every_algorithm_can_be_attacked(name):
     history = run(name, rounds=1, model=tiny_model(8), adversary=adversary).run()
     norms = history.rounds[0]["relative_update_norm"]
     assert min(norms[8:]) > 100 > max(norms[:8]), norms
+
+
+def test_another_attack_has_its_own_strength():
+    before = Adversary("sign_flip", BAD)
+    for name in ("noise", "label_flip"):
+        after = replace(before, attack=name)
+        assert after == Adversary(name, BAD) and after.factor != before.factor
+    header = run(adversary=before).header()
+    assert header["adversary"]["strength"] == 1
 
 
 # Each line: options of the adversary, options of the algorithm, and the error.
