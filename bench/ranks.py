@@ -123,15 +123,13 @@ def play(model: str, algorithm: str, clients: int) -> Facts:
         evaluation=Evaluation(every=1),
         hardware=Hardware(workers=1),
     )
-    traffic = simulation.config.ranks.traffic
     seconds = []
-    received = 0
     start = time.process_time()
     for _ in simulation.iterate():
         now = time.process_time()
         seconds.append(now - start)
         start = now
-    received = traffic.bytes_received // len(seconds)
+    received = simulation.config.ranks.bytes_received // len(seconds)
     state = flatten_state(simulation.state)
     peak = int(fact("self/status", "VmHWM", "0").split()[0]) / 1e3
     return {

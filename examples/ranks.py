@@ -56,7 +56,7 @@ def play() -> None:
     for client in range(data.n):
         for name, tensor in sorted(history.model(client).tensors().items()):
             digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    megabytes = simulation.config.ranks.traffic.bytes_received / 1e6
+    megabytes = simulation.config.ranks.bytes_received / 1e6
     if history.rank == 0:
         ranks = os.environ.get("WORLD_SIZE", "1")
         accuracy = float(history.series("accuracy")[1][-1].mean())

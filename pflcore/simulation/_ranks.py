@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -65,21 +64,6 @@ class Message(NamedTuple):
     failure: Failure | None
 
 
-@dataclass
-class Traffic:
-    """A rank's exchanges so far, for measurements.
-
-    Attributes:
-        exchanges: The number of exchanges.
-        bytes_received: Bytes of rows that came from other ranks.
-        seconds: Seconds in exchanges, most of them spent waiting for other ranks.
-    """
-
-    exchanges: int = 0
-    bytes_received: int = 0
-    seconds: float = 0.0
-
-
 class Ranks:
     """The ranks of a run, as one of them sees them.
 
@@ -88,7 +72,7 @@ class Ranks:
     Attributes:
         rank: The number of this rank, from 0.
         count: The number of ranks, R.
-        traffic: This rank's exchanges so far.
+        bytes_received: Bytes of rows that came from other ranks so far.
     """
 
     def __init__(
@@ -107,7 +91,7 @@ class Ranks:
         """
         self.rank = rank
         self.count = count
-        self.traffic = Traffic()
+        self.bytes_received = 0
         self._cpu_group = cpu_group
         self._card_group = card_group
         # The error that all ranks have heard of. It is not told again.
@@ -217,12 +201,11 @@ class Ranks:
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
-        """A collective: it is counted, and fails in one sentence.
+        """A collective, which fails in one sentence.
 
         A signal waits until it is over, since a rank that leaves in the middle of a
         collective would leave the others in it.
         """
-        start = time.perf_counter()
         try:
             with defer_signals():
                 yield
@@ -235,9 +218,6 @@ class Ranks:
                     "itself, and go on from the checkpoint."
                 )
             ) from error
-        finally:
-            self.traffic.exchanges += 1
-            self.traffic.seconds += time.perf_counter() - start
 
     # clients ------------------------------------------------------------------
     def share(
@@ -357,7 +337,7 @@ class Ranks:
             with self._talking():
                 as_bytes = sent.view(-1).view(torch.uint8)
                 dist.all_gather(list(pieces), as_bytes, group=group)
-            self.traffic.bytes_received += received.nbytes - sent.nbytes
+            self.bytes_received += received.nbytes - sent.nbytes
         parts = received.split(len(sent))
         filled = [part[:count] for part, count in zip(parts, counts, strict=True)]
         rows = torch.cat(filled).to(parcel.device)

@@ -153,6 +153,6 @@ if __name__ == "__main__":
     digests = play_all(json.loads(sys.argv[1]))
     # Ranks that did not find each other would have equal digests, too.
     ranks = make_simulation({"algorithm": "fedavg"}).config.ranks
-    digests["ranks"] = [ranks.rank, ranks.count, ranks.traffic.bytes_received]
+    digests["ranks"] = [ranks.rank, ranks.count, ranks.bytes_received]
     path = Path(sys.argv[2], f"digests-{os.environ.get('RANK', '0')}.json")
     path.write_text(json.dumps(digests))
