@@ -38,6 +38,7 @@ from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from flwr.supercore import log
 from torch import Tensor
 
+from pflcore._cohort import cohort_size
 from pflcore.check import require
 from pflcore.interop._flower_client import client_app, keep_private
 from pflcore.interop._flower_messages import (
@@ -54,11 +55,9 @@ from pflcore.interop._server import Server
 from pflcore.interop._sides import read_state, write_state
 from pflcore.simulation._files import lock_folder
 from pflcore.simulation._loop import MAX_VOID_ROUNDS
-from pflcore.simulation._state import RunConfig
+from pflcore.simulation._sampling import draw_uniformly, with_required
 from pflcore.simulation._uploads import RoundOutcome
 from pflcore.simulation.checkpoint import Checkpoint
-from pflcore.simulation.round import sample_cohort
-from pflcore.train._random import draw_without_replacement
 
 __all__ = [
     "PersonalStrategy",
@@ -334,28 +333,19 @@ class PflStrategy(FilteredFedAvg):
         """The numbers of the clients that train, drawn as in a simulation."""
         least = min(1.0, self.min_train_nodes / len(available))
         participation = max(self.fraction_train, least)
-        # `sample_cohort` reads only the seed and the algorithm of a run.
-        unused: Any = None
-        config = RunConfig(
-            unused,
-            unused,
-            unused,
-            unused,
-            unused,
-            seed=self.server.seed,
-            algorithm=self.server.algorithm,
-        )
-        return sample_cohort(config, self.server.round + 1, participation, available)
+        count = cohort_size(participation, len(available))
+        key = (self.server.seed, self.server.round + 1, "cohort")
+        drawn = draw_uniformly(available, count, *key)
+        required = self.server.algorithm.traits.required_clients
+        return with_required(drawn, required, available, count)
 
     def _evaluation_cohort(self, available: Tensor, server_round: int) -> Tensor:
         """The numbers of the clients that are evaluated, ascending."""
         n = len(available)
         least = min(self.min_evaluate_nodes, n)
         count = max(int(self.fraction_evaluate * n), least)
-        drawn = draw_without_replacement(
-            n, count, self.server.seed, server_round, "evaluated"
-        )
-        return available[drawn.sort().values]
+        key = (self.server.seed, server_round, "evaluated")
+        return draw_uniformly(available, count, *key).sort().values
 
     configure_train = partialmethod(_messages, "train")
     configure_evaluate = partialmethod(_messages, "evaluate")

@@ -146,17 +146,52 @@ def draw_clients(
     key = (context.seed, round, "cohort")
     if kind == "poisson":
         drawn = draw_independently(n, participation, *key)
+    elif kind == "uniform":
+        return draw_uniformly(clients, count, *key)
     elif count >= n and kind != "weights":
         return clients
-    elif kind == "uniform":
-        # This makes no tensor as long as the federation, which may have millions of
-        # clients.
-        drawn = draw_without_replacement(n, count, *key)
     else:
         sizes = context.data.size("train").double()
         weights = sizes if kind == "size" else sampling
         drawn = draw_by_weight(weights[clients], count, *key)
     return clients[drawn]
+
+
+def draw_uniformly(clients: Tensor, count: int, *key: object) -> Tensor:
+    """Draws `count` of the ids `clients`, without replacement: int64, in random order.
+
+    Where there are no more than that, they are all of `clients` in their own order. The
+    draw makes no tensor as long as `clients`, which may be millions.
+    """
+    n = len(clients)
+    if count >= n:
+        return clients
+    return clients[draw_without_replacement(n, count, *key)]
+
+
+def with_required(
+    drawn: Tensor, required: Sequence[int], clients: Tensor, count: int | None
+) -> Tensor:
+    """The ids of drawn clients and of required ones, int64, ascending.
+
+    Args:
+        drawn: The ids of the clients that were drawn.
+        required: The ids of the clients that an algorithm needs in every round.
+        clients: The ids of the clients that may take part, ascending.
+        count: The number of clients: required ones take the place of drawn ones. Those
+            outside of `clients` come on top. None for all of them.
+    """
+    if not required:
+        return drawn.sort().values
+    # The required clients come first, so that a cut takes away others.
+    cohort = [*required, *(i for i in drawn.tolist() if i not in required)]
+    if count is not None:
+        # `in` would look at all clients.
+        wanted = torch.tensor(required)
+        place = torch.searchsorted(clients, wanted).clamp(max=len(clients) - 1)
+        count += int((clients[place] != wanted).sum())
+        cohort = cohort[: max(count, len(required))]
+    return torch.tensor(sorted(cohort))
 
 
 def draw_independently(n: int, chance: float, *key: object) -> Tensor:

@@ -39,7 +39,11 @@ from pflcore.algorithms._protocol import (
 )
 from pflcore.check import Fraction, PositiveInt, checked, require
 from pflcore.simulation._rows import CohortRows, take_rows
-from pflcore.simulation._sampling import draw_clients, sampling_kind
+from pflcore.simulation._sampling import (
+    draw_clients,
+    sampling_kind,
+    with_required,
+)
 from pflcore.simulation._signals import defer_signals
 from pflcore.simulation._state import (
     RunConfig,
@@ -341,16 +345,6 @@ def sample_cohort(
     count = cohort_size(participation, len(clients))
     drawn = draw_clients(config, round, count, clients, sampling, participation)
     required = config.algorithm.traits.required_clients
-    if not required:
-        return drawn.sort().values
-    others = [i for i in drawn.tolist() if i not in required]
-    # Required clients outside of `clients` come on top. `in` would look at all of them.
-    wanted = torch.tensor(required)
-    place = torch.searchsorted(clients, wanted).clamp(max=len(clients) - 1)
-    count += int((clients[place] != wanted).sum())
-    if sampling_kind(sampling) in ("function", "poisson"):
-        # They join those that are drawn, however many these are.
-        count = len({*required, *others})
-    # The required clients come first, so that a cut takes away others.
-    cohort = [*required, *others][: max(count, len(required))]
-    return torch.tensor(sorted(cohort))
+    # By these rules any number may be drawn, and the required clients join them.
+    is_free = sampling_kind(sampling) in ("function", "poisson")
+    return with_required(drawn, required, clients, None if is_free else count)
