@@ -39,7 +39,7 @@ from pflcore.interop._message import (
     BUFFERS_KEY,
     CLASSES_KEY,
     MessageHeader,
-    decode_message,
+    decode_download,
     download_layout,
     encode_class_names,
     encode_message,
@@ -309,8 +309,8 @@ class Client:
         """
         net = self._context.net
         device = net.w0.device
-        payload, header, sent_buffers = decode_message(
-            download, device, self._fingerprint, "download", self._download_layout
+        payload, header, sent_buffers = decode_download(
+            download, device, self._fingerprint, self._download_layout
         )
         self._check_sent_buffers(sent_buffers)
         down = Download(payload)

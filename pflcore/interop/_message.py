@@ -321,24 +321,25 @@ def expand_shared_rows(
     return SharedRows(rows, index[None])
 
 
-def decode_message(
+def decode_download(
     message: Any,
     device: torch.device,
     own_fingerprint: int,
-    name: str,
-    layout: DownloadLayout | None = None,
+    layout: DownloadLayout | None,
 ) -> tuple[Payload, MessageHeader, Tensor | None]:
-    """A message's payload [1, ...], header and batch norm's statistics [b].
+    """A download's payload [1, ...], header and batch norm's statistics [b].
 
     The tensors are on `device`. Raises ValueError for anything that is no message, for
     a message of another fingerprint, and for one that does not fit `layout`. It raises
     before it makes anything larger than the message.
 
     Args:
+        message: What the server sent.
+        device: The device of the tensors.
         own_fingerprint: The fingerprint of this side.
-        name: The words that begin an error's sentence.
         layout: The layout that the payload must have; None accepts every payload.
     """
+    name = "download"
     tensors, header = open_message(message, own_fingerprint, name)
     if layout is not None:
         check_model_layouts(tensors, layout, name)
@@ -361,7 +362,12 @@ def open_message(
     """The tensors of a message without its header, and the header.
 
     Raises ValueError for anything that is no message, and for a message of another
-    fingerprint. The arguments are those of `decode_message`.
+    fingerprint.
+
+    Args:
+        message: What the other side sent.
+        own_fingerprint: The fingerprint of this side.
+        name: The words that begin an error's sentence.
     """
     tensors = _read_tensors(message, name)
     header = _read_header(tensors, name)
