@@ -27,6 +27,7 @@ from pflcore.check import (
     device_of,
     require,
     summarize,
+    warn_caller,
 )
 from pflcore.data._federation import Federation
 from pflcore.data._protocols import (
@@ -145,6 +146,8 @@ class Client:
         check_head(self.algorithm, self._context)
         self._buffers = net.b0[None]  # [1, b]
         self._client_state: Tensors = {}  # [1, ...]
+        # The round of the training that left them; 0 for those of a new client.
+        self._state_round = 0
         # The round, the state and the statistics of the last training, until a download
         # tells whether the server used the upload.
         self._pending: tuple[int, Tensors, Tensor] | None = None
@@ -246,6 +249,7 @@ class Client:
             pending = (state["pending_round"], rows, statistics)
         self._client_state = moved(state["own"], device)
         self._buffers = state["statistics"].to(device, copy=True)
+        self._state_round = state["own_round"]
         self._pending = pending
 
     def save(self, folder: str | Path) -> None:
@@ -272,6 +276,7 @@ class Client:
             "identity": self._identity,
             "own": self._client_state,
             "statistics": self._buffers,
+            "own_round": self._state_round,
             "pending": rows,
             "pending_statistics": statistics,
             "pending_round": round,
@@ -316,6 +321,7 @@ class Client:
         down = Download(payload)
         self._settle(header)
         client_state = self._state_for_round(down, header)
+        self._warn_of_another_state(header, client_state)
         buffers = self._statistics_for_round(header)
         if sent_buffers is not None:
             buffers = sent_buffers[None]
@@ -379,7 +385,26 @@ class Client:
                 client_state[key] = shrink_towards(client_state[key], before, factor)
             self._client_state = client_state
             self._buffers = buffers
+            self._state_round = round
         self._pending = None
+
+    def _warn_of_another_state(self, header: MessageHeader, own: Tensors) -> None:
+        """Warns where the client's own state is not that of its last used upload.
+
+        Args:
+            header: The header of a download.
+            own: The client's state before the round, by name.
+        """
+        has_own = bool(own) or (self._buffers.numel() and not self.averages)
+        if not has_own or header.accepted in (0, self._state_round):
+            return
+        held = f"of round {self._state_round}" if self._state_round else "a new one's"
+        warn_caller(
+            f"this client's own state is {held}, and the server last used its upload "
+            f"of round {header.accepted}, so the method goes on from a state that it "
+            "never had; restore the states that both sides saved after one round.",
+            RuntimeWarning,
+        )
 
     def _personalized(self, download: Any) -> tuple[Tensors, Clients]:
         """The model [1, ...], and clients that hold its batch norm's statistics."""

@@ -140,6 +140,31 @@ def test_a_server_and_clients_that_were_saved_go_on_as_if_they_had_not_stopped(n
         assert restored.clients == server.clients and restored.round == 3
 
 
+@pytest.mark.parametrize("name", ["ditto", "fedavg"])
+def test_a_client_that_lost_its_state_says_so(name):
+    server, clients = apart(name)
+    play(server, clients, ALL)
+    play(server, clients, ALL)
+    client, *_ = clients
+    saved = client.state_dict()
+    play(server, clients, ALL)
+    download = server.download(0, "evaluation")
+    states = (client, apart(name)[1][0])
+    heard = [r"of round 1, and the server last used its upload of round 3", "a new"]
+    for part, words in zip(states, heard, strict=True):
+        if part is client:
+            part.load_state_dict(saved)
+            part._pending = None  # it had not saved the last training
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            part.model(download)
+        texts = [str(w.message) for w in caught]
+        if name == "fedavg":  # its clients keep nothing
+            assert not texts
+        else:
+            assert len(texts) == 1 and words in texts[0], texts
+
+
 def test_a_state_of_something_else_is_refused_and_nothing_changes():
     server, clients = apart("ditto")
     play(server, clients, ALL)
