@@ -23,6 +23,7 @@ from pflcore.lab.cli._experiment import make_algorithm
 from pflcore.lab.results._progress import Progress
 from pflcore.nn.models import model_for
 from pflcore.ops import __version__, backend
+from pflcore.simulation._files import lock_folder
 
 
 def say(text: str) -> None:
@@ -79,6 +80,8 @@ def reproduce(
 ) -> Reproduction:
     """Plays a whole plan into a folder, and draws its pictures.
 
+    Raises ValueError where another process plays into the folder.
+
     Args:
         plan: see `bench.papers.plan.complete`
         minutes: the time after which no further run begins; None for no limit
@@ -86,14 +89,13 @@ def reproduce(
     """
     todo = tasks(plan, **choice)
     rounds = sum(task.options.rounds for task in todo if not task.base)
-    folder.mkdir(parents=True, exist_ok=True)
     methods = {task.method for task in todo}
     settings = {task.setting for task in todo}
     say(
         f"Plays {len(todo)} runs, {rounds:,} rounds in all: methods {len(methods)}, "
         f"settings {len(settings)}. Folder: {folder}"
     )
-    with Progress(rounds, quiet) as progress:
+    with lock_folder(folder), Progress(rounds, quiet) as progress:
         made = Reproduction(plan, folder, progress, minutes)
         rows = made.play(todo)
         if made.skipped:

@@ -24,6 +24,7 @@ from pflcore import Net, Simulation
 from pflcore.algorithms import L2C, FedAvg, FedDWA, FedFomo, Mocha
 from pflcore.lab import cli
 from pflcore.lab.cli._experiment import make_algorithm, model_of, partition_of
+from pflcore.simulation._files import lock_folder
 from pflcore.simulation.record import read
 
 pytest.importorskip("sklearn")
@@ -174,6 +175,13 @@ def test_what_is_there_is_not_overwritten_by_something_else(tmp_path, capsys):
     before = path.read_bytes()
     assert command(tmp_path, "--methods", "FedAvg", "--rounds", "3")[0] == 2
     assert "other options" in capsys.readouterr().err and path.read_bytes() == before
+
+
+def test_two_do_not_play_into_one_folder(tmp_path):
+    out = tmp_path / "out"
+    with lock_folder(out), sentence("out: another run is writing into"):
+        played(tmp_path, "small")
+    assert not (out / "records").exists()
 
 
 def test_equal_compute_stands_beside_it(tmp_path):
