@@ -37,7 +37,7 @@ _geometric_median: _device check ops train
 robust: _cohort _device _geometric_median check ops train
 algorithms: _cohort _device check ops data nn train robust
 simulation: _cohort _device check ops metrics privacy data nn train robust algorithms
-interop: check ops data train robust algorithms simulation
+interop: _cohort check ops data train robust algorithms simulation
 testing: check data train algorithms simulation
 lab: check ops metrics data nn train robust algorithms simulation
 """
