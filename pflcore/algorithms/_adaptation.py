@@ -243,7 +243,7 @@ def validation_score(
         )
     # Each client has a block of its own: a choice must not depend on the others, and
     # last digits may depend on what is computed together.
-    judges = replace(clients, block_numbers=torch.arange(len(size)))
+    judges = replace(clients, known_blocks=torch.arange(len(size)))
     if not has_val.all():
         judges = judges.take(has_val)
         model = {key: tensor[has_val] for key, tensor in model.items()}

@@ -242,6 +242,7 @@ class Client:
         """
         check_identity(state, self._identity)
         device = self._buffers.device
+        own_round = state["own_round"]
         pending = None
         if state["pending_round"] is not None:
             statistics = state["pending_statistics"].to(device, copy=True)
@@ -249,7 +250,7 @@ class Client:
             pending = (state["pending_round"], rows, statistics)
         self._client_state = moved(state["own"], device)
         self._buffers = state["statistics"].to(device, copy=True)
-        self._state_round = state["own_round"]
+        self._state_round = own_round
         self._pending = pending
 
     def save(self, folder: str | Path) -> None:
@@ -398,11 +399,13 @@ class Client:
         has_own = bool(own) or (self._buffers.numel() and not self.averages)
         if not has_own or header.accepted in (0, self._state_round):
             return
-        held = f"of round {self._state_round}" if self._state_round else "a new one's"
+        held = (
+            f"of round {self._state_round}" if self._state_round else "a new client's"
+        )
         warn_caller(
             f"this client's own state is {held}, and the server last used its upload "
-            f"of round {header.accepted}, so the method goes on from a state that it "
-            "never had; restore the states that both sides saved after one round.",
+            f"of round {header.accepted}: one of them is older than the other; restore "
+            "states that the server and this client saved after the same round.",
             RuntimeWarning,
         )
 

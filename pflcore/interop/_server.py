@@ -506,7 +506,7 @@ class Server:
                 strict,
             )
         if not outcome.void:
-            # Its errors are the method's own: the round has been played.
+            # The round is played, so an error in here is the method's, not an upload's.
             self._record_accepted(outcome)
         return outcome
 

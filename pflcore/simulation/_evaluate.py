@@ -211,7 +211,7 @@ def personalized_models(
         models = {key: rows[index] for key, rows in models.items()}
         buffers = buffers[index]
     return models, replace(
-        clients, ids=ids, buffers=buffers, block_numbers=block_numbers
+        clients, ids=ids, buffers=buffers, known_blocks=block_numbers
     )
 
 

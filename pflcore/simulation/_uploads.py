@@ -240,10 +240,12 @@ def faults_of(
         for bound in (claim.low, claim.high, claim.most)
     ]
     low, high, most = (
-        bound.double().cpu().numpy() if isinstance(bound, Tensor) else np.float64(bound)
+        bound.detach().double().cpu().numpy()
+        if isinstance(bound, Tensor)
+        else np.float64(bound)
         for bound in bounds
     )
-    numbers = values.numpy()
+    numbers = values.detach().numpy()
     total = numbers.reshape(count, -1).sum(1)
     is_wrong = (numbers < low - ROUNDING * np.abs(low)) | (
         numbers > high + ROUNDING * np.abs(high)
@@ -377,7 +379,7 @@ def update_norms(up: Tensors, origins: Tensors) -> Tensor:
 def median_of(values: Tensor) -> Tensor:
     """The median of some numbers [S], between the middle two where S is even.
 
-    It has the bits of `values.quantile(0.5)`, which takes ten times as long.
+    It has the bits of `values.quantile(0.5)`, which calls far more of torch.
     """
     ascending = values.sort().values
     middle = (len(values) - 1) // 2

@@ -127,7 +127,7 @@ def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
         buffers = state.buffers[to_device(ids, state.buffers.device)]
         before = CohortRows(client_rows(config, state, ids, down), buffers)
         clients = Clients(config, ids, cohort.round, buffers)
-        blocks = clients.blocks if ranks.count > 1 else None
+        blocks = clients.block_numbers if ranks.count > 1 else None
         by_largest = config.engine.autograd == "vmap"
         shares = ranks.share(cohort.num_samples, blocks, by_largest=by_largest)
         own = shares[ranks.rank]

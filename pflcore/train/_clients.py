@@ -135,7 +135,7 @@ class Clients:
         round: The number of the round, from 1. It is a part of the key of the random
             streams.
         buffers: Each client's statistics of batch norm, [S, b].
-        block_numbers: The number of each client's block, [S], where these clients are a
+        known_blocks: The number of each client's block, [S], where these clients are a
             part of a cohort and the blocks are those of the whole cohort. None means
             that they are all of it.
     """
@@ -144,7 +144,7 @@ class Clients:
     ids: Tensor
     round: int
     buffers: Tensor
-    block_numbers: Tensor | None = None
+    known_blocks: Tensor | None = None
 
     def take(self, mask: Tensor) -> Clients:
         """The clients where `mask`, bool [S], is true."""
@@ -158,7 +158,7 @@ class Clients:
             self,
             ids=self.ids[positions],
             buffers=self.buffers[to_device(positions, self.buffers.device)],
-            block_numbers=self.blocks[positions],
+            known_blocks=self.block_numbers[positions],
         )
 
     def after(self, fit: Fit) -> Clients:
@@ -413,7 +413,7 @@ class Clients:
             )
             return even_parts(order, min(parts, len(order)))
         if engine.autograd == "vmap":
-            return split_by_block(order, self.blocks[order])
+            return split_by_block(order, self.block_numbers[order])
         single_clients: Sequence[Tensor] = order.split(1)
         return single_clients
 
@@ -440,7 +440,7 @@ class Clients:
                 self.buffers,
                 lists,
                 groups,
-                self.blocks,
+                self.block_numbers,
             )
         else:
             scores = client_scores(
@@ -513,7 +513,7 @@ class Clients:
         pairs = self.scores(model, split, predict)
         if self.context.engine.evaluates:
             positions = torch.arange(len(self.ids))
-            blocks = split_by_block(positions, self.blocks)
+            blocks = split_by_block(positions, self.block_numbers)
             groups = [block.tolist() for block in blocks]
         else:
             groups = [g for g in self._evaluation_groups(model) if len(g) > 1]
@@ -618,10 +618,10 @@ class Clients:
         return self.net.scores_classes and not self.context.data.y.is_floating_point()
 
     @cached_property
-    def blocks(self) -> Tensor:
+    def block_numbers(self) -> Tensor:
         """Number [S] of each client's block."""
-        if self.block_numbers is not None:
-            return self.block_numbers
+        if self.known_blocks is not None:
+            return self.known_blocks
         return assign_blocks(self.context, self.ids)
 
     def _evaluation_groups(self, model: Tensors) -> list[list[int]]:
@@ -632,7 +632,7 @@ class Clients:
         """
         if not is_one_model(model):
             return [[i] for i in range(len(self.ids))]
-        return equal_buffer_groups(self.blocks, self.buffers)
+        return equal_buffer_groups(self.block_numbers, self.buffers)
 
     @cached_property
     def _relabel(self) -> Tensor | None:

@@ -118,7 +118,7 @@ def test_one_model_for_all_is_one_pass_over_all_samples(
 ):
     # One client, number 2, is not evaluated.
     clients = at_work(engine, model, relabel=relabel, ids=[4, 0, 1, 3])
-    clients = replace(clients, block_numbers=torch.zeros(4, dtype=torch.int64))
+    clients = replace(clients, known_blocks=torch.zeros(4, dtype=torch.int64))
     batches = []
     forward = Net.__call__
 
