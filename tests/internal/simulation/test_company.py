@@ -13,6 +13,7 @@ from small import swept
 from pflcore import Clients
 from pflcore.algorithms import ALGORITHMS, SharedRows
 from pflcore.simulation import _evaluate as evaluation
+from pflcore.simulation._ranks import Ranks
 from pflcore.simulation._state import client_rows
 from pflcore.simulation.round import sample_cohort, step
 from pflcore.train import _schedule
@@ -150,3 +151,15 @@ def test_workers_change_no_bit_of_a_run(name, case):
         assert a["eval"] == b["eval"] and a["train_loss"] == b["train_loss"]
     for key, value in one.state.server.items():
         assert torch.equal(value, two.state.server[key]), key
+
+
+@pytest.mark.parametrize(
+    ("by_largest", "of_the_second"),
+    [(False, range(3, 9)), (True, [*range(3), 6, 7, 8])],
+)
+def test_ranks_share_blocks_by_their_work(by_largest, of_the_second):
+    num_samples = torch.tensor([4, 4, 4, 6, 1, 1, 3, 3, 3])
+    blocks = torch.arange(9) // 3
+    shares = Ranks(0, 2).share(num_samples, blocks, by_largest=by_largest)
+    assert shares[1].tolist() == [*of_the_second]
+    assert torch.cat(shares).sort().values.tolist() == [*range(9)]
