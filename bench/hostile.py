@@ -1,4 +1,4 @@
-"""Measurements of the harm that bad clients do: the figures of docs/trust.md.
+"""Measurements of the harm that bad clients do: the figures of docs/defences.md.
 
 `python -m bench.hostile [inputs] [attacks] [waffle] [nearby]` prints them:
 

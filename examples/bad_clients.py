@@ -59,7 +59,7 @@ ABOUT = f"""# Bad clients
 What one bad client does to the others, for each algorithm. What to do about it:
 
 - A client that uploads NaN or Inf is left out of the round. You need to do nothing.
-- Finite lies are not found without a defence: `clip`, which the table below shows, or a [robust mean](trust.md#attacks-and-defences).
+- Finite lies are not found without a defence: `clip`, which the table below shows, or a [robust mean](defences.md).
 
 ## One bad client of {N}
 `python examples/bad_clients.py` makes this table. All clients take part in {ROUNDS} rounds and have the same Gaussian clouds. The model is logistic
