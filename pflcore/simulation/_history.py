@@ -333,8 +333,7 @@ class History:
         if not evaluations:
             return "accuracy"
         for record in evaluations:
-            accuracies = record["eval"].get("accuracy")
-            if accuracies is not None and metrics.count(accuracies):
+            if metrics.count(record["eval"].get("accuracy", ())):
                 return "accuracy"
         return "loss"  # as for regression
 
@@ -459,7 +458,7 @@ class History:
             )
         values = self.last_evaluation
         losses = []
-        if values.get("loss") is not None:
+        if "loss" in values:
             losses = client_values(values, "loss").tolist()
         ids = values.get("clients") or range(len(losses))
         bad = [i for i, loss in zip(ids, losses, strict=True) if loss == math.inf]
@@ -595,11 +594,7 @@ def client_values(evaluation: Mapping[str, Any], key: str) -> Tensor:
     with samples but without a finite value, because its model diverged.
     """
     size = evaluation.get("size")
-    values = evaluation.get(key)
-    if values is None:
-        count = len(next(v for v in evaluation.values() if v is not None))
-        values = [None] * count
-    values = metrics.vector(values)
+    values = metrics.vector(evaluation[key])
     is_error = key.endswith("loss") or metrics.HIGHER_IS_BETTER.get(key) is False
     if not is_error or size is None or len(size) != len(values):
         return values

@@ -43,6 +43,16 @@ def test_amounts_are_the_clients_own(name, n, seed, strength):
         equals(every.x, data.x)
 
 
+@pytest.mark.parametrize("name, low", [("brightness", -2.0), ("noise", 0.0)])
+def test_amounts_fill_their_interval(name, low):
+    data = Federation.from_clients([(torch.zeros(1, 1), [0])] * 200)
+
+    amounts = data.shift_features(name, 2.0).truth["shift"]
+
+    eighths = amounts.histc(8, low, 2.0)
+    assert eighths.sum() == 200 and (eighths >= 10).all()  # 25 are expected
+
+
 @pytest.mark.parametrize("name", SHIFTS)
 def test_no_strength_changes_no_bit(name):
     data = images(3)

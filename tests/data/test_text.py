@@ -47,6 +47,18 @@ def test_leafs_shakespeare_is_characters(tmp_path):
     assert as_text(data.x[data.index["train"][1]][1], data) == "<other>"
 
 
+def test_characters_are_all_that_ascii_prints(tmp_path):
+    printed = "".join(map(chr, range(32, 127)))
+    lines = {"x": [printed + "\u00e9\n"], "y": ["~"]}
+    write_leaf(tmp_path / "train" / "a.json", {"ann": lines})
+    write_leaf(tmp_path / "test" / "a.json", {"ann": lines})
+
+    data = leaf(tmp_path, text="characters", length=97)
+
+    assert as_text(data.x[0], data) == f"{printed}<other>\n"
+    assert data.class_names[data.y[0]] == "~"
+
+
 def test_leafs_sent140_is_words(tmp_path):
     rows = [["7", "Mon", "NO_QUERY", "ann", text] for text in ("Good, good", "sad day")]
     test_rows = [["8", "Tue", "NO_QUERY", "ann", "rare good"]]

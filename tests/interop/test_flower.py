@@ -734,6 +734,21 @@ def test_a_required_client_may_be_away_for_a_round():
         strategy.start(grid, num_rounds=3)
 
 
+@pytest.mark.parametrize(
+    "fraction, least, count", [(0.5, 1, 2), (0.75, 1, 3), (0.5, 3, 3), (0.1, 9, 4)]
+)
+def test_a_fraction_of_the_nodes_is_evaluated(fraction, least, count):
+    """They are floor(fraction * n) of n = 4 nodes, at least `min_evaluate_nodes`."""
+    strategy = PflStrategy(
+        Server("fedavg", model, N, rounds=9, seed=SEED),
+        fraction_evaluate=fraction,
+        min_evaluate_nodes=least,
+    )
+    grid = Nodes(client_app(maker("fedavg")), range(N))
+    strategy.start(grid, num_rounds=2)
+    assert [kind for kind, _ in grid.asked].count("evaluate") == 2 * count
+
+
 def test_a_round_in_which_everybody_fails_is_void():
     def fails(context):
         raise ValueError("it is night")

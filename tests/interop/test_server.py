@@ -5,6 +5,7 @@ Clients may join and leave. A bad client harms no other client and ends no run.
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,10 +42,10 @@ from pflcore.simulation import round as by_hand
 ALL = range(DATA.n)
 
 
-def apart(alg, make=model, clip=None, **options):
+def apart(alg, make=model, clip=None, data=DATA, **options):
     alg = algorithm(alg) if isinstance(alg, str) else alg
-    server = Server(alg, make, DATA.n, rounds=ROUNDS, seed=SEED, clip=clip, **options)
-    parts = [DATA.subset([i]) for i in ALL]
+    server = Server(alg, make, data.n, rounds=ROUNDS, seed=SEED, clip=clip, **options)
+    parts = [data.subset([i]) for i in ALL]
     return server, [
         Client(alg, make, part, TRAINING, **SETTING, **options) for part in parts
     ]
@@ -98,6 +99,20 @@ def test_server_and_clients_are_the_simulation(name, participation):
         }
         assert metrics == pytest.approx(want)
     assert ("@statistics" in server.download(0)) is run.config.averages
+
+
+def test_clients_that_label_otherwise_are_those_of_a_simulation():
+    labels = torch.arange(DATA.classes)[None] + torch.arange(DATA.n)[:, None]
+    data = replace(DATA, relabel=labels % DATA.classes)
+    whole_run = Simulation("fedper", model, data, TRAINING, ROUNDS, **SETTING)
+    history = whole_run.run()
+    server, clients = apart("fedper", data=data)
+    play(server, clients, *[ALL] * ROUNDS)
+    last = history.last_values("accuracy")
+    for i in ALL:
+        agree(history.model(i), personal(server, clients, i), data.client(i)[0])
+        metrics = clients[i].evaluate(server.download(i, "evaluation"))
+        assert metrics["accuracy"] == pytest.approx(last[i].item())
 
 
 def test_what_travels_is_plain_tensors_of_the_algorithms_size():

@@ -51,6 +51,12 @@ def test_the_best_of_a_column_is_bold():
     assert table(TWO, format="latex").count(r"\textbf{") == len(bold)
 
 
+def test_the_lines_of_a_table_are_of_one_length():
+    lines = [line for line in table(TWO).splitlines() if line.startswith("|")]
+
+    assert len(lines) == 4 and len({len(line) for line in lines}) == 1
+
+
 def test_a_table_of_one_row_has_no_best():
     assert "**" not in table(TWO[:1])
     assert "textbf" not in table(TWO[:1], format="latex")

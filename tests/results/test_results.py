@@ -299,11 +299,7 @@ def test_a_regression_is_told_by_its_loss():
     """
     lines = a_run("mocha", target=None)
     for one in lines[1:]:
-        one["eval"] = {
-            "accuracy": None,
-            "loss": [0.01 / one["round"]] * N,
-            "size": [1] * N,
-        }
+        one["eval"] = {"loss": [0.01 / one["round"]] * N, "size": [1] * N}
     text = tell(
         a_run("a")[:1], [{"stopped": "Interrupted.", "unfinished": True}], lines
     )
