@@ -27,7 +27,16 @@ from places import ROOT, ran
 
 KEPT = ROOT / "build" / "mutants"
 SUITES = ("fast", "deep")
-PACKAGES = ("ops", "algorithms", "train", "simulation")
+PACKAGES = (
+    "ops",
+    "nn",
+    "train",
+    "algorithms",
+    "data",
+    "simulation",
+    "interop",
+    "lab",
+)
 SECONDS = 120  # limit for the tests of one mutant in a suite
 TRIED = 40  # seconds of tests, as coverage counts them, tried in a suite
 
@@ -38,10 +47,12 @@ MESSAGES = (ast.Raise, ast.JoinedStr, ast.Assert, ast.AnnAssign)
 
 
 def messages(source):
-    """Lines of errors, warnings, checks, decorators and docstrings."""
+    """Lines of errors, warnings, checks, decorators, annotations and docstrings."""
     lines = set()
     for node in ast.walk(ast.parse(source)):
         aside = list(getattr(node, "decorator_list", []))
+        annotations = getattr(node, "annotation", None), getattr(node, "returns", None)
+        aside += filter(None, annotations)
         if is_message(node):
             aside.append(node)
         for part in aside:
@@ -105,14 +116,25 @@ def drawn_mutants(count, seed):
         fitting = [k for k, line in enumerate(places.lines) if line not in aside]
         if fitting:
             k = chance.choice(fitting)
+            mutated = mutate_code(source, operator, k)
+            if not is_python(mutated):  # such as "**options" with another operator
+                continue
             mutant = {
                 "where": str(path.relative_to(ROOT)),
                 "line": places.lines[k],
                 "operator": name.removeprefix("core/"),
-                "source": mutate_code(source, operator, k),
+                "source": mutated,
             }
             out.append(mutant)
     return out
+
+
+def is_python(source):
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True
 
 
 # the tests of a line --------------------------------------------------------

@@ -116,6 +116,16 @@ def test_a_csv_without_a_header_has_no_columns(tmp_path):
     assert folder(tmp_path).columns is None
 
 
+def test_labels_below_a_word_are_shown_as_they_are_written(tmp_path):
+    (tmp_path / "ann.csv").write_text("1,2,x\n3,4,07\n5,6,7\n")
+    (tmp_path / "bob.csv").write_text("7,8,07\n9,10,x\n")
+    with sentence("y of client ann .*: expected words that name classes, .*got .'07'."):
+        folder(tmp_path)
+    data = folder(tmp_path, classes=["7", "07", "x"])
+    assert data.client(0)[1].tolist() == [2, 1, 0]
+    assert data.client(1)[1].tolist() == [1, 2]
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -137,6 +147,18 @@ def test_words_are_labels_where_classes_are_named(wrap):
     assert data.y.tolist() == [2, 0, 0, 1]
     assert data.classes == 3
     assert data.class_names == ("no", "maybe", "yes")
+
+
+@pytest.mark.parametrize("classes, names", [(3, ("a", "b", "c")), (5, None)])
+def test_more_classes_than_words_leave_no_names(classes, names):
+    clients = [(X, ["a", "c", "b", "a"]), (X, ["a", "b", "a", "b"])]
+
+    data = Federation.from_clients(clients, classes=classes)
+
+    assert data.classes == classes and data.class_names == names
+    assert data.client(0)[1].tolist() == [0, 2, 1, 0]
+    with sentence("classes: expected at least 3, as there are names of so many"):
+        Federation.from_clients(clients, classes=2)
 
 
 def test_numbers_are_labels_where_classes_are_named():

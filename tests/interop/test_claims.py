@@ -149,6 +149,21 @@ def test_impossible_claims_leave_out_their_client(claim, training):
     assert not server.aggregate(ups).dropped
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("off", [0.75, 0.25, -0.25, -0.75])
+@pytest.mark.parametrize(
+    "name, key", [("mocha", "steps"), ("weight_erosion", "passes")]
+)
+def test_numbers_of_steps_are_whole(name, key, off):
+    server = new_server(name)
+    ups = uploads(server, new_clients(name))
+    start = server.state_dict()
+    up, count = ups[3]
+    assert not server.aggregate(ups).dropped
+    forged = ups | {3: (up | {key: up[key] + off}, count)}
+    assert refused(server, start, forged, 3)
+
+
 @pytest.mark.parametrize(
     "name, key",
     [("fedpac", "prototypes"), ("fedproto", "prototypes"), ("feddbe", "mean")],
