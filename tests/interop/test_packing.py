@@ -220,6 +220,15 @@ def test_lazy_values_are_asked_for_one_client_at_a_time():
     )
 
 
+def test_a_list_may_hold_lazy_values():
+    class Lazy:
+        def materialize(self):
+            return np.arange(3, dtype=np.float32)
+
+    rows, _ = pack([[Lazy(), np.ones(2, np.float32)]] * 2)
+    assert rows.tolist() == [[0, 1, 2, 1, 1]] * 2
+
+
 def test_bfloat16_and_foreign_memory():
     uploads = [{"w": torch.randn(3, 4).bfloat16().T} for _ in range(2)]
     rows, form = pack(uploads)
