@@ -1,4 +1,6 @@
-"""Measurements of the harm that bad clients do: the figures of docs/defences.md.
+"""Measurements of the harm that bad clients do.
+
+They are the figures of docs/trust.md, docs/defences.md and docs/bad_clients.md.
 
 `python -m bench.hostile [inputs] [attacks] [waffle] [nearby]` prints them:
 

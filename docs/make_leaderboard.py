@@ -238,9 +238,11 @@ def _lesson(setting: str, baseline: str, verdicts: Mapping[str, Verdict]) -> str
     names: dict[str, list[str]] = {"better": [], "worse": [], "no difference shown": []}
     for method, verdict in verdicts.items():
         names[verdict.word].append(method)
-    parts = [f"{word}: {', '.join(some) or 'none'}" for word, some in names.items()]
-    line = f"- **{setting}**, {len(verdicts)} methods against {baseline}: "
-    return f"{line}{'; '.join(parts)}."
+    line = f"- **{setting}**, {len(verdicts)} methods against {baseline}."
+    for word, some in names.items():
+        # A name may have a comma: "Local, 2 epochs".
+        line += f" {word.capitalize()}: {'; '.join(some) or 'none'}."
+    return line
 
 
 def grids(plan: Facts) -> str:

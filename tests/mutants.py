@@ -47,12 +47,10 @@ MESSAGES = (ast.Raise, ast.JoinedStr, ast.Assert, ast.AnnAssign)
 
 
 def messages(source):
-    """Lines of errors, warnings, checks, decorators, annotations and docstrings."""
+    """Lines of errors, warnings, checks, decorators and docstrings."""
     lines = set()
     for node in ast.walk(ast.parse(source)):
         aside = list(getattr(node, "decorator_list", []))
-        annotations = getattr(node, "annotation", None), getattr(node, "returns", None)
-        aside += filter(None, annotations)
         if is_message(node):
             aside.append(node)
         for part in aside:
@@ -117,7 +115,7 @@ def drawn_mutants(count, seed):
         if fitting:
             k = chance.choice(fitting)
             mutated = mutate_code(source, operator, k)
-            if not is_python(mutated):  # such as "**options" with another operator
+            if not changes_code(source, mutated):
                 continue
             mutant = {
                 "where": str(path.relative_to(ROOT)),
@@ -129,12 +127,26 @@ def drawn_mutants(count, seed):
     return out
 
 
-def is_python(source):
+def changes_code(source, mutated):
+    """False for a mutant of annotations alone, and for one that is no Python.
+
+    Of the second kind is "**options" with another operator.
+    """
     try:
-        ast.parse(source)
+        return code_of(source) != code_of(mutated)
     except SyntaxError:
         return False
-    return True
+
+
+def code_of(source):
+    """The code of a file as text, without annotations of arguments and results."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+    return ast.dump(tree)
 
 
 # the tests of a line --------------------------------------------------------
