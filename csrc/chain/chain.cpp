@@ -17,9 +17,10 @@ cpu::chain::Loss loss_of(const char* op, const std::string& name) {
   if (name == "squared") return Loss::squared;
   if (name == "half_squared") return Loss::half_squared;
   if (name == "binary_cross_entropy") return Loss::binary_cross_entropy;
+  if (name == "linear") return Loss::linear;
   PFL_CHECK(name == "hinge", op,
-            ": expected loss cross_entropy, squared, half_squared, hinge or "
-            "binary_cross_entropy, got ",
+            ": expected loss cross_entropy, squared, half_squared, hinge, "
+            "binary_cross_entropy or linear, got ",
             name);
   return Loss::hinge;
 }
@@ -70,7 +71,9 @@ struct ChainArgs {
     const int64_t n = x.size(0), features = c * h * width;
     PFL_CHECK(x.numel() == n * features && x.scalar_type() == w.scalar_type(), op,
               ": expected x [n, C, H, W] of w's dtype");
-    PFL_CHECK(y.dim() == 1 && y.size(0) == n, op, ": expected one label for each sample");
+    const bool linear = loss == cpu::chain::Loss::linear;
+    PFL_CHECK(y.dim() == (linear ? 2 : 1) && y.size(0) == n, op,
+              ": expected one label for each sample, or a number for each of its scores");
     const bool labels = y.scalar_type() == ScalarType::Long;
     PFL_CHECK(labels || (y.scalar_type() == w.scalar_type() && !relabel), op,
               ": expected y of int64 or of w's dtype");
@@ -99,15 +102,18 @@ struct ChainArgs {
       lines.push_back({outputs, c, image});
     }
     const bool one = !program.layers.empty() && outputs == 1;
-    PFL_CHECK(loss == cpu::chain::Loss::cross_entropy ? labels : one, op,
+    const bool needs_labels = loss == cpu::chain::Loss::cross_entropy;
+    PFL_CHECK(linear || (needs_labels ? labels : one), op,
               ": expected int64 labels for cross entropy, one output for the others");
+    PFL_CHECK(!linear || !labels, op, ": expected numbers, not labels, for the linear loss");
     problem.data = {pflcore::data<T>(x),
                     features,
                     n,
                     labels ? whole(y) : nullptr,
                     labels ? nullptr : pflcore::data<T>(y),
                     whole(relabel),
-                    relabel ? relabel->size(1) : 0};
+                    relabel ? relabel->size(1) : 0,
+                    linear ? y.size(1) : 1};
   }
 };
 

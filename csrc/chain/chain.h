@@ -14,8 +14,17 @@
 namespace pflcore::cpu {
 
 namespace chain {
-enum class Loss : int64_t { cross_entropy, squared, half_squared, hinge, binary_cross_entropy };
-}
+// `linear` is the sum of the scores, each times its own target. Its targets are the slopes of a
+// loss that autograd knows, so that a chain may be a part of a larger model.
+enum class Loss : int64_t {
+  cross_entropy,
+  squared,
+  half_squared,
+  hinge,
+  binary_cross_entropy,
+  linear
+};
+}  // namespace chain
 
 // ---- the program: layers with their shapes and their weights' places in a row ----
 //
@@ -82,9 +91,10 @@ struct ChainData {
   const T* x;
   int64_t x_row, pool;
   const int64_t* label;  // [pool] classes, or
-  const T* value;        // [pool] numbers
+  const T* value;        // [pool, values] numbers
   const int64_t* relabel;
-  int64_t names;  // relabel [s, names]: a label as a client knows it; nullptr: as it is
+  int64_t names;   // relabel [s, names]: a label as a client knows it; nullptr: as it is
+  int64_t values;  // numbers of a sample: one, and for the linear loss one for each score
 };
 
 // The part that training, gradients and evaluation have in common.

@@ -5,10 +5,11 @@
 
 namespace pflcore::cpu::chain {
 
-// scores [classes][batch] with targets [batch] -> each sample's loss [batch], whether it is right
-// [batch] (by its scores alone: infinite ones have an order, and with a NaN nothing is right), and
-// the slopes of the losses times `share` [classes][batch], which may be the scores' own place;
-// loss, right and slope may be nullptr.
+// scores [classes][batch] with targets [batch] (of the linear loss [classes][batch]) -> each
+// sample's loss [batch], whether it is right [batch] (by its scores alone: infinite ones have an
+// order, and with a NaN nothing is right; the linear loss knows no right), and the slopes of the
+// losses times `share` [classes][batch], which may be the scores' own place; loss, right and slope
+// may be nullptr.
 template <class T, int bytes>
 PFL_TARGET void losses(Loss kind, int64_t classes, int64_t batch, T share, const T* score,
                        const T* target, T* loss, uint8_t* right, T* slope) {
@@ -53,6 +54,14 @@ PFL_TARGET void losses(Loss kind, int64_t classes, int64_t batch, T share, const
         s *= part;
         s -= y == static_cast<T>(c) ? V{} + share : V{};
         store_first(slope + c * batch + b, s, some);
+      }
+    } else if (kind == Loss::linear) {
+      value = V{}, hit = I{};
+      for (int64_t c = 0; c < classes; c++) {
+        load(s, score + c * batch + b);
+        load(y, target + c * batch + b);
+        value += s * y;
+        if (slope) store_first(slope + c * batch + b, share * y, some);
       }
     } else {
       load(s, score + b);

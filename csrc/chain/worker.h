@@ -126,6 +126,7 @@ class Worker {
   // there is one model for all.
   bool evaluate(const ChainEval<T>& a, int64_t s, int64_t first, int64_t last) {
     if (first >= last) return true;
+    demand_targets(a);
     read(w_, a.w + s * a.w_row);
     batch_.seed = {};
     const T* const statistics = a.statistics + s * a.statistics_row;
@@ -135,7 +136,8 @@ class Worker {
     int64_t owner = s;
     for (int64_t at = first; at < last;) {
       int64_t some = most_;
-      while (some > last - at) some /= 2;  // few sizes, so few plans
+      if (now_ && now_->batch == last - at) some = last - at;  // as in the step before
+      while (some > last - at) some /= 2;                      // few sizes, so few plans
       Plan& plan = use(some);
       if (a.scores && a.classes != plan.classes) return false;
       for (int64_t i = 0; i < some; i++) {
@@ -202,8 +204,12 @@ class Worker {
     aside_ = plan.aside ? plain(plan.aside) : nullptr;
     at_.resize(plan.batch);
     batch_.samples = at_.data();
-    target_.resize(plan.batch + kSlack);
+    target_.resize(plan.classes * plan.batch + kSlack);
     loss_.resize(plan.batch + kSlack);
+  }
+
+  void demand_targets(const ChainProblem<T>& a) const {
+    demand(a.loss_kind != Loss::linear || a.data.values == layout_.classes);
   }
 
   // Sample i of a batch, with its label; false where it is not there. `left`: places behind this
@@ -227,7 +233,8 @@ class Worker {
       if (a.loss_kind == Loss::cross_entropy && (y < 0 || y >= layout_.classes)) return false;
       target_[i] = static_cast<T>(y);
     } else {
-      target_[i] = data.value[p];
+      for (int64_t k = 0; k < data.values; k++)
+        target_[k * now_->batch + i] = data.value[p * data.values + k];
     }
     at_[i] = data.x + p * data.x_row;
     return true;
@@ -252,6 +259,7 @@ class Worker {
   // the batch that come next.
   bool gradient(const ChainProblem<T>& a, int64_t s, const int64_t* place, int64_t count,
                 int64_t ahead, Into<T> into, double& loss) {
+    demand_targets(a);
     const bool whole = layout_.whole && batch_.train;
     const int64_t tiles = whole ? 1 : (count + most_ - 1) / most_,
                   tile = (count + tiles - 1) / tiles;

@@ -29,6 +29,8 @@ class _ForwardState(threading.local):
             draws numbers of its own.
         single_client: True for one client without vmap, so that kernels that do not
             support vmap may run.
+        body: What computes the features that the head sees, in place of the module's
+            own layers; None for those.
     """
 
     train: bool = False
@@ -36,6 +38,7 @@ class _ForwardState(threading.local):
     seed: Tensor | None = None
     random_layer: int = 0
     single_client: bool = False
+    body: Any = None
 
 
 forward_state = _ForwardState()
@@ -47,6 +50,7 @@ def forward_context(
     buffers: Tensor | None = None,
     seed: Tensor | None = None,
     single_client: bool = False,
+    body: Any = None,
 ) -> Iterator[None]:
     """Context with a state of forward passes; the caller's is restored afterwards.
 
@@ -60,6 +64,7 @@ def forward_context(
         seed=seed,
         random_layer=0,
         single_client=single_client,
+        body=body,
     )
     try:
         yield

@@ -236,9 +236,15 @@ def move_statistics(
 def sample_losses(
     loss_name: str,
     scores: Tensor,  # [s, B, C]
-    y: Tensor,  # [s, B] int64 labels, or numbers
+    y: Tensor,  # [s, B] int64 labels, or numbers; [s, B, C] numbers for "linear"
 ) -> Tensor:  # [s, B]
-    """The loss of each sample."""
+    """The loss of each sample.
+
+    "linear" is the sum of the scores, each times its own target. Its targets are the
+    slopes of a loss behind the chain, which autograd knows.
+    """
+    if loss_name == "linear":
+        return (scores * y).sum(2)
     if loss_name == "cross_entropy":
         flat_scores = scores.flatten(0, 1)
         losses = F.cross_entropy(flat_scores, y.flatten(), reduction="none")
@@ -261,7 +267,7 @@ def grad_reference(
     h: int,
     wide: int,
     x: Tensor,  # [n, ...]
-    y: Tensor,  # [n] int64 labels, or numbers of w's dtype
+    y: Tensor,  # [n] int64 labels, or numbers of w's dtype; [n, C] for "linear"
     relabel: Tensor | None,  # [S, classes]
     order: Tensor,  # [S, longest] places in the pool
     size: Tensor,  # [S]

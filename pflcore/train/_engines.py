@@ -31,6 +31,7 @@ from pflcore.nn._context import forward_context, forward_state
 from pflcore.ops._chain import chain_grad
 from pflcore.train._augment import augment_batches
 from pflcore.train._batches import Batches, BatchStep
+from pflcore.train._body import Body
 from pflcore.train._chain import Chain
 from pflcore.train._graphs import GradientGraphs, GraphFunction
 from pflcore.train._net import Net
@@ -63,7 +64,7 @@ class Engine(NamedTuple):
     still decides
 
     - how an objective with a loss of its own is computed, which the kernels do not
-      know,
+      know; the layers before the head may be theirs (`body`),
     - the blocks of clients that are computed at once (`assign_blocks`).
 
     Attributes:
@@ -76,6 +77,8 @@ class Engine(NamedTuple):
             has few shapes.
         evaluates: True where vmap also evaluates the models of a block at once, on
             padded batches: on a GPU.
+        body: The layers before the head by the kernels, for what a loop computes of one
+            client; or None.
     """
 
     autograd: str
@@ -83,6 +86,7 @@ class Engine(NamedTuple):
     reason: str = "asked for"
     pads: bool = False
     evaluates: bool = False
+    body: Body | None = None
 
     @property
     def kind(self) -> str:
@@ -128,7 +132,7 @@ class Objective(NamedTuple):
         if self.loss is None and not self.never_vmap:
             return engine
         name = "loop" if self.never_vmap else engine.autograd
-        return Engine(name)
+        return Engine(name, body=engine.body)
 
     def terms(self, w: Tensor) -> Tensors:
         """The terms that are added to the gradients at `w` [S, Q].
@@ -176,6 +180,7 @@ def gradients(  # noqa: PLR0913 (one call for two engines)
     objective_loss: ObjectiveLoss | None = None,
     extra: Tensors = {},  # noqa: B006
     precision: Precision = None,
+    body: Body | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [s], gradients [s, Q] and new buffers [s, b] by autograd.
 
@@ -186,13 +191,14 @@ def gradients(  # noqa: PLR0913 (one call for two engines)
         objective_loss: The loss in place of the run's.
         extra: The tensors [s, ...] that `objective_loss` receives.
         precision: The precision of the forward pass and the loss.
+        body: The layers before the head by the kernels, without vmap.
     """
 
     def loss_and_buffers(
         extra: Tensors, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor
     ) -> Any:
         with (
-            forward_context(train, buffers, seed, single_client=not vmap),
+            forward_context(train, buffers, seed, single_client=not vmap, body=body),
             autocast(precision, w.device),
         ):
             if objective_loss is None:
@@ -461,6 +467,7 @@ class Chunk:
             objective_loss=self.loss,
             extra=extra,
             precision=self.precision,
+            body=self.engine.body,
         )
         return losses, grads
 

@@ -134,7 +134,12 @@ def _batch_scores(
     x = context.data.x.index_select(0, places)
     with (
         torch.no_grad(),
-        forward_context(train=False, buffers=buffers, single_client=True),
+        forward_context(
+            train=False,
+            buffers=buffers,
+            single_client=True,
+            body=context.engine.body,
+        ),
     ):
         scores = predict(client_model, context.net, x)
     check_rows(scores, len(places))
@@ -292,7 +297,15 @@ def mean_gradient(
         x = context.data.x.index_select(0, places[first:last])
         y = labels[None, first:last]
         _, grads, _ = gradients(
-            context.net, row, x[None], y, buffers, seed + k, vmap=False, train=train
+            context.net,
+            row,
+            x[None],
+            y,
+            buffers,
+            seed + k,
+            vmap=False,
+            train=train,
+            body=context.engine.body,
         )
         total += grads[0] * ((last - first) / n)
     return total

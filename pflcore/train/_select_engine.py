@@ -17,6 +17,7 @@ import torch.nn as nn
 
 from pflcore.check import warn_caller
 from pflcore.data._federation import Federation
+from pflcore.train._body import Body, find_body
 from pflcore.train._chain import Chain, NotAChain, find_chain
 from pflcore.train._context import (
     CPU_BLOCK_CLIENTS,
@@ -160,7 +161,29 @@ def select_engine(
         loop_reason = f"vmap cannot train this model: {mismatch.words}"
     if chain is None:
         reason = f"{loop_reason}; {reason}"
-    return Engine("loop", chain, reason)
+    body = None if chain is None else matching_body(net, data, probes, chain)
+    return Engine("loop", chain, reason, body=body)
+
+
+def matching_body(
+    net: Net, data: Federation, probes: list[EngineProbe], chain: Chain
+) -> Body | None:
+    """The layers before the head by the kernels, if they match the probes.
+
+    Warns where they do not, as `matching_chain` does.
+    """
+    body = find_body(net, chain, tuple(data.shape))
+    if body is None:
+        return None
+    mismatch = first_mismatch(probes, Engine("loop", body=body))
+    if mismatch is None:
+        return body
+    warn_caller(
+        "pflcore: the chain found for the layers before the head is not the model: "
+        f"{mismatch.words}; they are trained without.",
+        UserWarning,
+    )
+    return None
 
 
 def matching_vmap(

@@ -5,6 +5,7 @@ A problem has clients with samples, and trains, differentiates or evaluates a ch
 
 import json
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -61,6 +62,16 @@ def layer(kind, taken=(), options=None):
 INF = torch.inf
 KINDS = [(m, "cross_entropy") for m in MODELS if m != "mlp, one output"]
 KINDS += [("mlp, one output", c) for c in sorted(set(LOSSES) - {"cross_entropy"})]
+# The linear loss has a target for each score.
+LINEAR = "linear", "mlp", "mlp, one output", "lenet", "residual, batch norm"
+KINDS += [(m, "linear") for m in LINEAR]
+
+
+def linear(scores, y):
+    return (scores * y).sum(1).mean()
+
+
+CHAIN_LOSSES = {**LOSSES, "linear": linear}
 
 
 def by_steps(w, *args, statistics=None, merge_single=False):
@@ -144,12 +155,16 @@ class Problem:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             made = nn.Sequential(*(layer(*words) for words in layers))
-            self.net = Net(made.to(dtype), loss=loss_name)
+            named = loss_name
+            if loss_name == "linear":  # it is no loss of a model
+                named = "squared" if "one output" in model else "cross_entropy"
+            self.net = Net(made.to(dtype), loss=named)
         n = len(sizes)
         pool = sum(sizes) + 3
         longest = max(sizes)
         self.w = self.net.w0 + randn(seed, n, self.net.size, dtype=dtype, scale=0.05)
-        self.chain = compile_chain(self.net, tuple(shape))
+        found = compile_chain(self.net, tuple(shape))
+        self.chain = replace(found, loss_name=loss_name)
         buffers = self.net.b0 + randn(seed + 5, n, len(self.net.b0), dtype=dtype).abs()
         self.statistics = self.chain.kernel_statistics(buffers)
         self.sizes = torch.tensor(sizes)
@@ -159,7 +174,9 @@ class Problem:
             None,
             None,
         )
-        if loss_name in ("squared", "half_squared"):
+        if loss_name == "linear":
+            self.y = randn(seed + 2, pool, self.chain.classes, dtype=dtype)
+        elif loss_name in ("squared", "half_squared"):
             self.y = randn(seed + 2, pool, dtype=dtype)
         else:
             classes = self.chain.classes if loss_name == "cross_entropy" else 2

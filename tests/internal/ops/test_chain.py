@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
-from internal.chains import INF, KINDS, MODELS, Problem, by_steps
+from internal.chains import CHAIN_LOSSES, INF, KINDS, MODELS, Problem, by_steps
 from laws import integers
 from places import ROOT, ran
 from tolerance import F32, F64, assert_close
@@ -109,7 +109,7 @@ def test_gradients_and_evaluation_are_the_modules(model, loss_name, dtype):
         wide.net.load(module, p.w[i].double(), buffers(p, i))
         at = p.order[i, 0, :n]
         y = p.y[at] if p.names is None else p.names[i][p.y[at]]
-        loss = LOSSES[loss_name](module(p.x[at].double()), y)
+        loss = CHAIN_LOSSES[loss_name](module(p.x[at].double()), y)
         want = torch.cat(
             [g.flatten() for g in torch.autograd.grad(loss, [*module.parameters()])]
         )
@@ -170,10 +170,13 @@ def evaluated(p, wide, module, dtype):
             y = p.y[places] if p.names is None else p.names[i][p.y[places]]
             z = module(p.x[places].double()).detach()
             each = [
-                LOSSES[p.chain.loss_name](s, t)
+                CHAIN_LOSSES[p.chain.loss_name](s, t)
                 for s, t in zip(z[:, None], y[:, None], strict=True)
             ]
-            hits = z.argmax(1) == y if z.shape[1] > 1 else (z[:, 0] > 0) == (y > 0)
+            if p.chain.loss_name == "linear":
+                hits = torch.zeros(len(y), dtype=torch.bool)  # there is no right score
+            else:
+                hits = z.argmax(1) == y if z.shape[1] > 1 else (z[:, 0] > 0) == (y > 0)
             found.append((torch.stack(each), hits, z))
         want, want_right, all_scores = map(torch.cat, zip(*found, strict=True))
         for classes in (0, p.chain.classes):
@@ -241,6 +244,26 @@ def test_an_evaluations_company_changes_no_bit(model):
     p.places, p.begin = p.places[100:103], torch.tensor([0, 3])
     for a, b, c in zip(shared, apart, p.evaluate(p.w[:1]), strict=True):
         assert torch.equal(a, b) and torch.equal(a[100:103], c)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("model", [m for m in MODELS if m != "mlp, one output"])
+def test_scores_do_not_depend_on_how_many_samples_are_computed_at_once(model):
+    p = Problem(model, [150, 47, 21, 3, 33])
+    row = p.w[:1].expand(5, -1)
+    shared = p.evaluate(row)
+    torch.set_num_threads(1)
+    for i, n in enumerate(p.sizes.tolist()):
+        one = p.alone(i)
+        one.w, one.statistics = (
+            p.w[:1],
+            None if p.statistics is None else p.statistics[:1],
+        )
+        one.grad()  # its memory is then laid out for n samples
+        first = int(p.begin[i])
+        one.places, one.begin = p.places[first : first + n], torch.tensor([0, n])
+        for a, b in zip(shared, one.evaluate(one.w), strict=True):
+            assert torch.equal(a[first : first + n], b)
 
 
 @pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
@@ -469,6 +492,7 @@ NUMBERS = """\
         *(json.loads(line) for line in NUMBERS.splitlines()),
         (0, lambda w: w[:, :-1], "do not fit"),
         (7, lambda y: y[:-1], "one label for each sample"),
+        (7, lambda y: y[:, None].float(), "one label for each sample"),
         (6, lambda x: x.double(), "w's dtype"),
         (1, column(7, 1e9), "do not fit"),
         (1, column(2, 50), "do not fit"),
@@ -488,6 +512,29 @@ def test_memory_is_guarded(which, change, words):
     # Some versions of torch raise ValueError for the C++ exception of that kind.
     with pytest.raises((RuntimeError, ValueError), match=words):
         chain.chain_train_(*arguments)
+
+
+@pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda y: y[:, :-1], "do not fit"),
+        (lambda y: torch.cat([y, y], 1), "do not fit"),
+        (lambda y: y[:, 0], "a number for each of its scores"),
+        (lambda y: y[:-1], "a number for each of its scores"),
+        (lambda y: y.long(), "numbers, not labels"),
+        (lambda y: y.double(), "w's dtype"),
+    ],
+)
+def test_targets_of_the_linear_loss_are_one_for_each_score(change, words):
+    p = Problem("lenet", [40, 20], loss_name="linear")
+    p.grad()
+    p.evaluate(p.w)
+    p.y = change(p.y)
+    p.head = lambda dtype=None: (*p.chain.fixed_args, p.x, p.y, None)
+    for op in (p.grad, lambda: p.evaluate(p.w)):
+        with pytest.raises((RuntimeError, ValueError), match=words):
+            op()
 
 
 @pytest.mark.usefixtures("kernels")

@@ -26,7 +26,15 @@ import pflcore
 # The names have the order that kernels.cpp gives them.
 NAMES = ("sqdist", "waffle", "feddwa", "aggregate", "rank1", "sgd", "trimmed_mean")
 NAMES += ("mean_around_median", "chain", "chain grad", "chain eval")
-LOSSES = ("cross_entropy", "squared", "half_squared", "hinge", "binary_cross_entropy")
+# In the order of the kernels' enumeration.
+LOSSES = (
+    "cross_entropy",
+    "squared",
+    "half_squared",
+    "hinge",
+    "binary_cross_entropy",
+    "linear",
+)
 
 
 def packed(word, results):
@@ -134,6 +142,7 @@ def chains():
             *labels,
             names,
             0 if names is None else names.shape[1],
+            y[0].numel(),
         ]
         b = 0 if p.statistics is None else p.statistics.shape[1]
         head = [program, len(program), *shape, q, b, LOSSES.index(loss_name), *data]
