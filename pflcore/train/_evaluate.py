@@ -26,6 +26,7 @@ from pflcore.data._ragged import Ragged
 from pflcore.nn._context import forward_context
 from pflcore.ops._chain import chain_eval, chain_grad
 from pflcore.ops._sums import index_add
+from pflcore.train._body import Body
 from pflcore.train._context import TrainContext
 from pflcore.train._engines import Tensors, gradients
 from pflcore.train._losses import LOSSES, fraction_correct
@@ -130,19 +131,27 @@ def _batch_scores(
     places: Tensor,  # [n]
     predict: Predict,
 ) -> Tensor:  # [n, ...]
-    """Scores of samples by the model of one client."""
+    """Scores of samples by the model of one client.
+
+    Where scores by a chain's kernels are not finite, the module has the last word, as
+    in `Clients.evaluate`.
+    """
     x = context.data.x.index_select(0, places)
-    with (
-        torch.no_grad(),
-        forward_context(
-            train=False,
-            buffers=buffers,
-            single_client=True,
-            body=context.engine.body,
-        ),
-    ):
-        scores = predict(client_model, context.net, x)
+
+    def scores_by(body: Body | None) -> Tensor:
+        with (
+            torch.no_grad(),
+            forward_context(
+                train=False, buffers=buffers, single_client=True, body=body
+            ),
+        ):
+            return predict(client_model, context.net, x)
+
+    body = context.engine.body
+    scores = scores_by(body)
     check_rows(scores, len(places))
+    if body is not None and not scores.isfinite().all():
+        scores = scores_by(None)
     return scores
 
 

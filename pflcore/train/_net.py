@@ -361,12 +361,20 @@ class Net:
     def __call__(self, row: Tensor, x: Tensor) -> Tensor:
         """Scores of the model `row` [P] on a batch `x` [B, ...]."""
         self._check(row)
-        body = forward_state.body
-        if body is not None and body.takes(row, x):
-            return self.head(row, body(row, x))
+        features = self._features_by_kernels(row, x)
+        if features is not None:
+            return self.head(row, features)
         bound = self._bound()
         bind_tensors(bound.params, bound.cut(row))
         return self.forward_bound(x)
+
+    def _features_by_kernels(self, row: Tensor, x: Tensor) -> Tensor | None:
+        """The input [B, H] of the head, where a chain's kernels compute it."""
+        body = forward_state.body
+        if body is None or not body.takes(row, x):
+            return None
+        features: Tensor = body(row, x)
+        return features
 
     def leaves(self, row: Tensor) -> list[Tensor]:
         """The parameters as leaf views of `row` [P].
@@ -433,18 +441,13 @@ class Net:
 
     def features(self, row: Tensor, x: Tensor) -> Tensor:
         """The input [B, H] of the head, of model `row` [P] on `x` [B, ...]."""
-        body = forward_state.body
-        if body is not None and body.takes(row, x):
-            features: Tensor = body(row, x)
-            return features
         return self.features_and_scores(row, x)[0]
 
     def features_and_scores(self, row: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input [B, H] of the head, and the scores [B, C], of one forward pass."""
         self._require_head()
-        body = forward_state.body
-        if body is not None and body.takes(row, x):
-            features: Tensor = body(row, x)
+        features = self._features_by_kernels(row, x)
+        if features is not None:
             return features, self.head(row, features)
         head = self._bound().module.get_submodule(self.head_name or "")
         head_inputs: list[Tensor] = []

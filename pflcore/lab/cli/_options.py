@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections.abc as abc
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
@@ -29,8 +30,10 @@ from typing import (
 from pflcore.algorithms import Algorithm, class_of, fixed_options
 from pflcore.check import (
     OnCommandLine,
+    Words,
     expectation_of,
     import_optional,
+    reject,
     validated,
 )
 from pflcore.robust import Mean
@@ -210,7 +213,8 @@ def parse(
     """The values of all options, by group, which are not checked yet.
 
     `--help` and a malformed option end the program, by SystemExit 0 and 2. Raises
-    ValueError for a name that is none of an option's choices.
+    ValueError for a name that is none of an option's choices, and for several numbers
+    behind an option of one.
 
     The help begins with the algorithm's own options, then data, model and training.
     Options that few runs need stand at its end, in groups of their own.
@@ -227,6 +231,7 @@ def parse(
     """
     tyro = import_optional("tyro")
     flags = flags_of(groups, prefixed, reserved).values()
+    _require_single_numbers(argv, groups, flags)
     keys = {(flag.group, flag.field): flag.key for flag in flags}
     types: list[tuple[int, str, Any]] = []
     attributes: dict[str, list[str]] = {}
@@ -265,6 +270,28 @@ def parse(
             key = keys[title, name]
             validated(key, expectation_of(choice), values[title][name])
     return values
+
+
+def _require_single_numbers(
+    argv: Sequence[str], groups: Mapping[str, type], flags: Iterable[Flag]
+) -> None:
+    """Raises ValueError where several words follow an option that is one number.
+
+    In a command with words of its own places, they may be those.
+    """
+    every_field = [f for cls in groups.values() for f in option_fields(cls)]
+    if any(f.metadata == POSITIONAL for f in every_field):
+        return
+    for flag in flags:
+        kinds = {*(get_args(flag.hint) or (flag.hint,))}
+        words = words_behind(argv, flag.key)
+        if len(words) > 1 and kinds <= {int, float, NoneType}:
+            comment = field_comments(groups[flag.group]).get(flag.field, "")
+            # The first clause of its help, also where that ends with "...".
+            meaning = re.split(r"; |(?<!\.)\.(?= |$)", comment)[0]
+            meaning = f"{meaning[:1].lower()}{meaning[1:]}"
+            expected = f"one number ({meaning})" if meaning else "one number"
+            reject(flag.key, expected, Words(" ".join(words)))
 
 
 def _distance(cls: type, name: str) -> int:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from parts.path import BODIES, body, played
-from small import images, make_setting
+from small import at_work, images, make_setting
 from tolerance import F32, F64
 
 import pflcore
@@ -196,10 +196,9 @@ def test_a_loop_has_a_body_where_there_is_a_chain():
         found = make_context(Net(lenet), data, Training(), engine=engine).engine
         has_body[engine] = found.body is not None
     assert has_body == {"auto": True, "chain": True, "loop": False}
-    small = make_setting(
-        Net(body(BODIES["mlp"][0])), images((7, 20), (6,)), Training(), engine="auto"
-    )
-    assert small.engine.autograd == "vmap" and small.engine.body is None
+    mlp = Net(body(BODIES["mlp"][0]))
+    small = make_context(mlp, images((7, 20), (6,)), Training()).engine
+    assert small.kind == "chain" and small.autograd == "vmap" and small.body is None
 
 
 def test_a_wrong_body_is_found_told_and_not_used(monkeypatch):
@@ -210,6 +209,22 @@ def test_a_wrong_body_is_found_told_and_not_used(monkeypatch):
     with pytest.warns(UserWarning, match=f"^pflcore: {said}"):
         engine = make_context(Net(lenet), data, Training()).engine
     assert engine.chain is not None and engine.body is None
+
+
+def test_features_of_a_diverged_model_are_the_modules():
+    """Which sums are infinite, and which are NaN, depends on the order of their terms."""
+    data = images((7, 20), (1, 28, 28))
+    found = []
+    for engine in ("chain", "loop"):
+        torch.manual_seed(0)
+        clients = at_work(make_setting(Net(lenet), data, Training(), engine=engine))
+        gen = torch.Generator().manual_seed(1)
+        rows = torch.randn(2, clients.net.size, generator=gen) * 1e38
+        found.append(clients.features(rows)[0])
+        assert (clients.context.engine.body is None) == (engine == "loop")
+
+    assert not found[0].isfinite().all()
+    torch.testing.assert_close(*found, equal_nan=True)
 
 
 @pytest.mark.parametrize("algorithm", ["fedproto", "moon", "gpfl", "knn_per", "apfl"])
