@@ -212,7 +212,7 @@ def test_a_wrong_body_is_found_told_and_not_used(monkeypatch):
 
 
 def test_features_of_a_diverged_model_are_the_modules():
-    """Which sums are infinite, and which are NaN, depends on the order of their terms."""
+    """Which sums are infinite and which are NaN depends on the order of their terms."""
     data = images((7, 20), (1, 28, 28))
     found = []
     for engine in ("chain", "loop"):
