@@ -28,7 +28,8 @@ demo: build
 
 # every property at small size, in minutes; ORDER=--randomly-seed=N shuffles the tests
 ORDER ?= -p no:randomly
-PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup --durations 10 --no-idle-skips $(ORDER)
+PROCESSES ?= auto
+PYTEST = $(BIN)/python -m pytest -n $(PROCESSES) --maxprocesses 8 --dist loadgroup --durations 10 --no-idle-skips $(ORDER)
 test: build
 	$(PYTEST)
 

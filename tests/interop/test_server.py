@@ -649,15 +649,16 @@ def plain_model():
 def methods_and_dtypes():
     """Each method with each dtype of an upload.
 
-    Whether a dtype is refused does not depend on the method, so not all are deep tests.
+    What becomes of a dtype does not depend on the method, so not all are deep tests.
+    `test_no_upload_decides_a_dtype` has all methods.
     """
     for name in sorted(set(ALGORITHMS) - {"local"}):
         for dtype in (torch.float64, torch.float16, torch.int64):
-            marks = pytest.mark.deep("all algorithms")
+            marks = pytest.mark.long("all algorithms")
             if name == "fedavg":
                 marks = ()
-            elif dtype != torch.float64 and name not in SIX:
-                marks = pytest.mark.long("a refusal by each algorithm")
+            elif name in SIX:
+                marks = pytest.mark.deep("all dtypes")
             yield pytest.param(name, dtype, marks=marks, id=f"{name}-{dtype}")
 
 

@@ -618,8 +618,16 @@ def test_aggregate_of_many_rows_whatever_their_alignment(m, dtype):
         )
 
 
-@every_dtype
-@pytest.mark.parametrize("n, m, seed", [(21, 4, 0), (37, 1, 1), (50, 3, 2), (22, 2, 7)])
+def few_results():
+    """Each shape with each dtype: one of each in the deep suite, all in the long one."""
+    long = pytest.mark.long("minutes for a kernel's paths")
+    shapes = [(21, 4, 0), (37, 1, 1), (50, 3, 2), (22, 2, 7)]
+    for i, shape in enumerate(shapes):
+        for j, dtype in enumerate(DTYPES):
+            yield pytest.param(*shape, dtype, marks=() if i == j else long)
+
+
+@pytest.mark.parametrize("n, m, seed, dtype", few_results())
 def test_aggregate_of_few_results_has_the_bits_of_many(n, m, seed, dtype):
     """A ring of rows that is the thread's own gives the sums of other kernels.
 

@@ -29,13 +29,19 @@ QUICK = ("factorized_waffle", "fedfomo", "knnper")
 
 
 def methods_and_cases():
-    """Each method with each case: some in the quick suite, all in the long one."""
+    """Each method with each case.
+
+    The quick suite has a few methods. The deep one has all cases of these, and one case
+    of each other method, in turns. The long one has the rest.
+    """
     deep = pytest.mark.deep("all algorithms, or all engines")
     long = pytest.mark.long("all algorithms on all engines")
-    for name in sorted(ALGORITHMS):
-        is_quick = name in QUICK
-        marks = {case: () if is_quick else deep for case in CASES}
-        marks |= {case: deep if is_quick else long for case in MORE_CASES}
+    for number, name in enumerate(sorted(ALGORITHMS)):
+        if name in QUICK:
+            marks = dict.fromkeys(CASES, ()) | dict.fromkeys(MORE_CASES, deep)
+        else:
+            marks = dict.fromkeys([*CASES, *MORE_CASES], long)
+            marks[CASES[number % len(CASES)]] = deep
         for case, mark in marks.items():
             yield pytest.param(name, case, marks=mark, id="-".join((name, *case)))
 
