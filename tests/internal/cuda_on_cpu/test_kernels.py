@@ -619,7 +619,7 @@ def test_aggregate_of_many_rows_whatever_their_alignment(m, dtype):
 
 
 def few_results():
-    """Each shape with each dtype: one of each in the deep suite, the rest in the long."""
+    """Each shape with each dtype: one each in the deep suite, the rest in the long."""
     long = pytest.mark.long("minutes for a kernel's paths")
     shapes = [(21, 4, 0), (37, 1, 1), (50, 3, 2), (22, 2, 7)]
     for i, shape in enumerate(shapes):
