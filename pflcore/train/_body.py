@@ -23,6 +23,7 @@ from pflcore.train._chain import Chain
 from pflcore.train._net import Net
 
 LINEAR_LOSS = "linear"  # the sum of the scores, each times its target
+KERNEL_DTYPES = (torch.float32, torch.float64)
 
 
 class Body:
@@ -46,11 +47,13 @@ class Body:
         is_transformed = torch._C._are_functorch_transforms_active()
         is_forward_mode = forward_ad._current_level >= 0
         is_plain = not (x.requires_grad or is_transformed or is_forward_mode)
-        return is_plain and x.shape[1:] == self.shape and x.dtype == row.dtype
+        has_dtype = x.dtype == row.dtype and row.dtype in KERNEL_DTYPES
+        return is_plain and has_dtype and x.shape[1:] == self.shape
 
     def __call__(self, row: Tensor, x: Tensor) -> Tensor:
         """The features [B, H] of a batch `x` [B, ...] by the model `row` [P]."""
-        features: Tensor = _BodyFunction.apply(row, x, self.chain)
+        # The kernels read a row number by number.
+        features: Tensor = _BodyFunction.apply(row.contiguous(), x, self.chain)
         return features
 
 
@@ -75,7 +78,7 @@ class _BodyFunction(torch.autograd.Function):
         n = len(x)
         if torch.is_grad_enabled():
             # The caller differentiates the gradient once more.
-            samples = x.view(1, n, *chain.shape)
+            samples = x.reshape(1, n, *chain.shape)
             features = forward_program(chain.program, row[None], samples, None)[0]
             (grad,) = torch.autograd.grad(features, row, slopes, create_graph=True)
             return grad, None, None

@@ -360,7 +360,6 @@ class Net:
     # the function of a row ---------------------------------------------------
     def __call__(self, row: Tensor, x: Tensor) -> Tensor:
         """Scores of the model `row` [P] on a batch `x` [B, ...]."""
-        self._check(row)
         features = self._features_by_kernels(row, x)
         if features is not None:
             return self.head(row, features)
@@ -370,6 +369,7 @@ class Net:
 
     def _features_by_kernels(self, row: Tensor, x: Tensor) -> Tensor | None:
         """The input [B, H] of the head, where a chain's kernels compute it."""
+        self._check(row)
         body = forward_state.body
         if body is None or not body.takes(row, x):
             return None

@@ -538,6 +538,7 @@ run fedavg DIGITS --n 0 | n: expected
 run fedavg DIGITS --n 5000 | got 5000
 run fedavg DIGITS --seeds 0 | seeds: expected
 run fedavg DIGITS --seeds 0 1 2 | seeds: expected one number (number of runs, with seed, seed + 1, ...), got 0 1 2.
+run fedyogi DIGITS --beta1 .1 .2 | beta1: expected one number (decay of the momentum m in a round, from 0 to below 1, for all but "sgd"), got .1 .2.
 compare ditto fedavg DIGITS --ditto.lam .1 .2 | ditto.lam: expected one number (strength of the pull
 run fedavg DIGITS --data-seed -1 | data_seed:
 run fedavg DIGITS --participation 0 | participation:

@@ -288,8 +288,8 @@ def _require_single_numbers(
         if len(words) > 1 and kinds <= {int, float, NoneType}:
             comment = field_comments(groups[flag.group]).get(flag.field, "")
             # The first clause of its help, also where that ends with "...".
-            meaning = re.split(r"; |(?<!\.)\.(?= |$)", comment)[0]
-            meaning = f"{meaning[:1].lower()}{meaning[1:]}"
+            meaning = re.split(r"; |(?<!\.)\.(?=\s|$)", comment)[0]
+            meaning = " ".join(f"{meaning[:1].lower()}{meaning[1:]}".split())
             expected = f"one number ({meaning})" if meaning else "one number"
             reject(flag.key, expected, Words(" ".join(words)))
 

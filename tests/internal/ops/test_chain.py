@@ -631,7 +631,8 @@ def test_a_thread_that_ends_leaves_the_heap_whole():
 def enumerators(header, name):
     """The names in an enumeration of csrc/chain, in their order."""
     text = (ROOT / "csrc" / "chain" / header).read_text()
-    (inside,) = re.findall(rf"enum {name} : int64_t {{([^}}]*)}}", text)
+    words = rf"enum (?:class )?{name} : int64_t {{([^}}]*)}}"
+    (inside,) = re.findall(words, text)
     return [word.strip() for word in inside.split(",")]
 
 
@@ -640,3 +641,4 @@ def test_numbers_mean_the_same_in_both_languages():
 
     assert enumerators("chain.h", "Kind") == list(KINDS_OF_LAYERS)
     assert enumerators("tile.h", "Act") == ["kNone", *activations]
+    assert set(enumerators("chain.h", "Loss")) == set(CHAIN_LOSSES)

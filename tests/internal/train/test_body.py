@@ -128,6 +128,10 @@ def by_dual_numbers(net, row, x):
         return torch.autograd.forward_ad.unpack_dual(net(dual, x)).tangent
 
 
+def of_half_precision(net, row, x):
+    return net(row.bfloat16(), x.bfloat16())
+
+
 def in_the_samples(net, row, x):
     x = x.clone().requires_grad_()
     return torch.autograd.grad(net(row, x).square().sum(), x)[0]
@@ -135,7 +139,14 @@ def in_the_samples(net, row, x):
 
 @pytest.mark.parametrize(
     "use",
-    [by_func_grad, by_func_vmap, by_forward_mode, by_dual_numbers, in_the_samples],
+    [
+        by_func_grad,
+        by_func_vmap,
+        by_forward_mode,
+        by_dual_numbers,
+        of_half_precision,
+        in_the_samples,
+    ],
 )
 def test_what_the_kernels_cannot_do_the_module_does(use):
     net, by_kernels = made("conv")
@@ -156,6 +167,35 @@ def test_a_batch_that_the_module_refuses_is_refused():
             net(net.w0, torch.ones(2, 3, 2, dtype=F64))
         with pytest.raises(RuntimeError, match="must have the same dtype"):
             net(net.w0, torch.ones(2, 6))
+
+
+def test_a_row_of_another_length_is_refused():
+    net, by_kernels = made("conv")
+    longer = torch.cat([net.w0, net.w0[:3]])
+    x = torch.ones(2, *IMAGE, dtype=F64)
+    for use in (net, net.features, net.features_and_scores):
+        with (
+            forward_context(train=True, single_client=True, body=by_kernels),
+            pytest.raises(ValueError, match=r"^row: expected \d+ parameters"),
+        ):
+            use(longer, x)
+
+
+def test_rows_and_samples_may_lie_anywhere_in_memory():
+    net, by_kernels = made("conv")
+    rows = net.w0[:, None].repeat(1, 3)
+    x = torch.randn(*IMAGE, 5, dtype=F64).movedim(-1, 0)
+    found = []
+    for layers in (None, by_kernels):
+        row = rows[:, 1].requires_grad_()
+        assert row.stride() == (3,) and not x.is_contiguous()
+        with forward_context(train=True, single_client=True, body=layers):
+            loss = net(row, x).square().mean()
+        (slope,) = torch.autograd.grad(loss, row, create_graph=True)
+        (again,) = torch.autograd.grad(slope.square().sum(), row)
+        found.append(torch.cat([slope.detach(), again]))
+
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
 class HeadFirst(nn.Module):
