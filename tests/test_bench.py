@@ -286,7 +286,7 @@ def test_a_plain_round_is_fedavg(monkeypatch):
     torch.testing.assert_close(run.state.server["x"], trained)
 
 
-@pytest.mark.deep("another process")
+@pytest.mark.long("processes of others' rounds")
 def test_command_line_plays_workloads(tmp_path, capsys, monkeypatch):
     small = {"flute-lr": replace(workload.WORKLOADS["flute-lr"], **SMALL)}
     monkeypatch.setattr(published, "WORKLOADS", small)
@@ -366,7 +366,7 @@ def test_programs_take_turns_and_times_are_their_least(monkeypatch):
     assert missing["note"] == "not measured: it is not installed"
 
 
-@pytest.mark.deep("another process")
+@pytest.mark.long("processes of others' rounds")
 def test_command_line_plays_frameworks(tmp_path, capsys, monkeypatch):
     small = [{"model": "mlp", "N": 2, "images": 20}]
     monkeypatch.setattr(frameworks, "sizes", lambda quick: small)

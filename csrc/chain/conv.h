@@ -161,6 +161,23 @@ PFL_INLINE bool may_overflow(const Conv& q, const ConvSpace<T>& s, const T* w, c
   return !std::isfinite(most);
 }
 
+// Whether the factors of a tile's sums are finite.
+template <class T>
+struct ConvFactors {
+  const Conv& q;
+  int64_t rows, lanes, step;  // outputs of the tile, and between two vectors of a kind
+  const T *w, *bias, *x;      // the tile's weights and biases, and its input at the first tap
+
+  bool operator()(int64_t r, int64_t i) const {
+    const int64_t j = i / lanes;
+    const T* const from = x + (j >> 1) * step + i % lanes;
+    for (int64_t k = 0; k < q.taps; k++)
+      if (!are_finite(w + k * rows + r, 1, from + (j & 1 ? q.at[k].b : q.at[k].a), 1, 1))
+        return false;
+    return std::isfinite(bias[r]);
+  }
+};
+
 // `checks`: whether sums that overflow are looked for.
 template <class T, int bytes>
 PFL_INLINE void conv_row(const Conv& q, const ConvSpace<T>& s, bool checks, const T* w,
@@ -172,12 +189,6 @@ PFL_INLINE void conv_row(const Conv& q, const ConvSpace<T>& s, bool checks, cons
     constexpr int R = R_;
     const T *base = s.in + q.phases * yq * q.line, *wt = w + o0 * q.taps;
     T* to = y + (o0 * q.hq + yq) * q.lanes;
-    // Whether the factors of a sum are finite: of row r, its vector j, with x at its first tap.
-    const auto finite = [&](int r, int j, const T* x) {
-      for (int64_t k = 0; k < q.taps; k++)
-        if (!are_finite(wt + k * R + r, 1, x + (j & 1 ? q.at[k].b : q.at[k].a), 1, 1)) return false;
-      return std::isfinite(bias[o0 + r]);
-    };
     if (q.pool) {
       for (int64_t v = 0; v < q.vectors; v++) {
         constexpr int N = 4;
@@ -185,13 +196,12 @@ PFL_INLINE void conv_row(const Conv& q, const ConvSpace<T>& s, bool checks, cons
         PFL_TILE(acc[r][j] = bias[o0 + r] - V{});
         outer_at<R, N>(acc, wt, R, q.at.data(), q.taps, base + v * lanes, q.line);
         if (checks) [[unlikely]]
-          mark_overflows<T>(acc, [&](int r, int i) {
-            const int j = i / lanes;
-            return finite(r, j, base + v * lanes + (j >> 1) * q.line + i % lanes);
-          });
-        PFL_EACH(r, R, const int64_t at = ((o0 + r) * q.hq + yq) * q.vectors + v; V top{};
-                 window<T, bytes>(q, acc[r], top, s.mask + at * lanes, s.kept + at * 4 * lanes);
-                 store_first(to + r * q.hq * q.lanes + v * lanes, top, q.lanes - v * lanes));
+          mark_overflows<T>(acc,
+                            ConvFactors<T>{q, R, lanes, q.line, wt, bias + o0, base + v * lanes});
+        V top[R][1] = {};
+        PFL_EACH(r, R, const int64_t at = ((o0 + r) * q.hq + yq) * q.vectors + v; window<T, bytes>(
+                     q, acc[r], top[r][0], s.mask + at * lanes, s.kept + at * 4 * lanes));
+        store_tile(to + v * lanes, q.hq * q.lanes, top, q.lanes - v * lanes);
       }
     } else {
       tiled<4>(q.vectors, [&](int64_t v0, auto N_) PFL_LAMBDA {
@@ -200,13 +210,10 @@ PFL_INLINE void conv_row(const Conv& q, const ConvSpace<T>& s, bool checks, cons
         PFL_TILE(acc[r][j] = bias[o0 + r] - V{});
         outer_at<R, N>(acc, wt, R, q.at.data(), q.taps, base + v0 * lanes, 2 * lanes);
         if (checks) [[unlikely]]
-          mark_overflows<T>(acc, [&](int r, int i) {
-            const int j = i / lanes;
-            return finite(r, j, base + v0 * lanes + (j >> 1) * 2 * lanes + i % lanes);
-          });
-        PFL_TILE(if (q.act == kRelu) acc[r][j] = acc[r][j] < 0 ? V{} : acc[r][j];
-                 store_first(to + r * q.hq * q.lanes + (v0 + j) * lanes, acc[r][j],
-                             q.lanes - (v0 + j) * lanes));
+          mark_overflows<T>(
+              acc, ConvFactors<T>{q, R, lanes, 2 * lanes, wt, bias + o0, base + v0 * lanes});
+        PFL_TILE(if (q.act == kRelu) acc[r][j] = acc[r][j] < 0 ? V{} : acc[r][j]);
+        store_tile(to + v0 * lanes, q.hq * q.lanes, acc, q.lanes - v0 * lanes);
       });
     }
   });
@@ -328,8 +335,10 @@ PFL_INLINE void conv_update(const Conv& q, const ConvSpace<T>& s, int64_t y0, in
                   acc, vectors * lanes, [&](int r) PFL_LAMBDA { return d + r * q.d_plane; }, x);
             }
           if (end) {
-            T sum[32], *to = w + o0 * q.taps + k0 * R;
-            sum_tile<true>(sum, acc);
+            V sums[up(R * N, lanes)]{};
+            T sum[up(R * N, lanes)], *to = w + o0 * q.taps + k0 * R;
+            PFL_TILE(sums[j * R + r] = acc[r][j]);
+            sum_lanes<T>(sum, sums, R * N);
             for (int i = 0; i < R * N; i++) into(to[i], sum[i]);
           } else {
             PFL_TILE(store(kept + (r * N + j) * lanes, acc[r][j]));
@@ -337,6 +346,30 @@ PFL_INLINE void conv_update(const Conv& q, const ConvSpace<T>& s, int64_t y0, in
         });
       });
   });
+}
+
+// One phase of row y of the input's slopes, for its channels first .. second, from rows `stride`
+// apart.
+template <class T, int bytes>
+[[gnu::noinline]] PFL_TARGET void conv_put_back(const Conv& q, const T* from, int64_t stride,
+                                                std::pair<int64_t, int64_t> channels, int64_t y,
+                                                int64_t phase, bool add, T* dx) {
+  constexpr int64_t lanes = bytes / sizeof(T);
+  for (int64_t c = channels.first; c < channels.second; c++, from += stride)
+    for (int64_t i = 0; i < q.columns; i++) {
+      const int64_t x = q.phases * i + phase - q.pw;
+      if (x < 0 || x >= q.w) continue;
+      T* const to = dx + ((c * q.h + y) * q.w + x) * q.batch;
+      const T* const slopes = from + i * q.batch;
+      if (!add) copy<bytes>(to, slopes, q.batch);
+      for (int64_t b = 0; add && b < q.batch; b += lanes) {
+        Vec<T, bytes> old, v;
+        load(old, to + b);
+        load(v, slopes + b);
+        v += old;
+        store_first(to + b, v, q.batch - b);
+      }
+    }
 }
 
 // The gradient of the input, plain. `turned` [o * taps] holds the weights by input channel, `wide`
@@ -389,24 +422,7 @@ PFL_INLINE void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, bool
           }
           PFL_TILE(store(s.wide + (r * vectors + v0 + j) * lanes, acc[r][j]));
         });
-        for (int64_t r = 0; r < R; r++)
-          for (int64_t i = 0; i < q.columns; i++) {
-            const int64_t x = q.phases * i + e - q.pw;
-            T* const to = dx + (((c0 + r) * q.h + y) * q.w + x) * q.batch;
-            const T* const from = s.wide + r * vectors * lanes + i * q.batch;
-            if (x < 0 || x >= q.w) continue;
-            if (!add) {
-              copy<bytes>(to, from, q.batch);
-              continue;
-            }
-            for (int64_t b = 0; b < q.batch; b += lanes) {
-              V old, v;
-              load(old, to + b);
-              load(v, from + b);
-              v += old;
-              store_first(to + b, v, q.batch - b);
-            }
-          }
+        conv_put_back<T, bytes>(q, s.wide, vectors * lanes, {c0, c0 + R}, y, e, add, dx);
       });
     }
   }

@@ -21,6 +21,17 @@ struct Linear {
   int64_t by_sample() const { return narrow ? 0 : batch * high; }
 };
 
+// Whether the factors of a tile's sums are finite.
+template <class T>
+struct LinearFactors {
+  const Linear& q;
+  const T *x, *w, *bias;  // of the tile's first sample and output
+
+  bool operator()(int64_t b, int64_t o) const {
+    return std::isfinite(bias[o]) && are_finite(x + b, q.batch, w + o, q.high, q.in);
+  }
+};
+
 // z by sample, y plain.
 template <class T, int bytes>
 PFL_TARGET void linear_forward(const Linear& q, const T* x, const T* w, const T* bias, T* z, T* y) {
@@ -34,10 +45,7 @@ PFL_TARGET void linear_forward(const Linear& q, const T* x, const T* w, const T*
         sum_outer<R, N>(acc, q.in, x + b0, 1, q.batch, [&](int64_t i, int j) PFL_LAMBDA {
           return w + i * q.high + (v0 + j) * lanes;
         });
-        mark_overflows<T>(acc, [&](int r, int i) {
-          const int64_t o = v0 * lanes + i;
-          return std::isfinite(bias[o]) && are_finite(x + b0 + r, q.batch, w + o, q.high, q.in);
-        });
+        mark_overflows<T>(acc, LinearFactors<T>{q, x + b0, w + v0 * lanes, bias + v0 * lanes});
         PFL_TILE(if (q.act == kRelu) acc[r][j] = acc[r][j] < 0 ? V{} : acc[r][j];
                  store(z + (b0 + r) * q.high + (v0 + j) * lanes, acc[r][j]));
       });

@@ -67,8 +67,16 @@ bool are_finite(const T* a, int64_t a_step, const T* b, int64_t b_step, int64_t 
     if (!std::isfinite(a[i * a_step]) || !std::isfinite(b[i * b_step])) return false;
   return true;
 }
-// `finite(r, i)`: whether the factors of the sum in row r and place i, counted over its N vectors,
-// are finite.
+// The sums [rows, n], of which `finite(r, i)` says whether their factors are finite.
+template <class T, class Finite>
+[[gnu::noinline, gnu::cold]] void mark_infinities(T* sums, int64_t rows, int64_t n,
+                                                  const Finite& finite) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < n; i++)
+      if (std::isinf(sums[r * n + i]) && finite(r, i))
+        sums[r * n + i] = std::numeric_limits<T>::quiet_NaN();
+}
+// Those of a tile: row r, and place i counted over its N vectors.
 template <class T, int R, int N, class V, class Finite>
 PFL_INLINE void mark_overflows(V (&acc)[R][N], const Finite& finite) {
   constexpr int lanes = sizeof(V) / sizeof(T);
@@ -80,10 +88,36 @@ PFL_INLINE void mark_overflows(V (&acc)[R][N], const Finite& finite) {
     return;
   T sums[R][N * lanes];
   PFL_TILE(store(sums[r] + j * lanes, acc[r][j]));
-  for (int r = 0; r < R; r++)
-    for (int i = 0; i < N * lanes; i++)
-      if (std::isinf(sums[r][i]) && finite(r, i)) sums[r][i] = std::numeric_limits<T>::quiet_NaN();
+  mark_infinities<T>(sums[0], R, N * lanes, finite);
   PFL_TILE(load(acc[r][j], sums[r] + j * lanes));
+}
+
+// ---- what a tile leaves behind ----
+
+// The first n columns of a tile, all where it has no more, into rows `stride` apart.
+template <class T, int R, int N, class V>
+PFL_INLINE void store_tile(T* to, int64_t stride, const V (&acc)[R][N], int64_t n) {
+  constexpr int64_t lanes = sizeof(V) / sizeof(T), width = N * lanes;
+  if (n >= width) {
+    PFL_TILE(store(to + r * stride + j * lanes, acc[r][j]));
+    return;
+  }
+  T some[R][width];
+  PFL_TILE(store(some[r] + j * lanes, acc[r][j]));
+  for (int r = 0; r < R; r++) copy<sizeof(V)>(to + r * stride, some[r], n);
+}
+
+// to[i] = the sum of v[i]'s lanes, for n vectors; both have space for whole groups of as many as
+// there are lanes.
+template <class T, class V>
+[[gnu::noinline]] PFL_TARGET void sum_lanes(T* to, V* v, int64_t n) {
+  constexpr int64_t lanes = sizeof(V) / sizeof(T);
+  for (int64_t i = 0; i < n; i += lanes) {
+    V group[lanes];
+    PFL_EACH(k, lanes, group[k] = v[i + k]);
+    fold_all<T, true>(group);
+    store(to + i, group[0]);
+  }
 }
 
 // ---- functions: polynomials for float32, the library's for float64 ----

@@ -75,8 +75,8 @@ PFL_INLINE void fetch_panel(const T* from) {
 // Rows first .. last of x; by `row` or, where it is nullptr, by number. What is worth fetching
 // meanwhile lies `ahead`.
 template <int bytes, class A>
-PFL_INLINE void pack(A* panel, const Aggregate& job, const int64_t* row, int64_t first,
-                     int64_t last, int64_t column, int64_t width, int64_t ahead) {
+PFL_INLINE void pack_here(A* panel, const Aggregate& job, const int64_t* row, int64_t first,
+                          int64_t last, int64_t column, int64_t width, int64_t ahead) {
   with_type(job.in, [&](auto zero) PFL_LAMBDA {
     const auto* const x = static_cast<const decltype(zero)*>(job.updates) + column;
     for (int64_t i = first; i < last; i++, panel += kPanel) {
@@ -89,6 +89,13 @@ PFL_INLINE void pack(A* panel, const Aggregate& job, const int64_t* row, int64_t
         copy_as<bytes>(panel, from, width);
       }
     }
+  });
+}
+template <int bytes, class A>
+PFL_INLINE void pack(A* panel, const Aggregate& job, const int64_t* row, int64_t first,
+                     int64_t last, int64_t column, int64_t width, int64_t ahead) {
+  shared<bytes>([&](auto) PFL_LAMBDA {
+    pack_here<bytes>(panel, job, row, first, last, column, width, ahead);
   });
 }
 
@@ -261,6 +268,11 @@ PFL_INLINE void finish(const Target<A>& to, int64_t row, A* sum) {
   else
     put<bytes>(job, at, sum, to.width);
 }
+// The same for sums of many rows, beside which the time of a call is nothing.
+template <int bytes, class A>
+PFL_INLINE void finish_total(const Target<A>& to, int64_t row, A* sum) {
+  shared<bytes>([&](auto) PFL_LAMBDA { finish<bytes>(to, row, sum); });
+}
 
 // total[0 .. 64) += sum.
 template <int bytes, class A>
@@ -321,7 +333,7 @@ PFL_INLINE void dense_panel(const Target<A>& to, A* panel, double* total, A* sum
     }
     for (int64_t row = top; !single && row < bottom; row++) {
       copy_as<bytes>(sum, total + (row - top) * kPanel, kPanel);
-      finish<bytes, A>(to, row, sum);
+      finish_total<bytes, A>(to, row, sum);
     }
   }
 }
@@ -369,12 +381,15 @@ PFL_INLINE void sparse_panel(const Target<A>& to, A* panel, double* total, A* su
 // sum[0..width) += weight[r] * x[r] for `rows` rows of x, which follow each other.
 template <int bytes, int rows, class A, class T>
 PFL_INLINE void add_rows(A* sum, int64_t width, const T* x, int64_t stride, const A* weight) {
-  constexpr int64_t lanes = bytes / sizeof(A), across = kAcross<bytes, 1>;
+  constexpr int64_t lanes = bytes / sizeof(A);
+  // Where numbers are converted, that takes longer than a loop's own steps.
+  constexpr int64_t across = std::is_same_v<A, T> ? kAcross<bytes, 1> : 1;
+  Vec<A, bytes> w[rows];
+  PFL_EACH(r, rows, w[r] = weight[r] - Vec<A, bytes>{});
   for (int64_t column = 0; column < width; column += across * lanes)
     PFL_EACH(c, across, A* const at = sum + column + c * lanes; Vec<A, bytes> acc; load(acc, at);
-             PFL_EACH(r, rows, Vec<A, bytes> v; const A w = weight[r];
-                      load_as<bytes, A>(v, x + r * stride + column + c * lanes);
-                      acc += (w - Vec<A, bytes>{}) * v);
+             PFL_EACH(r, rows, Vec<A, bytes> v;
+                      load_as<bytes, A>(v, x + r * stride + column + c * lanes); acc += w[r] * v);
              store(at, acc));
 }
 
@@ -406,9 +421,9 @@ PFL_INLINE void wide_panel(const Target<A>& to, double* total, A* sum) {
   }
   if (!single) copy_as<bytes>(sum, total, to.width);
   for (int64_t c = 0; c < to.width; c += kPanel)
-    finish<bytes, A>({to.plan, to.kept, to.column + c, kPanel, to.first && c == 0,
-                      to.last && c + kPanel == to.width},
-                     0, sum + c);
+    finish_total<bytes, A>({to.plan, to.kept, to.column + c, kPanel, to.first && c == 0,
+                            to.last && c + kPanel == to.width},
+                           0, sum + c);
 }
 
 // All result rows, columns begin .. end (begin a multiple of the panel).

@@ -73,21 +73,37 @@ inline Isa isa() { return isa_slot(); }
 // PFL_LAMBDA, whose code is inlined here, once for each set.
 #if PFL_X86
 template <class F>
-PFL_AVX2 void on_avx2(const F& f) {
+[[gnu::noinline]] PFL_AVX2 void on_avx2(const F& f) {
   f(Int<32>{});
 }
 template <class F>
-PFL_AVX512 void on_avx512(const F& f) {
+[[gnu::noinline]] PFL_AVX512 void on_avx512(const F& f) {
   f(Int<64>{});
 }
 #endif
+template <class F>
+[[gnu::noinline]] void on_plain(const F& f) {
+  f(Int<16>{});
+}
 template <class F>
 void on_isa(const F& f, [[maybe_unused]] Isa now = isa()) {
 #if PFL_X86
   if (now == Isa::avx512) return on_avx512(f);
   if (now == Isa::avx2) return on_avx2(f);
 #endif
-  f(Int<16>{});
+  on_plain(f);
+}
+
+// f(Int<bytes>) from code of that set, as a function that its callers share, where copies of the
+// code in each of them would only take longer to compile. The lambda calls a function that takes
+// its values: where it reads them itself, each store makes it read them again.
+template <int bytes, class F>
+PFL_INLINE void shared(const F& f) {
+#if PFL_X86
+  if constexpr (bytes == 64) return on_avx512(f);
+  if constexpr (bytes == 32) return on_avx2(f);
+#endif
+  if constexpr (bytes == 16) on_plain(f);
 }
 
 // The number of elements of type T that a vector of that set holds.

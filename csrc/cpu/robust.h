@@ -366,30 +366,34 @@ PFL_INLINE void put(T* to, const A* from, int64_t n) {
   }
 }
 
-// Columns begin .. end.
-template <int bytes, class A, class T, class Job>
+// Columns begin .. end, whose numbers are sorted as A.
+template <int bytes, class A, class Job>
 PFL_INLINE void columns(const Job& job, const std::vector<Step>& steps, int64_t width,
                         int64_t begin, int64_t end) {
-  const bool copied = !std::is_same_v<A, T> || (end - begin) % width != 0;
+  const bool same_type = job.dtype == (std::is_same_v<A, double> ? Dtype::f64 : Dtype::f32);
+  const bool copied = !same_type || (end - begin) % width != 0;
   Scratch<A> tile(job.n * width), copies(copied ? job.n * width : 0), nan(width), mean(width);
   const Panel<A> panel{width, tile.data, nan.data};
   for (int64_t column = begin; column < end; column += width) {
     const int64_t filled = std::min(width, end - column);
-    const T* const rows = static_cast<const T*>(job.rows) + column;
+    const bool direct = same_type && filled == width;
+    if (!direct)
+      with_type(job.dtype, [&](auto zero) PFL_LAMBDA {
+        const auto* const rows = static_cast<const decltype(zero)*>(job.rows) + column;
+        for (int64_t r = 0; r < job.n; r++) {
+          A* const copy = copies.data + r * width;
+          if (filled < width) std::fill_n(copy, width, A(0));
+          copy_as<bytes>(copy, rows + r * job.row, filled);
+        }
+      });
     std::fill_n(nan.data, width, A(0));
-    if (std::is_same_v<A, T> && filled == width) {
-      sort_groups<bytes>(panel, reinterpret_cast<const A*>(rows), job.row, job.n, width);
-    } else {
-      for (int64_t r = 0; r < job.n; r++) {
-        A* const copy = copies.data + r * width;
-        if (filled < width) std::fill_n(copy, width, A(0));
-        copy_as<bytes>(copy, rows + r * job.row, filled);
-      }
-      sort_groups<bytes>(panel, copies.data, width, job.n, 0);
-    }
+    sort_groups<bytes>(panel, direct ? static_cast<const A*>(job.rows) + column : copies.data,
+                       direct ? job.row : width, job.n, direct ? width : 0);
     merge_groups<bytes>(panel, steps);
     take<bytes>(job, panel, mean.data);
-    put<bytes>(static_cast<T*>(job.out) + column, mean.data, filled);
+    with_type(job.dtype, [&](auto zero) PFL_LAMBDA {
+      put<bytes>(static_cast<decltype(zero)*>(job.out) + column, mean.data, filled);
+    });
   }
 }
 
@@ -416,11 +420,10 @@ void mean_of_columns(const Job& job, const Parallel& parallel) {
                   end = std::min(panels * last / pieces * width, job.p);
     if (begin >= end) return;
     on_isa([&](auto bytes) PFL_LAMBDA {
-      with_type(job.dtype, [&](auto zero) PFL_LAMBDA {
-        using T = decltype(zero);
-        using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
-        columns<bytes, A, T>(job, steps, width, begin, end);
-      });
+      if (job.dtype == Dtype::f64)
+        columns<bytes, double>(job, steps, width, begin, end);
+      else
+        columns<bytes, float>(job, steps, width, begin, end);
     });
   });
 }

@@ -18,9 +18,10 @@
 #define PFL_UNROLL _Pragma("GCC unroll 16")
 #endif
 // The statement for i = 0 .. n - 1, each a constant: a compiler gives memory to an array that a
-// loop walks through, registers to one that it does not. And for all of a tile's R x N.
-#define PFL_EACH(i, n, ...) each<n>([&](auto i) PFL_LAMBDA { __VA_ARGS__; })
-#define PFL_TILE(...) PFL_EACH(r, R, PFL_EACH(j, N, __VA_ARGS__))
+// loop walks through, registers to one that it does not. And for all of a tile's R x N, row by row.
+#define PFL_EACH(i, n, ...) \
+  each([&](auto i) PFL_LAMBDA { __VA_ARGS__; }, std::make_integer_sequence<int, n>{})
+#define PFL_TILE(...) PFL_EACH(k_, R* N, constexpr int r = k_ / N, j = k_ % N; __VA_ARGS__)
 // The lanes of x and y, numbered on from x's, that the constants name.
 #if defined(__clang__)
 #define PFL_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
@@ -61,7 +62,7 @@ PFL_INLINE void with_type(Dtype type, const F& f) {
   }
 }
 
-inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+constexpr int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Do tiles of sums for 32 vector registers fit? AVX-512 and NEON have them; others have 16.
 #if defined(__aarch64__)
@@ -252,16 +253,18 @@ PFL_INLINE void copy_as(A* to, const T* from, int64_t n) {
 }
 
 // ---- sizes that are constants ----
-template <int n, class F>
-PFL_INLINE void each(F&& f) {
-  [&]<size_t... i>(std::index_sequence<i...>)
-      PFL_LAMBDA { (f(Int<static_cast<int>(i)>{}), ...); }(std::make_index_sequence<n>{});
+template <class F, int... i>
+PFL_INLINE void each(F&& f, std::integer_sequence<int, i...>) {
+  (f(Int<i>{}), ...);
 }
 // f(Int<n>) for n in 1 .. most.
+template <class F, int... i>
+PFL_INLINE void fixed_of(int64_t n, F&& f, std::integer_sequence<int, i...>) {
+  static_cast<void>(((n == i + 1 && (f(Int<i + 1>{}), true)) || ...));
+}
 template <int most, class F>
 PFL_INLINE void fixed(int64_t n, F&& f) {
-  if (n == most) return f(Int<most>{});
-  if constexpr (most > 1) fixed<most - 1>(n, f);
+  fixed_of(n, f, std::make_integer_sequence<int, most>{});
 }
 // f(first, count) over 0 .. n in even tiles of at most `most`.
 template <class F>

@@ -85,6 +85,23 @@ PFL_INLINE void dots(int64_t rows, int64_t cols, int64_t k, const T* const* a, c
                        });
 }
 
+// to[r][first ..] = (itself where `add`) + the n numbers at from + r * stride, for a few rows that
+// end within a tile.
+template <class T>
+PFL_INLINE void put_rest_here(T* const* to, int64_t first, const T* from, int64_t stride,
+                              int64_t rows, int64_t n, bool add) {
+  for (int64_t r = 0; r < rows; r++) {
+    T* const y = to[r] + first;
+    const T* const x = from + r * stride;
+    for (int64_t e = 0; e < n; e++) y[e] = add ? y[e] + x[e] : x[e];
+  }
+}
+template <int bytes, class T>
+PFL_INLINE void put_rest(T* const* to, int64_t first, const T* from, int64_t stride, int64_t rows,
+                         int64_t n, bool add) {
+  shared<bytes>([&](auto) PFL_LAMBDA { put_rest_here(to, first, from, stride, rows, n, add); });
+}
+
 // c[r][0..width) = (itself where `add`) + sum_i a[r * a_row + i * a_step] * b[i]; rows of b are
 // padded to whole vectors.
 template <int bytes, class T>
@@ -99,19 +116,14 @@ PFL_INLINE void outer(int64_t rows, int64_t width, int64_t k, const T* a, int64_
         sum_outer<R, N>(acc, k, a + r0 * a_row, a_row, a_step,
                         [&](int64_t i, int64_t j) PFL_LAMBDA { return b[i] + (v0 + j) * lanes; });
         const int64_t first = v0 * lanes, left = width - first;
-        if (left >= N * lanes) {
-          PFL_TILE(T* const to = c[r0 + r] + first + j * lanes; Vec<T, bytes> old; if (add) {
-            load(old, to);
-            acc[r][j] += old;
-          } store(to, acc[r][j]));
-        } else {
-          T some[R][N * bytes / sizeof(T)];
+        if (left < N * lanes) {
+          T some[R][N * lanes];
           PFL_TILE(store(some[r] + j * lanes, acc[r][j]));
-          for (int r = 0; r < R; r++) {
-            T* const to = c[r0 + r] + first;
-            for (int64_t e = 0; e < left; e++) to[e] = add ? to[e] + some[r][e] : some[r][e];
-          }
+          return put_rest<bytes>(c + r0, first, some[0], N * lanes, R, left, add);
         }
+        if (add)
+          PFL_TILE(Vec<T, bytes> old; load(old, c[r0 + r] + first + j * lanes); acc[r][j] += old);
+        PFL_TILE(store(c[r0 + r] + first + j * lanes, acc[r][j]));
       });
 }
 
