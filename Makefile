@@ -5,6 +5,8 @@ TORCH ?= torch torchvision
 BIN := .venv/bin
 WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
+# Hundreds of processes read the same modules: their bytecode is kept, or each would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-deep test-long lint hooks build docs tutorials portability wheels ranks sharded flower flower-deploy lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
 
