@@ -35,11 +35,11 @@ PYTEST = $(BIN)/python -m pytest -n $(PROCESSES) --maxprocesses 8 --dist loadgro
 test: build
 	$(PYTEST)
 
-# all sizes, all algorithms, every instruction set, compilers, wheels, several processes
+# more sizes and algorithms, every instruction set, compilers, wheels, several processes
 test-deep: build
 	$(PYTEST) --suite deep
 
-# what takes minutes each: sanitizers, every CUDA kernel on the CPU, notebooks, other people's runtimes, containers
+# every algorithm under every law, and what takes minutes: sanitizers, every CUDA kernel on the CPU, notebooks, other people's runtimes, containers
 test-long: build
 	$(PYTEST) --suite long
 

@@ -4,10 +4,11 @@
 `--suite long` those that take minutes each, and `--suite all` everything.
 
 `@pytest.mark.deep("reason")` and `@pytest.mark.long("reason")` put a test, or one of
-its parameters, into the deep or the long suite. Tests whose examples hypothesis draws
-run in the quick and the deep suite, with 15 examples in the quick one. Examples are the
-same on every run and every machine. A test has one torch thread unless it asks for
-more.
+its parameters, into the deep or the long suite. `@pytest.mark.deep("reason", one_in=3)`
+puts one in three of such parameters into the deep suite, and the others into the long
+one. Tests whose examples hypothesis draws run in the quick and the deep suite, with 15
+examples in the quick one. Examples are the same on every run and every machine. A test
+has one torch thread unless it asks for more.
 
 Ctrl-C is answered as at a terminal, even where a background shell makes its programs
 ignore it.
@@ -23,6 +24,7 @@ import re
 import shutil
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,7 +101,9 @@ def suites_of(item):
             raise pytest.UsageError(
                 f"{item.nodeid}: @pytest.mark.{name} needs a reason in words"
             )
-        return {name}
+        one_in = max(m.kwargs.get("one_in", 1) for m in item.iter_markers(name))
+        # By the name, so that a test is in one suite however it is asked for.
+        return {"long" if zlib.crc32(item.nodeid.encode()) % one_in else name}
     drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
     return {"fast", "deep"} if drawn else {"fast"}
 

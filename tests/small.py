@@ -349,26 +349,26 @@ def joined(alg, s):
 SIX = ("fedavg", "scaffold", "ditto", "apfl", "waffle", "factorized_waffle")
 
 
-def swept(names=ALGORITHMS, quick=SIX):
+def swept(names=ALGORITHMS, quick=SIX, one_in=3):
     """The algorithms' names as parameters.
 
-    Six are in the quick suite, all in the deep one.
+    Six are in the quick suite, one in `one_in` of the others in the deep one, and the
+    rest in the long one. Which these are differs from test to test.
     """
-    return [
-        n if n in quick else pytest.param(n, marks=pytest.mark.deep("all algorithms"))
-        for n in sorted(names)
-    ]
+    deep = pytest.mark.deep("all algorithms", one_in=one_in)
+    return [n if n in quick else pytest.param(n, marks=deep) for n in sorted(names)]
 
 
-def crossed(*lists):
+def crossed(*lists, one_in=3):
     """All combinations of values of these lists, as parameters.
 
-    The quick suite has as many as name each value at least once, the deep one all.
+    The quick suite has as many as name each value at least once, the deep one one in
+    `one_in` of the others, and the long one the rest.
     """
     values = [[*values] for values in lists]
     longest = max(map(len, values))
     quick = [[some[i % len(some)] for some in values] for i in range(longest)]
-    deep = pytest.mark.deep("all combinations")
+    deep = pytest.mark.deep("all combinations", one_in=one_in)
     return [
         pytest.param(*combination, marks=() if [*combination] in quick else deep)
         for combination in product(*values)

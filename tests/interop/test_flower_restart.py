@@ -112,7 +112,7 @@ def check_killed_run(name, part, lives, answers_first):
         assert_equal(models[number], state)
 
 
-@pytest.mark.deep("some forty runs")
+@pytest.mark.long("some forty runs")
 @settings(max_examples=15)
 @given(
     name=st.sampled_from(NAMES),

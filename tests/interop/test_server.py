@@ -74,7 +74,7 @@ def unchanged(server, before):
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
-@pytest.mark.parametrize("name", swept())
+@pytest.mark.parametrize("name", swept(one_in=1))
 def test_server_and_clients_are_the_simulation(name, participation):
     # A client that never trained has other statistics, see docs/interop.md.
     make = bn_model if participation == 1 else model

@@ -30,7 +30,7 @@ def test_definition(law, dtype, data):
     law(laws.CPU, dtype, data.draw)
 
 
-@pytest.mark.parametrize("name, dtype", crossed(CALLS, FLOATS))
+@pytest.mark.parametrize("name, dtype", crossed(CALLS, FLOATS, one_in=1))
 @pytest.mark.unless(  # torch chooses the order of a product's sums
     lambda isa, name: isa == "references" and name.startswith(("aggregate", "rank1"))
 )

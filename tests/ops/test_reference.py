@@ -19,10 +19,9 @@ OPS = sorted({*ops.__all__} - {"backend"})
 BACKWARD = torch.ops.pflcore.rank1_linear_backward  # no public op
 CALLS = laws.calls(reference, BACKWARD, 1)
 PUBLIC = [name for name, (call, _) in CALLS.items() if call in vars(reference).values()]
+DEEP = pytest.mark.deep("another dtype", one_in=2)
 EACH = [
-    pytest.param(
-        law, dtype, marks=() if dtype is F32 else pytest.mark.deep("another dtype")
-    )
+    pytest.param(law, dtype, marks=() if dtype is F32 else DEEP)
     for law, dtypes in laws.LAWS.items()
     for dtype in dtypes
 ]

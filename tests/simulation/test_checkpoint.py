@@ -69,7 +69,7 @@ def refused(call, words, kind=ValueError):
 
 # the same run ---------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", swept(quick=(*SIX, "clustered_fl")))
+@pytest.mark.parametrize("name", swept(quick=(*SIX, "clustered_fl"), one_in=1))
 def test_two_rounds_and_two_more_are_four(name, tmp_path):
     """A run that resumes after two rounds equals the unbroken run.
 

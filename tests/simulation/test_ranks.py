@@ -101,26 +101,30 @@ def test_two_ranks_have_the_bits_of_one_process(tmp_path):
     assert_equal_digests(2, QUICK_CASES, tmp_path, torchrun=True)
 
 
-# Every algorithm once, and six of them in other shapes.
-DEEP_CASES = [
-    *(
-        {"algorithm": name, "participation": 0.6, "clip": 0.4, "rounds": 2}
-        for name in ALGORITHMS
-    ),
-    *(
-        {"algorithm": name, "rounds": 2, **shape}
-        for name in ("scaffold", "apfl", "feddwa", "fedfomo", "qfedavg", "hypcluster")
-        for shape in (
-            {"model": "plain", "engine": "vmap"},
-            {"model": "batch_norm", "engine": "loop"},
-        )
-    ),
+ALL_ALGORITHMS = [
+    {"algorithm": name, "participation": 0.6, "clip": 0.4, "rounds": 2}
+    for name in ALGORITHMS
+]
+OTHER_SHAPES = [
+    {"algorithm": name, "rounds": 2, **shape}
+    for name in ("scaffold", "apfl", "feddwa", "fedfomo", "qfedavg", "hypcluster")
+    for shape in (
+        {"model": "plain", "engine": "vmap"},
+        {"model": "batch_norm", "engine": "loop"},
+    )
 ]
 
 
-@pytest.mark.deep("three processes")
-def test_three_ranks_have_the_bits_of_one_process(tmp_path):
-    assert_equal_digests(3, DEEP_CASES, tmp_path)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(ALL_ALGORITHMS, marks=pytest.mark.deep("three processes")),
+        pytest.param(OTHER_SHAPES, marks=pytest.mark.long("three processes")),
+    ],
+    ids=["all algorithms", "other shapes"],
+)
+def test_three_ranks_have_the_bits_of_one_process(cases, tmp_path):
+    assert_equal_digests(3, cases, tmp_path)
 
 
 RESUME = PROGRAM.with_name("rank_resume.py")

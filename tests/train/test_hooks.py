@@ -111,7 +111,7 @@ def starts(s):
     return s.net.w0.repeat(3, 1)
 
 
-@pytest.mark.parametrize("model, case", crossed(BODIES, [*CASES, "float32"]))
+@pytest.mark.parametrize("model, case", crossed(BODIES, [*CASES, "float32"], one_in=1))
 def test_engines_agree(model, case):
     single = case == "float32"
     arguments = ("momentum", 2, torch.float32) if single else (case,)
@@ -153,7 +153,7 @@ def company_cases():
         cases.append(("loop", kind, activation))
         if kind != "batch norm" and activation in ("Tanh", "ReLU"):
             cases.append(("chain", kind, activation))
-    deep = pytest.mark.deep("every activation and body")
+    deep = pytest.mark.deep("every activation and body", one_in=2)
     return [
         pytest.param(*case, marks=() if case in COMPANY else deep)
         for case in dict.fromkeys(cases)

@@ -627,7 +627,7 @@ def few_results():
             yield pytest.param(*shape, dtype, marks=() if i == j else long)
 
 
-@pytest.mark.parametrize("n, m, seed, dtype", few_results())
+@pytest.mark.parametrize("n, m, seed, dtype", [*few_results()])
 def test_aggregate_of_few_results_has_the_bits_of_many(n, m, seed, dtype):
     """A ring of rows that is the thread's own gives the sums of other kernels.
 

@@ -330,7 +330,7 @@ def test_hurt_is_against_the_same_run_of_the_baseline(tmp_path):
     }
 
 
-@pytest.mark.deep("a plan with pictures")
+@pytest.mark.long("a plan with pictures")
 def test_pictures_of_one_model_for_a_target(tmp_path):
     """The figures are made from the records only.
 

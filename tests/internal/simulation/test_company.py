@@ -32,16 +32,17 @@ def methods_and_cases():
     """Each method with each case.
 
     The quick suite has a few methods. The deep one has all cases of these, and one case
-    of each other method, in turns. The long one has the rest.
+    of half of the other methods. The long one has the rest.
     """
-    deep = pytest.mark.deep("all algorithms, or all engines")
+    deep = pytest.mark.deep("all engines")
+    of_others = pytest.mark.deep("all algorithms", one_in=2)
     long = pytest.mark.long("all algorithms on all engines")
     for number, name in enumerate(sorted(ALGORITHMS)):
         if name in QUICK:
             marks = dict.fromkeys(CASES, ()) | dict.fromkeys(MORE_CASES, deep)
         else:
             marks = dict.fromkeys([*CASES, *MORE_CASES], long)
-            marks[CASES[number % len(CASES)]] = deep
+            marks[CASES[number % len(CASES)]] = of_others
         for case, mark in marks.items():
             yield pytest.param(name, case, marks=mark, id="-".join((name, *case)))
 
@@ -96,7 +97,7 @@ def cut_anywhere(engine):
     ]
 
 
-@pytest.mark.parametrize("name, case", methods_and_cases())
+@pytest.mark.parametrize("name, case", [*methods_and_cases()])
 def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
     run = played(name, case)
     ids = sample_cohort(run.config, 3)
@@ -132,7 +133,7 @@ def test_another_cohort_changes_no_bit_of_a_clients_work(name, case):
         assert differing(part, whole, ids) == []
 
 
-@pytest.mark.parametrize("name, case", methods_and_cases())
+@pytest.mark.parametrize("name, case", [*methods_and_cases()])
 def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatch):
     # A small limit gives several blocks where one model is evaluated for all clients.
     monkeypatch.setattr(_schedule, "SHARED_BATCH_SAMPLES", 20)
@@ -150,7 +151,7 @@ def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatc
         assert differing(values(ids), whole, ids) == []
 
 
-@pytest.mark.parametrize("name, case", methods_and_cases())
+@pytest.mark.parametrize("name, case", [*methods_and_cases()])
 def test_workers_change_no_bit_of_a_run(name, case):
     one, two = (simulation(*case, name, workers=n).run() for n in (1, 2))
     for a, b in zip(one.rounds, two.rounds, strict=True):

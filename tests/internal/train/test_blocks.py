@@ -48,7 +48,7 @@ def cases():
                 deep = (
                     ()
                     if case in QUICK
-                    else pytest.mark.deep("every activation and body")
+                    else pytest.mark.deep("every activation and body", one_in=2)
                 )
                 made.append(pytest.param(*case, marks=deep))
     return made
@@ -83,7 +83,7 @@ def test_workers_change_no_bit_of_any_hook(engine, body, activation):
     assert differing(two, one, EVERYBODY) == []
 
 
-@pytest.mark.deep("every width, dtype and optimizer")
+@pytest.mark.deep("every width, dtype and optimizer", one_in=3)
 @pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 @pytest.mark.parametrize("hidden", [1, 3, 5, 8, 13])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
