@@ -10,6 +10,7 @@ Symbols: P weights of a row; B samples; H features that the head sees.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -57,6 +58,13 @@ class Body:
         return features
 
 
+@lru_cache(maxsize=64)  # minibatches of a run have few sizes
+def batch_of_one(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Places [n], bounds [2] and the count [1] of one client's batch of n samples."""
+    with torch.device("cpu"):
+        return torch.arange(n), torch.tensor([0, n]), torch.tensor([n])
+
+
 class _BodyFunction(torch.autograd.Function):
     """The function (row [P], x [B, ...], chain) -> features [B, H]."""
 
@@ -65,9 +73,8 @@ class _BodyFunction(torch.autograd.Function):
         ctx.save_for_backward(row, x)
         ctx.chain = chain
         n = len(x)
-        no_targets = x.new_zeros(n, chain.classes)
-        pool = (*chain.fixed_args, x, no_targets, None, torch.arange(n))
-        begin = torch.tensor([0, n])
+        places, begin, _ = batch_of_one(n)
+        pool = (*chain.fixed_args, x, x.new_zeros(n, chain.classes), None, places)
         _, _, features = chain_eval(row.detach()[None], *pool, begin, chain.classes)
         return features
 
@@ -83,8 +90,9 @@ class _BodyFunction(torch.autograd.Function):
             (grad,) = torch.autograd.grad(features, row, slopes, create_graph=True)
             return grad, None, None
         # The op's loss is the mean over samples.
-        pool = (*chain.fixed_args, x, slopes * n, None, torch.arange(n)[None])
-        grads, _, _ = chain_grad(row[None], *pool, torch.tensor([n]), None)
+        places, _, count = batch_of_one(n)
+        pool = (*chain.fixed_args, x, slopes * n, None, places[None])
+        grads, _, _ = chain_grad(row[None], *pool, count, None)
         return grads[0], None, None
 
 

@@ -144,14 +144,13 @@ class Net:
         use_own_dropout(self.module)
         self._set_parameters()
         self._set_buffers()
-        self.head_name = self._find_head(head)
+        self._set_head(self._find_head(head))
         self._head_given = head is not None
         # `prepare_net` sets the next four.
         self.merge_last_sample = False
         self.single_score = False
         self.unused_names: list[str] = []
         self.target: Target | None = None
-        self._threads = threading.local()  # one `BoundModule` for each thread and part
 
     def _set_parameters(self) -> None:
         """Sets the names, shapes and slices of a row, and the row `w0`."""
@@ -166,6 +165,14 @@ class Net:
         cuts = pairwise([0, *accumulate(self.sizes)])
         slices = [slice(first, last) for first, last in cuts]
         self.slices = dict(zip(self.names, slices, strict=True))
+
+    def _set_head(self, name: str | None) -> None:
+        """Sets the head, and the columns of its parameters."""
+        self.head_name = name
+        self._prefix = f"{name}." if name else ""
+        names = [n for n in self.names if n.startswith(self._prefix)]
+        self._head_names = [] if name is None else names
+        self._threads = threading.local()  # one `BoundModule` for each thread and part
 
     def _set_buffers(self) -> None:
         """Sets the description of the float buffers, and their initial row `b0`."""
@@ -441,14 +448,20 @@ class Net:
 
     def features(self, row: Tensor, x: Tensor) -> Tensor:
         """The input [B, H] of the head, of model `row` [P] on `x` [B, ...]."""
-        return self.features_and_scores(row, x)[0]
+        self._require_head()
+        features = self._features_by_kernels(row, x)
+        return self._pass_with_features(row, x)[0] if features is None else features
 
     def features_and_scores(self, row: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input [B, H] of the head, and the scores [B, C], of one forward pass."""
         self._require_head()
         features = self._features_by_kernels(row, x)
-        if features is not None:
-            return features, self.head(row, features)
+        if features is None:
+            return self._pass_with_features(row, x)
+        return features, self.head(row, features)
+
+    def _pass_with_features(self, row: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The features and scores of one forward pass of the module."""
         head = self._bound().module.get_submodule(self.head_name or "")
         head_inputs: list[Tensor] = []
 
@@ -481,13 +494,13 @@ class Net:
                 "that is known to give the scores before the model has met data; name "
                 "it with Net(..., head='name')."
             )
-        slices = [self.slices[name] for name in self.names if self._in_head(name)]
-        return slice(slices[0].start, slices[-1].stop)
+        first, last = self._head_names[0], self._head_names[-1]
+        return slice(self.slices[first].start, self.slices[last].stop)
 
     @property
     def has_trainable_head(self) -> bool:
         """True where the head is known, and has parameters in a row."""
-        return any(map(self._in_head, self.names))
+        return bool(self._head_names)
 
     def _require_head(self) -> None:
         """Raises ValueError where the model has no head."""
@@ -556,22 +569,12 @@ class Net:
         if bound is None:
             if part == "head":
                 module = self.module.get_submodule(self.head_name or "")
-                head_names = [name for name in self.names if self._in_head(name)]
-                names = [name.removeprefix(self._prefix) for name in head_names]
+                names = [name.removeprefix(self._prefix) for name in self._head_names]
                 bound = BoundModule(module, names, [])
             else:
                 bound = BoundModule(self.module, self.names, self.buffer_names)
             self._threads.__dict__[part] = bound
         return bound
-
-    @property
-    def _prefix(self) -> str:
-        """The beginning of the names of the head's parameters."""
-        return f"{self.head_name}." if self.head_name else ""
-
-    def _in_head(self, name: str) -> bool:
-        """True for a parameter of the head."""
-        return self.head_name is not None and name.startswith(self._prefix)
 
     def _build_module(self, seed: int) -> nn.Module:
         """A new module, whose weights are drawn by `seed`."""
@@ -641,8 +644,7 @@ class Net:
             is_named_head = name.split(".")[0] == "head"
             is_linear = isinstance(self.module.get_submodule(name), nn.Linear)
             if is_named_head or is_linear:
-                self.head_name = "head" if is_named_head else name
-                self._threads = threading.local()  # bound heads are outdated
+                self._set_head("head" if is_named_head else name)
                 return
 
     def _check(self, row: Tensor) -> None:
