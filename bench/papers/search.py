@@ -18,11 +18,12 @@ from pflcore.lab.tuning import Candidate, Grid, Trial, Tuned, candidate_of
 DIGITS = 2  # of a value beyond the grid
 
 
-def value_beyond(values: Sequence[Any], chosen: float) -> float | None:
-    """The value one step beyond an end of a grid; None where there is no such value.
+def values_beyond(values: Sequence[Any], chosen: float) -> list[float]:
+    """The value one step beyond an end of a grid, the best one first.
 
-    The step has the ratio of the chosen value to its neighbour. A whole number stays
-    one. There is none beyond 0.
+    The step has the ratio of the chosen value to its neighbour. Where the grid has
+    whole numbers alone, the nearest one follows, for an option that takes no others.
+    There is none beyond 0.
 
     Args:
         values: the option's values, numbers of which `chosen` is the least or largest
@@ -31,13 +32,15 @@ def value_beyond(values: Sequence[Any], chosen: float) -> float | None:
     ordered = sorted(values)
     neighbour = ordered[1] if chosen == ordered[0] else ordered[-2]
     if not chosen or not neighbour:
-        return None
+        return []
     beyond: float = chosen * chosen / neighbour
-    if all(isinstance(value, int) for value in values):
-        whole = round(beyond)
-        return None if whole == chosen else whole
     exponent = math.floor(math.log10(abs(beyond)))
-    return round(beyond, DIGITS - 1 - exponent)
+    rounded = round(beyond, DIGITS - 1 - exponent)
+    if not all(isinstance(value, int) for value in values):
+        return [rounded]
+    whole = round(beyond)
+    wanted = [whole] if rounded == whole else [rounded, whole]
+    return [value for value in wanted if value != chosen]
 
 
 def grid_beyond(tuned: Tuned, grid: Grid) -> dict[str, list[Any]]:
@@ -50,9 +53,8 @@ def grid_beyond(tuned: Tuned, grid: Grid) -> dict[str, list[Any]]:
     best = tuned.best.candidate
     choices = {key: [value] for key, value in best.options.items()}
     for key in tuned.edges:
-        beyond = value_beyond(grid[key], best.options[key])
-        if beyond is not None and can_have(best, key, beyond):
-            choices[key].append(beyond)
+        beyond = values_beyond(grid[key], best.options[key])
+        choices[key] += [value for value in beyond if can_have(best, key, value)][:1]
     return choices
 
 

@@ -15,6 +15,7 @@ from bench.papers import plan as plans
 from bench.papers import run as reproduce
 from bench.papers import runs, search, table
 from pflcore import FedAvg, Simulation, Training
+from pflcore.algorithms import FedDBE, FedDWA, HypCluster, PFedMe
 from pflcore.lab.cli._experiment import make_algorithm
 from pflcore.lab.results._verdicts import compare_with_baseline
 from pflcore.lab.tuning import Trial, Tuned, candidate_of, check_grid
@@ -189,23 +190,24 @@ def test_a_round_is_chosen_on_validation_data(tmp_path):
 # the search -------------------------------------------------------------------
 
 
-# The values of an option, the chosen one, and the value beyond it.
+# The values of an option, the chosen one, and those beyond it.
 BEYOND = [
-    ([0.01, 0.1], 0.1, 1.0),
-    ([0.01, 0.03, 0.1], 0.1, 0.33),
-    ([0.01, 0.03, 0.1], 0.01, 0.0033),
-    ([2, 5, 10], 10, 20),
-    ([2, 3, 4], 2, 1),
-    ([1, 2], 1, 0),
-    ([2, 3], 2, 1),
-    ([0.0, 0.1], 0.0, None),
-    ([0.0, 0.1], 0.1, None),
+    ([0.01, 0.1], 0.1, [1.0]),
+    ([0.01, 0.03, 0.1], 0.1, [0.33]),
+    ([0.01, 0.03, 0.1], 0.01, [0.0033]),
+    ([2, 5, 10], 10, [20]),
+    ([2, 10, 50], 2, [0.4, 0]),
+    ([2, 3, 4], 2, [1.3, 1]),
+    ([2, 3, 4], 4, [5.3, 5]),
+    ([1, 2], 1, [0.5, 0]),
+    ([0.0, 0.1], 0.0, []),
+    ([0.0, 0.1], 0.1, []),
 ]
 
 
 @pytest.mark.parametrize("values, chosen, want", BEYOND)
 def test_a_step_beyond_a_grid_has_its_ratio(values, chosen, want):
-    assert search.value_beyond(values, chosen) == want
+    assert search.values_beyond(values, chosen) == want
 
 
 def tuned(grid, score):
@@ -248,6 +250,32 @@ def test_a_value_that_an_option_cannot_have_is_not_tried():
     )
 
     assert wider == {"training.momentum": [0.9]}
+
+
+@pytest.mark.parametrize(
+    "algorithm, key, values, want",
+    [
+        (FedDBE(), "kappa", [2, 10, 50], 0.4),
+        (PFedMe(), "lam", [1, 4, 15], 0.25),
+        (FedDWA(), "k", [2, 5, 10], 1),
+        (HypCluster(), "k", [2, 3, 4], 1),
+    ],
+)
+def test_whole_numbers_are_tried_where_an_option_takes_no_others(
+    algorithm, key, values, want
+):
+    """A pull is not switched off because its grid has whole numbers."""
+    trials = [
+        Trial(
+            candidate_of(algorithm, Training(lr=0.1), {key: value}),
+            [torch.tensor([1.0 / value])],
+        )
+        for value in values
+    ]
+
+    wider = search.grid_beyond(Tuned(trials, [], lambda *_: None), {key: values})
+
+    assert wider == {key: [values[0], want]}
 
 
 def test_a_choice_beyond_which_all_diverge_stands(tmp_path):
