@@ -19,7 +19,7 @@ DIGITS = 2  # of a value beyond the grid
 
 
 def values_beyond(values: Sequence[Any], chosen: float) -> list[float]:
-    """The value one step beyond an end of a grid, the best one first.
+    """Values to try one step beyond an end of a grid, the best one first.
 
     The step has the ratio of the chosen value to its neighbour. Where the grid has
     whole numbers alone, the nearest one follows, for an option that takes no others.
@@ -39,7 +39,7 @@ def values_beyond(values: Sequence[Any], chosen: float) -> list[float]:
     if not all(isinstance(value, int) for value in values):
         return [rounded]
     whole = round(beyond)
-    wanted = [whole] if rounded == whole else [rounded, whole]
+    wanted = [whole] if whole in (beyond, rounded) else [rounded, whole]
     return [value for value in wanted if value != chosen]
 
 

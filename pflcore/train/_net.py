@@ -167,7 +167,7 @@ class Net:
         self.slices = dict(zip(self.names, slices, strict=True))
 
     def _set_head(self, name: str | None) -> None:
-        """Sets the head, and the columns of its parameters."""
+        """Sets the names of the head and of its parameters."""
         self.head_name = name
         self._prefix = f"{name}." if name else ""
         names = [n for n in self.names if n.startswith(self._prefix)]

@@ -146,7 +146,7 @@ COMPANY = [
 def company_cases():
     """Cases of every body with every activation that the engine trains.
 
-    Most of them belong to the deep suite.
+    Most of them belong to the deep suite or to the long one.
     """
     cases = list(COMPANY)
     for kind, activation in product(company.BODIES, company.ACTIVATIONS):
