@@ -6,7 +6,7 @@ They serve the tests of local training and of the algorithms.
 import json
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -282,19 +282,32 @@ def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0
 
     The chain of kernels is found by a whole `Simulation`.
     """
-    where = {"seed": seed, "hardware": Hardware(engine=engine, workers=workers)}
     if engine == "chain":
         last = Evaluation(split=next(reversed(data.index)))
+        hardware = Hardware(engine=engine, workers=workers)
         run = Simulation(
-            FedAvg(), net, data, training, rounds, **where, evaluation=last
+            FedAvg(),
+            net,
+            data,
+            training,
+            rounds,
+            seed=seed,
+            hardware=hardware,
+            evaluation=last,
         )
         return run.config
-    x = torch.ones(2, 1).double()
-    other = Federation(x, x, {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]})
-    context = Simulation(
-        FedAvg(), Net(Scale([0.0]), half_square), other, **where
-    ).config
+    context = other_context(engine, workers, seed)
     return replace(context, net=net, data=data, training=training, rounds=rounds)
+
+
+@cache
+def other_context(engine, workers, seed):
+    """The context of a run of another model on other data."""
+    x = torch.ones(2, 1).double()
+    data = Federation(x, x, {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]})
+    net = Net(Scale([0.0]), half_square)
+    hardware = Hardware(engine=engine, workers=workers)
+    return Simulation(FedAvg(), net, data, seed=seed, hardware=hardware).config
 
 
 def play(alg, s, rounds=None, ids=None):

@@ -10,7 +10,6 @@ B samples; kh, kw height and width of a kernel.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -30,6 +29,7 @@ from pflcore.check import (
     reject,
     require,
 )
+from pflcore.nn._copy import copy_module
 
 Init = Literal["match", "ibpwf"]
 
@@ -240,7 +240,7 @@ def factorize(
             factors.
         head: The name of the layer that stays; by default the last `nn.Linear`.
     """
-    module = copy.deepcopy(module)
+    module = copy_module(module)
     if head is not None and head not in dict(module.named_modules()):
         children = ", ".join(name for name, _ in module.named_children())
         reject("head", f"one of the model's modules {children}", head)

@@ -6,7 +6,6 @@ dicts. A slot is an entry of such a dict, and a tied tensor has several slots.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pflcore.nn._copy import copy_module
 from pflcore.train._recurrent import unroll_recurrent
 
 # The slots of one tensor: (dict, key) each.
@@ -39,7 +39,7 @@ class BoundModule:
     def __init__(
         self, module: nn.Module, names: Iterable[str], buffers: Iterable[str]
     ) -> None:
-        self.module = copy.deepcopy(module)
+        self.module = copy_module(module)
         self._eval_modules = names_in_evaluation(module)
         self._train: bool | None = None  # the mode that was set, None before the first
         for layer in self.module.modules():

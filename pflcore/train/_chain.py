@@ -23,7 +23,6 @@ width of a sample; in functions of lines, `c` is the call of a layer and `m` the
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 from pflcore.data._federation import Federation
 from pflcore.nn import Dropout
 from pflcore.nn._context import forward_context
+from pflcore.nn._copy import copy_module
 from pflcore.nn._factorized import FactorizedLinear
 from pflcore.ops._chain import has_kernels
 from pflcore.ops._chain_program import encode_layer
@@ -324,7 +324,7 @@ class _Recorder(TorchFunctionMode):
         self.used: list[str] = []
         self.used_buffers: list[str] = []
         self.fixed_statistics: list[Tensor] = []
-        self.copy = copy.deepcopy(net.module)
+        self.copy = copy_module(net.module)
         self.names: dict[int, str] = {}  # of trained parameters, by `id`
         for name, parameter in self.copy.named_parameters():
             if name in net.slices:

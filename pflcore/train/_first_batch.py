@@ -9,7 +9,6 @@ Symbols: B samples of a batch; x, y samples and labels.
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from pflcore.check import name_few, warn_caller
 from pflcore.data._federation import Federation
 from pflcore.nn._context import forward_context
+from pflcore.nn._copy import copy_module
 from pflcore.train import _validate as validate
 from pflcore.train._augment import check_augment
 from pflcore.train._net import Net, Target, scores_of
@@ -120,7 +120,7 @@ def try_batch(
     called layers that has a parameter in use. Raises MismatchError for scores and
     targets that would be miscounted.
     """
-    module = copy.deepcopy(net.module)
+    module = copy_module(net.module)
     net.set_mode(module, train)
     layers = _record_calls(module)
     seed = x.new_zeros((), dtype=torch.int64)

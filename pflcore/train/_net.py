@@ -32,6 +32,7 @@ from pflcore.check import Seed, checked
 from pflcore.data._inputs import IGNORED_LABEL, Fields
 from pflcore.metrics import has_one_score_each
 from pflcore.nn._context import forward_context, forward_state
+from pflcore.nn._copy import copy_module
 from pflcore.nn._dropout import use_own_dropout
 from pflcore.train._bound_module import (
     BoundModule,
@@ -137,7 +138,7 @@ class Net:
         built_module = build
         if not isinstance(built_module, nn.Module):
             built_module = self._build_module(seed)
-        self.module = copy.deepcopy(built_module)
+        self.module = copy_module(built_module)
         self.eval_modules = start_training_mode(self.module)
         check_weights(self.module)
         check_copies(built_module)
@@ -327,12 +328,12 @@ class Net:
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Net:
         """The same net on `device`, and in `dtype` unless that is None."""
         other = copy.copy(self)
-        other.module = copy.deepcopy(self.module).to(device, dtype)
+        other.module = copy_module(self.module).to(device, dtype)
         other.w0 = self.w0.to(device, dtype)
         other.b0 = self.b0.to(device, dtype)
         other.dtype = other.w0.dtype
         if isinstance(self.loss_fn, nn.Module):  # it may hold class weights
-            other.loss_fn = copy.deepcopy(self.loss_fn).to(device, dtype)
+            other.loss_fn = copy_module(self.loss_fn).to(device, dtype)
         return other
 
     def with_fields(self, fields: Fields | None) -> Net:
@@ -344,13 +345,13 @@ class Net:
             return self
         other = copy.copy(self)
         other.fields = fields
-        other.module = copy.deepcopy(self.module)
+        other.module = copy_module(self.module)
         other.module.register_forward_pre_hook(fields, with_kwargs=True)
         return other
 
     def module_without_fields(self) -> nn.Module:
         """A copy of the module without the hook of `with_fields`."""
-        module = copy.deepcopy(self.module)
+        module = copy_module(self.module)
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, Fields):
                 del module._forward_pre_hooks[key]
@@ -582,7 +583,7 @@ class Net:
             if isinstance(self.build, nn.Module):
                 # `apply` resets children before their parent, whose own
                 # `reset_parameters` may change what theirs have drawn.
-                return copy.deepcopy(self.build).apply(_reset)
+                return copy_module(self.build).apply(_reset)
             module = self.build() if callable(self.build) else self.build
         if not isinstance(module, nn.Module):
             raise TypeError(

@@ -34,7 +34,6 @@ the clients' weights; x, y samples and labels.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -47,6 +46,7 @@ from torch import Tensor
 
 from pflcore.data._federation import Federation
 from pflcore.nn._context import forward_context
+from pflcore.nn._copy import copy_module
 from pflcore.train import _memory as memory
 from pflcore.train import _validate as validate
 from pflcore.train._batches import Batches, BatchPlan
@@ -346,7 +346,7 @@ def _reference(
     grads = []
     buffers = []
     for row, samples, seed in zip(w, index, seeds, strict=True):
-        module = net.load(copy.deepcopy(net.module), row, net.b0)
+        module = net.load(copy_module(net.module), row, net.b0)
         net.set_mode(module, train)
         with forward_context(train, None, seed), torch.enable_grad():
             scores = scores_of(module(data.x[samples]))

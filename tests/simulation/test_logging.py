@@ -4,23 +4,17 @@ import logging
 
 import pytest
 import torch
+from parts.logs import logged
 from parts.user import simulation
 from small import equals, images, layers
 
 
-@pytest.fixture
-def messages(caplog):
-    """A function that plays a run and returns messages of a level."""
-
-    def play(level, run):
-        caplog.clear()
-        with caplog.at_level(level, "pflcore"):
-            run.run()
-        records = [r for r in caplog.records if r.name == "pflcore"]
-        assert all(r.levelno >= level for r in records)
-        return [r.getMessage() for r in records if r.levelno == level]
-
-    return play
+def messages(level, run):
+    """The messages of this level while a run is played."""
+    with logged("pflcore", level) as records:
+        run.run()
+    assert all(r.levelno >= level for r in records)
+    return [r.getMessage() for r in records if r.levelno == level]
 
 
 def with_bad_clients(*bad, **options):
@@ -38,7 +32,7 @@ def test_nothing_is_printed_by_default(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_info_is_a_line_for_each_round(messages):
+def test_info_is_a_line_for_each_round():
     run = simulation()
     lines = messages(logging.INFO, run)
 
@@ -52,7 +46,7 @@ def test_info_is_a_line_for_each_round(messages):
     assert f"accuracy {accuracy:.4g}" in last
 
 
-def test_info_names_dropped_clients_and_void_rounds(messages):
+def test_info_names_dropped_clients_and_void_rounds():
     one = with_bad_clients(1, rounds=1)
     every = with_bad_clients(*range(4), rounds=1)
     with pytest.warns(RuntimeWarning, match="were dropped"):
@@ -64,7 +58,7 @@ def test_info_names_dropped_clients_and_void_rounds(messages):
     assert ": 4 clients, dropped [0, 1, 2, 3], void (not finite), " in void
 
 
-def test_debug_names_the_engine_and_its_reason(messages):
+def test_debug_names_the_engine_and_its_reason():
     run = simulation(rounds=2)
     (line,) = messages(logging.DEBUG, run)
 
@@ -74,7 +68,7 @@ def test_debug_names_the_engine_and_its_reason(messages):
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "ditto", "feddwa"])
-def test_log_changes_no_bit(algorithm, messages):
+def test_log_changes_no_bit(algorithm):
     quiet = simulation(algorithm, clip=0.1)
     quiet.run()
     loud = simulation(algorithm, clip=0.1)

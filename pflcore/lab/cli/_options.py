@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
 from itertools import takewhile
 from types import NoneType, UnionType
 from typing import (
@@ -391,6 +392,7 @@ def _group_type(
     return Annotated[group, arg(name=part.title or title, help=about)]
 
 
+@cache
 def _choices(cls: type) -> dict[str, Any]:
     """The annotation of each option of a group that is one of several names, or None.
 
@@ -424,6 +426,7 @@ def _without_functions(hint: Any) -> Any:
     return Union[tuple(others)]  # noqa: UP007 (made of a list)
 
 
+@cache
 def command_line_hints(cls: type) -> dict[str, Any]:
     """The type of each field of a dataclass, as the command line has it."""
     hints = get_type_hints(cls)
@@ -457,6 +460,7 @@ def option_fields(cls: type) -> list[Field[Any]]:
     return [f for f in fields(cls) if f.init and f.name not in excluded]
 
 
+@cache
 def field_comments(cls: type) -> dict[str, str]:
     """The help of each field of a dataclass, as tyro finds it.
 
