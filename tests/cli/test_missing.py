@@ -33,6 +33,7 @@ def assert_same_runs(first, second):
         assert comparison.equal and comparison.description == {}, comparison
 
 
+@pytest.mark.deep("it takes seconds")
 def test_more_algorithms_and_seeds_are_added(capsys):
     assert command(f"compare fedavg local {DIGITS} --out o") == 0
     before = records()
@@ -52,6 +53,7 @@ def test_more_algorithms_and_seeds_are_added(capsys):
     assert_same_runs("o", "p")
 
 
+@pytest.mark.deep("all take seconds", quick=3)
 @pytest.mark.parametrize(
     ("words", "options", "error"),
     [
@@ -106,6 +108,7 @@ def test_a_run_that_was_broken_off_waits_for_its_own_command():
     assert_same_runs("o", "p")
 
 
+@pytest.mark.deep("it takes seconds")
 def test_runs_that_are_over_go_on_to_more_rounds():
     """They end with the record of a longer command, and the file of options with it."""
     words = f"{DIGITS} --quiet --target all"

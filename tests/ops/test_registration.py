@@ -52,6 +52,7 @@ def test_compile(dynamic):
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.deep("it takes seconds")
 def test_compile_with_gradient():
     inputs = [
         t.float().requires_grad_()

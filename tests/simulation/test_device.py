@@ -56,6 +56,7 @@ def quick_and_deep(cases):
     return [cases[0], *(pytest.param(case, marks=SLOW) for case in cases[1:])]
 
 
+@pytest.mark.deep("all take seconds", quick=3)
 @pytest.mark.parametrize("name", swept([*ALGORITHMS, *OTHERS], QUICK))
 def test_everything_is_on_the_device(name):
     name, _, kind = name.partition(", ")
@@ -105,6 +106,7 @@ def waits_of_a_round(name, kind, epochs, gpu, optimizer="sgd"):
     return Counter(waits)
 
 
+@pytest.mark.deep("it takes seconds")
 @pytest.mark.parametrize("model", quick_and_deep([*FORMS]))
 def test_a_round_of_fedavg_hardly_waits_for_the_device(model):
     assert_few_waits("fedavg", model)
@@ -231,6 +233,7 @@ def test_a_clients_own_process_asks_for_what_repeats(flags):
     assert set(seen) == {REPEATS}
 
 
+@pytest.mark.deep("all take seconds", quick=2)
 @pytest.mark.parametrize("value", [True, False])
 def test_a_record_says_whether_a_card_may_round_to_tf32(value, monkeypatch):
     monkeypatch.setattr("pflcore.simulation._describe.allows_tf32", lambda: value)
@@ -240,6 +243,7 @@ def test_a_record_says_whether_a_card_may_round_to_tf32(value, monkeypatch):
     assert "tf32" not in simulation().header()
 
 
+@pytest.mark.deep("it takes seconds")
 def test_another_tf32_is_said_of_a_checkpoint_and_no_other_run(tmp_path, monkeypatch):
     place = "pflcore.simulation._describe.allows_tf32"
     with pretended_gpu() as gpu:

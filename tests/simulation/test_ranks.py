@@ -97,6 +97,7 @@ QUICK_CASES = [
 ]
 
 
+@pytest.mark.deep("it takes seconds")
 def test_two_ranks_have_the_bits_of_one_process(tmp_path):
     assert_equal_digests(2, QUICK_CASES, tmp_path, torchrun=True)
 

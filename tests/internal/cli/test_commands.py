@@ -25,6 +25,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.deep("it takes seconds")
 def test_ctrl_c_between_two_runs(monkeypatch):
     honest = experiment.Job.simulation
     made = []
@@ -110,6 +111,7 @@ def test_every_algorithm_explains_its_options(name, capsys):
     assert ALGORITHMS[name].__doc__.split()[0] in out
 
 
+@pytest.mark.deep("all take seconds", quick=2)
 @pytest.mark.parametrize(
     ("words", "names"),
     [

@@ -84,6 +84,7 @@ def test_the_table_has_every_way_to_evaluate():
     assert "| 95.41 | 2.07 |" in text and "| A, mean | 7 | 50.00 ± 0.00 |" in text
 
 
+@pytest.mark.deep("it takes seconds")
 def test_reproduce_plays_a_plan_of_groups(tmp_path):
     path = Path(__file__).with_name("groups.json")
     out = tmp_path / "out"

@@ -521,6 +521,7 @@ def test_lessons_are_the_verdicts():
     assert "No setting" in MAKER["lessons"](BOARD, {})
 
 
+@pytest.mark.deep("it takes seconds")
 def test_outcomes_are_taken_from_folders_row_by_row(tmp_path):
     plan = tiny("leaderboard", "Local", "FedAvg", settings=2)
     made = play(plan, tmp_path / "whole", seeds=1)

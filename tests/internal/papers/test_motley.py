@@ -217,6 +217,7 @@ def told(rows):
     return [{k: v for k, v in r.items() if k not in times} for r in rows.values()]
 
 
+@pytest.mark.deep("it takes seconds")
 def test_a_plan_goes_on_where_it_stopped(tmp_path, monkeypatch):
     _, whole, _ = played(SILO, tmp_path / "a")
     with monkeypatch.context() as m:
@@ -307,6 +308,7 @@ def test_what_must_hold_is_checked(tmp_path):
     assert len(checks) == 1
 
 
+@pytest.mark.deep("it takes seconds")
 def test_hurt_is_against_the_same_run_of_the_baseline(tmp_path):
     """Each run is compared with the run of the same seed.
 

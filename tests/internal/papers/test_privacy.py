@@ -159,6 +159,7 @@ def attack(rounds, lr):
     return {(v.view, v.attack): v for v in found}
 
 
+@pytest.mark.deep("it takes seconds")
 def test_members_of_an_overfitted_model_are_found():
     found = attack(5, 0.3)
     assert set(found) == {("upload", "shadow models"), ("upload", "LiRA")}

@@ -38,6 +38,7 @@ def test_plain_turns_everything_into_json(tmp_path):
 
 
 # pictures -------------------------------------------------------------------
+@pytest.mark.deep("it takes seconds")
 def test_every_picture(tmp_path):
     """Figures of weights and mixes show at most a thousand clients."""
     pytest.importorskip("matplotlib")
@@ -94,6 +95,7 @@ def figures(monkeypatch, tmp_path, runs):
     return drawn
 
 
+@pytest.mark.deep("all take seconds", quick=3)
 @pytest.mark.parametrize(
     "settings, methods, seeds, long",
     [
@@ -179,6 +181,7 @@ def test_runs_without_weights_have_no_picture_of_them(tmp_path):
     assert pictures.weights(both, tmp_path / "weights.png").is_file()
 
 
+@pytest.mark.deep("it takes seconds")
 def test_pictures_of_little(tmp_path):
     pytest.importorskip("matplotlib")
     little = [

@@ -111,6 +111,7 @@ def test_a_damaged_folder_is_left_as_it_is(tmp_path, no_pictures, capsys, monkey
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.deep("it takes seconds")
 def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypatch):
     argv = (f"run waffle {SMALL} --target all --rounds 4 --checkpoint-every 1").split()
     assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
@@ -126,6 +127,7 @@ def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypat
 
 
 # models ---------------------------------------------------------------------
+@pytest.mark.deep("all take seconds", quick=4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",

@@ -100,6 +100,7 @@ MORE_STEPS = [(name, tiny_model()) for name in DIFFERENT if name != "fedavg"]
 MORE_STEPS += [("fedrod", convolved), ("fedavg", dropped), ("apfl", dropped)]
 
 
+@pytest.mark.deep("it takes seconds")
 @pytest.mark.parametrize(
     "algorithm, model",
     [
@@ -163,6 +164,7 @@ def test_dropout_draws_anew_in_every_replay(gpu):
     assert not torch.equal(graph.outputs["losses"].real_, before)
 
 
+@pytest.mark.deep("it takes seconds")
 def test_a_frozen_random_number_is_found_before_round_1(gpu, monkeypatch):
     """The probe fails if a seed is no input of the graph.
 
@@ -214,6 +216,7 @@ def test_a_model_that_copies_from_the_host_is_trained_without_graphs(gpu):
     assert_same_state(run, want)
 
 
+@pytest.mark.deep("it takes seconds")
 def test_a_capture_that_fails_in_a_round_goes_on_without_graphs(gpu, monkeypatch):
     @contextlib.contextmanager
     def failing(graph, **_):

@@ -124,6 +124,7 @@ class Fails(nn.Module):
         return x * 1
 
 
+@pytest.mark.deep("it takes seconds")
 def test_an_engine_that_fails_in_the_models_dtype_is_not_taken():
     with pretended_gpu() as gpu:
         net, data = on(gpu, FLAT, Fails())
