@@ -569,6 +569,7 @@ run fedavg DIGITS --attack noise --attack-clients 99 | adversary: expected ids o
 """  # noqa: E501
 
 
+@pytest.mark.deep("all take seconds", quick=4)
 @pytest.mark.parametrize("line", BAD.splitlines())
 def test_bad_input_is_one_sentence_and_leaves_nothing(line, tmp_path, capsys):
     words, error = line.split(" | ")

@@ -488,6 +488,7 @@ ODD = [
 ]
 
 
+@pytest.mark.deep("all take seconds", quick=4)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("strategy, odd", crossed(STRATEGIES, ODD))
 def test_a_reply_that_cannot_be_used_is_absent(strategy, odd, tmp_path, monkeypatch):

@@ -205,6 +205,7 @@ def two_ranks(tmp_path_factory):
     return seen
 
 
+@pytest.mark.deep("it takes seconds")
 @faults_of_two_ranks
 def test_ranks_with_other_options_play_no_round(two_ranks):
     for faults in two_ranks:

@@ -269,6 +269,7 @@ OF_TORCH = (
 )
 
 
+@pytest.mark.deep("all take seconds", quick=4)
 @pytest.mark.parametrize(
     "engine, model, case",
     [

@@ -203,6 +203,7 @@ VECTORS = {  # model, (engine, form), shape of the samples
 }
 
 
+@pytest.mark.deep("all take seconds", quick=4)
 @pytest.mark.parametrize("name", VECTORS)
 def test_what_trains_is_the_model(name):
     build, path, *shape = VECTORS[name]
