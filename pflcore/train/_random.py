@@ -51,6 +51,11 @@ class IsolatedDraws(TorchDispatchMode):
         self.seed = seed
         self.used: dict[str, torch.Generator] = {}  # generators of draws, by device
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, so that torch does not import its compiler, which takes seconds."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

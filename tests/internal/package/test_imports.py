@@ -110,6 +110,26 @@ def test_importing_pflcore_pulls_in_no_extra():
     assert run.returncode == 0 and run.stdout.strip() == "", run.stderr
 
 
+PLAYED_RUN = """
+import sys, torch
+from pflcore import Federation, Net, Simulation
+from pflcore.nn.models import lenet5
+
+x, y = torch.rand(24, 1, 28, 28), torch.arange(24) % 4
+train, test = torch.arange(12).split(6), torch.arange(12, 24).split(6)
+data = Federation(x, y, {"train": train, "test": test}, 4)
+for name in ("fedavg", "ditto", "moon"):
+    Simulation(name, lambda: lenet5((1, 28, 28), 4), data, rounds=1).run()
+print(*{"torch._dynamo"} & {*sys.modules})
+"""
+
+
+@pytest.mark.deep("a subprocess")
+def test_a_run_does_not_wait_for_torchs_compiler():
+    run = ran("-c", PLAYED_RUN)
+    assert run.returncode == 0 and run.stdout.strip() == "", run.stderr
+
+
 PLAYED_OPS = """
 import torch
 from pflcore import ops
