@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,7 @@ class JobPlayer:
         header_fields: Fields of each header in addition to those of a job.
         output: The options of the folder.
         ranks: The processes that play the jobs together; the first one alone writes.
+        checked: The simulation of a command's only job, between `check` and `play`.
     """
 
     federations: Mapping[int, Federation]
@@ -148,6 +149,7 @@ class JobPlayer:
     header_fields: Line
     output: OutputOptions
     ranks: Ranks
+    checked: dict[str, Simulation] = field(default_factory=dict)
 
     def header(self, job: Job, simulation: Simulation) -> Line:
         """The header of a job's record."""
@@ -159,6 +161,8 @@ class JobPlayer:
 
     def simulation(self, job: Job) -> Simulation:
         """The simulation of a job."""
+        if job.name in self.checked:
+            return self.checked.pop(job.name)
         return job.simulation(self.data_of(job), self.models[job.options.cut_seed])
 
     def check(self, jobs: Sequence[Job]) -> set[str]:
@@ -183,6 +187,8 @@ class JobPlayer:
                     whole.add(job.name)
                 else:
                     _check_goes_on(folder, job, simulation)
+            if len(jobs) == 1:
+                self.checked[job.name] = simulation
             del simulation  # the next one needs the memory
         if self.output.dry_run:
             data = self.data_of(jobs[0])

@@ -44,6 +44,23 @@ def test_ctrl_c_between_two_runs(monkeypatch):
     assert [(r.algorithm, len(r.rounds)) for r in read("o")] == [("fedavg", 3)]
 
 
+def test_a_command_of_one_run_makes_one_simulation(monkeypatch):
+    honest = experiment.Job.simulation
+    made = []
+
+    def counted(self, *args):
+        made.append(self.name)
+        return honest(self, *args)
+
+    monkeypatch.setattr(experiment.Job, "simulation", counted)
+    assert command(f"run fedavg {DIGITS} --out o") == 0
+    assert len(made) == 1 and len(read("o")[0].rounds) == 3
+    # Again, to more rounds, it goes on from its checkpoint.
+    more = DIGITS.replace("--rounds 3", "--rounds 5")
+    assert command(f"run fedavg {more} --out o") == 0
+    assert len(made) == 2 and len(read("o")[0].rounds) == 5
+
+
 def test_two_runs_that_start_at_once_take_two_folders():
     made = [new_folder(["fedavg"], "digits", "A*") for _ in range(3)]
     want = ["fedavg-digits-Astar", "fedavg-digits-Astar-2", "fedavg-digits-Astar-3"]
