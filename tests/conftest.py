@@ -69,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # A collection of garbage looks at all that was imported, hundreds of times a suite.
+    # Each collection of garbage would look at all that was imported.
     gc.collect()
     gc.freeze()
 
@@ -105,8 +105,8 @@ def senseless(item):
 def place_of(item):
     """The place of a test among the parameters of its function, from 0.
 
-    Of several lists of parameters, their places are added up, so that each value of
-    each list has all places.
+    Where a function has several lists of parameters, it is the sum of the places in
+    them. So no value of a list is always in the same suite.
     """
     places = 0
     for mark in item.iter_markers("parametrize"):

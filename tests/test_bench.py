@@ -83,7 +83,7 @@ def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):
                 assert (case.error(call()) or 0.0) < 1e-4, case.op
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("name", OPS)
 def test_every_provider_is_right(name):
     """Every provider gives the right result at a small size.

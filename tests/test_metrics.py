@@ -271,7 +271,7 @@ def test_a_metric_without_a_value_is_nan():
     assert auc(scores, y) == pytest.approx(sum(present) / 2)
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("algorithm", ["fedavg", "knnper", "apfl"])
 def test_a_run_records_metrics_per_client(algorithm):
     pytest.importorskip("sklearn")

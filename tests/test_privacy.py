@@ -62,7 +62,7 @@ def test_epsilon_falls_with_noise_and_grows_with_rounds(z, q, rounds, delta):
     assert epsilon(z, min(1.0, q * 1.1), rounds, delta) >= least * (1 - 1e-9)
 
 
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @pytest.mark.parametrize("wanted", [0.5, 30.0])
 def test_the_noise_for_an_epsilon_reaches_it_and_no_less_does(wanted):
     z = noise_multiplier(wanted, 0.1, 100, 1e-5)

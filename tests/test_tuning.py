@@ -151,7 +151,7 @@ GRIDS = {
 }
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("setting, name", crossed(PROTOCOLS, GRIDS))
 def test_poisoned_test_labels_change_no_choice(setting, name):
     p = PROTOCOLS[setting]()
@@ -441,7 +441,7 @@ def test_the_recipe_with_optuna_itself():
 
 
 # metrics that select --------------------------------------------------------
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize(
     "metric, up, lr",
     [

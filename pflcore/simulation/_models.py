@@ -37,6 +37,7 @@ from pflcore.data._ragged import Ragged
 from pflcore.data._scaling import Scaling
 from pflcore.data._tables import select_columns, text_names
 from pflcore.nn._context import forward_context
+from pflcore.nn._copy import copy_module
 from pflcore.simulation._evaluate import (
     evaluation_buffers,
     has_custom_predict,
@@ -388,7 +389,7 @@ class Personalized(nn.Module):
         model = self._unscaled_module()
         if self.scaling is None:
             return model
-        scaling = copy.deepcopy(self.scaling)
+        scaling = copy_module(self.scaling)
         return nn.Sequential(OrderedDict(scaling=scaling, model=model)).eval()
 
     def _unscaled_module(self) -> nn.Module:

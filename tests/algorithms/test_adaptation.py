@@ -270,7 +270,7 @@ def one_lacks(engine, model, **how):
 PARTS = ([1], [1, 3], [0, 1], [0, 1, 2, 4], [2, 3])
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     "path, statistics",
     crossed(

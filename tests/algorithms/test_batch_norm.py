@@ -159,7 +159,7 @@ def test_a_runs_models_have_the_statistics_that_it_was_evaluated_with(name, poli
 ALONE = ("local", "fedproto", "fedamp", "feddwa", "fedfomo", "l2c", "pfedgraph")
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("name", ALONE)
 def test_initial_models_keep_the_initial_statistics(name, tmp_path):
     """Nothing of others' training is in the model of a client that never took part.
@@ -191,7 +191,7 @@ def test_a_newcomer_of_local_knows_no_others(rounds):
     assert torch.equal(*statistics)
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.skipif(not pflcore.backend().kernels, reason="the kernels are not loaded")
 @pytest.mark.parametrize(
     "algorithm, policy",

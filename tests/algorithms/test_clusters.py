@@ -24,7 +24,7 @@ def test_warm_start_trains_every_model_and_forgets_their_momentum():
     assert len(warm.server["x"].unique(dim=0)) == 2
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("optimizer", ["sgd", "heavy_ball", "adam"])
 def test_one_cluster_is_fedavg(optimizer):
     """Its model and its batch norm statistics are FedAvg's."""

@@ -172,7 +172,7 @@ def fits(words, shape, sizes):
 VARYING = {"M", "R", "U", "nodes"}
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_names_and_shapes_are_those_that_the_docstring_says(name):
     cls = ALGORITHMS[name]

@@ -153,7 +153,7 @@ def test_a_search_by_groups_changes_no_bit(k, long, monkeypatch):
 SIZES = (8, 11, 14, 17, 20, 23)
 
 
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @ENGINES
 def test_look_ahead_leaves_no_trace(engine):
     """Training, statistics and later shuffles are those of a run without look ahead."""

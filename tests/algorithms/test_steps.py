@@ -42,7 +42,7 @@ def away(s, by=0.1):
 # steps ------------------------------------------------------------------------
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @ENGINES
 @pytest.mark.parametrize("mix", ["weights", "logits"])
 def test_apfl_learns_alpha_at_a_rounds_first_step(mix, engine):

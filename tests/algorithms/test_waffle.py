@@ -137,7 +137,7 @@ def test_alone_or_without_the_others_it_is_local_training():
         )
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     "alg",
     [

@@ -52,7 +52,7 @@ def by_python(method):
     return history.adapt(splits, 4), *splits["test"]
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 def test_the_model_is_that_of_the_history(method, capsys):
     assert command("adapt out site.csv --rounds 4 --out new") == 0
 
@@ -66,7 +66,7 @@ def test_the_model_is_that_of_the_history(method, capsys):
     assert f"accuracy: {accuracy:.1%} of the samples that were held out" in told
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 def test_the_folder_of_the_run_is_as_before(method, capsys):
     before = {p: p.read_bytes() for p in files("out")}
     assert command("adapt out site.csv --test 0") == 0

@@ -404,7 +404,7 @@ def test_a_checkpoint_of_a_simulation_is_not_touched():
     assert before.items() <= files_in("o").items()
 
 
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_a_run_of_which_a_line_is_damaged_is_played_again(damaged):
@@ -448,7 +448,7 @@ def test_a_command_that_was_killed_before_its_first_line_begins():
     assert {*files_in("o")} == {*RUN_FILES, "table.md"}
 
 
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @pytest.mark.parametrize("baseline", ["", "--baseline local"])
 def test_other_options_of_a_folders_method_name_the_report_of_two(baseline, capsys):
     assert command(f"compare local ditto {DIGITS} --out o") == 0
@@ -569,7 +569,7 @@ run fedavg DIGITS --attack noise --attack-clients 99 | adversary: expected ids o
 """  # noqa: E501
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("line", BAD.splitlines())
 def test_bad_input_is_one_sentence_and_leaves_nothing(line, tmp_path, capsys):
     words, error = line.split(" | ")

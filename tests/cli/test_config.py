@@ -33,7 +33,7 @@ def assert_equal_records(*folders):
         assert comparison.equal and comparison.description == {}, comparison
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     "words",
     [
@@ -103,7 +103,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name", ["run", "tune"])
 @pytest.mark.parametrize("line, flags, played", CHOICES)
 def test_a_flag_chooses_other_options_than_the_file(line, flags, played, name):
@@ -214,7 +214,7 @@ def test_rules_of_ones_own_are_options_and_stand_in_the_file(monkeypatch):
     assert run.header["sampling"] == "size" and run.header["training"]["steps"] == 2
 
 
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [("per_fedavg", "steps", 3), ("feddbe", "momentum", 0.5)],

@@ -79,7 +79,7 @@ def test_a_share_for_validation_samples_that_are_there_is_refused(tmp_path, caps
         assert "leave --val out" in error and error.count("\n") == 1
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("kind", BEGIN)
 def test_the_picture_has_the_form_of_its_name(kind, tmp_path, capsys):
     pytest.importorskip("matplotlib")

@@ -41,7 +41,7 @@ def test_whole_runs_are_not_played_again(capsys):
     assert capsys.readouterr().err.count("it is not played again") == 4
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("num_lines", [0, 1, 2])
 def test_a_torn_run_goes_on_to_the_same_numbers(num_lines):
     assert command(WORDS) == 0
@@ -56,7 +56,7 @@ def test_a_torn_run_goes_on_to_the_same_numbers(num_lines):
         assert one.samples == other.samples
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize(
     ("words", "difference"),
     [

@@ -53,7 +53,7 @@ def test_more_algorithms_and_seeds_are_added(capsys):
     assert_same_runs("o", "p")
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     ("words", "options", "error"),
     [

@@ -96,7 +96,7 @@ GAPS = {
 }
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("text", GAPS.values(), ids=GAPS)
 @pytest.mark.parametrize("words", ["", "--scores"])
 def test_a_line_of_gaps_has_an_empty_prediction(history, capsys, text, words):
@@ -144,7 +144,7 @@ def test_gaps_of_numbers_without_names_count(capsys, text):
     assert rows == [[str(first)], [""], [str(last)]]
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize(
     "words, error",
     [

@@ -119,7 +119,7 @@ compare ditto SHORT --tuned nowhere | tuned: expected a file of options in TOML,
 """  # noqa: E501
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("line", BAD.splitlines())
 def test_a_wrong_grid_is_one_sentence_and_leaves_nothing(line, tmp_path, capsys):
     words, error = line.split(" | ")

@@ -87,7 +87,7 @@ def run_of(algorithm, per_step, **options):
     )
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     "algorithm, per_step", [("fedavg", True), ("apfl", True), ("ditto", False)]
 )

@@ -65,7 +65,7 @@ def real(name):
 MNIST = golden("partitions")["mnist"]
 
 
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @pytest.mark.parametrize(
     "name, counts", [("mnist", MNIST), ("fashion_mnist", [6000] * 10)]
 )

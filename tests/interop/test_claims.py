@@ -120,7 +120,7 @@ def test_every_claim_is_decided():
     assert found == UNSEEN.keys()
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("claim, training", crossed(UNSEEN, [None, TRAINING]))
 def test_impossible_claims_leave_out_their_client(claim, training):
@@ -183,7 +183,7 @@ def test_clip_bounds_means_of_features(name, key):
     assert (state_of(server)[f"server.{key}"] - before).norm() <= DATA.n
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", swept())
 def test_no_upload_decides_a_dtype(name, tmp_path):

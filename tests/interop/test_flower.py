@@ -51,7 +51,7 @@ KEPT = "pflcore.private"  # the record of a node's state
 LEAST = {"min_train_nodes": 4, "min_evaluate_nodes": 4, "min_available_nodes": 4}
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -149,7 +149,7 @@ def pulled(state, i):
     }
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     "method", ["fedamp", "clusters", SFL(k=1), "feddwa", "pfedgraph"]
 )
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_one_sentence():
         PersonalStrategy("scaffold")
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("strategy", ["all", "personal"])
 @pytest.mark.parametrize("how", ["shape", "samples", "nan", "none"])
 def test_one_malformed_reply_ends_no_run(strategy, how):
@@ -488,7 +488,7 @@ ODD = [
 ]
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("strategy, odd", crossed(STRATEGIES, ODD))
 def test_a_reply_that_cannot_be_used_is_absent(strategy, odd, tmp_path, monkeypatch):
@@ -639,7 +639,7 @@ ANSWERS = {
 }
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_a_node_that_does_not_say_which_client_it_is_is_asked_again(answer):
     grid = Nodes(client_app(maker("ditto")), range(N))
@@ -737,7 +737,7 @@ def test_a_required_client_may_be_away_for_a_round():
         strategy.start(grid, num_rounds=3)
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize(
     "fraction, least, count", [(0.5, 1, 2), (0.75, 1, 3), (0.5, 3, 3), (0.1, 9, 4)]
 )

@@ -128,7 +128,7 @@ def test_killed_runs_end_with_the_models_of_the_unbroken_one(
 
 # Four nodes are asked who they are, train in messages 4 to 7, are evaluated in 8 to 11,
 # and train again from 12 on.
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name, lives", [("ditto", 13), ("fedavg", 9), ("feddwa", 5)])
 def test_a_killed_run_ends_with_the_models_of_the_unbroken_one(name, lives):
     check_killed_run(name, 1.0, [lives], answers_first=True)
@@ -196,7 +196,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("words", OTHERS)
 def test_a_checkpoint_of_another_run_is_refused(words, tmp_path):
     play(tmp_path, 1)

@@ -73,7 +73,7 @@ def unchanged(server, before):
     return all(torch.equal(v, after[k]) for k, v in before["state"].items())
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 @pytest.mark.parametrize("name", swept(one_in=1))
 def test_server_and_clients_are_the_simulation(name, participation):
@@ -130,7 +130,7 @@ def test_what_travels_is_plain_tensors_of_the_algorithms_size():
     assert sent == 3 * server.net.size  # the models of the three others, each once
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     "name", ["fedavg", "feddwa", "l2c", "waffle", "clustered_fl", "ditto"]
 )
@@ -211,7 +211,7 @@ GAMES = [
 ]
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("theirs, mine", GAMES)
 def test_two_games_are_one_sentence_on_either_side(theirs, mine):
     """A server and a client of different runs refuse each other's messages."""
@@ -241,7 +241,7 @@ def test_a_client_whose_upload_was_lost_or_refused_keeps_its_old_state():
     assert not torch.equal(view(server, clients, 1), before)
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name", swept())
 def test_clients_come_by_any_name_beyond_the_number_that_was_expected(name):
     server = Server(algorithm(name), model, 2, rounds=ROUNDS, seed=SEED)
@@ -357,7 +357,7 @@ def test_a_client_takes_arrays_and_knows_classes_that_it_has_not():
     assert not server.aggregate({0: client.train(server.download(0))}).void
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize(
     "name, options",
     [
@@ -394,7 +394,7 @@ def test_a_client_whose_own_model_diverges_is_dropped_and_keeps_what_it_had():
     assert all(view(*both, i).isfinite().all() for i in ALL)
 
 
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @pytest.mark.parametrize("name", ["hypcluster", "ensemble"])
 def test_a_pick_of_no_model_is_named(name):
     server, clients = apart(name)
@@ -419,7 +419,7 @@ LRS = (10.0, 1e30, 3.0, 1e-30, 0.0, -1.0)
 STEPS = (1.0, 1e30, -1e30)
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("lr, steps, lam", crossed(LRS, STEPS, [0.5, 0.01]))
 def test_one_clients_word_about_its_step_size_ends_no_run(lr, steps, lam):
@@ -626,7 +626,7 @@ def spoilt(up, n):
     yield from ((up, size) for size in (-1, 0, None, 10**30, torch.nan, True))
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name", swept(set(ALGORITHMS) - {"local"}))
 def test_an_upload_that_does_not_fit_is_named_and_a_round_goes_on_without_it(name):
     server, clients = apart(name, bn_model)
@@ -670,7 +670,7 @@ def methods_and_dtypes():
             yield pytest.param(name, dtype, marks=marks, id=f"{name}-{dtype}")
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name, dtype", [*methods_and_dtypes()])
 def test_one_dtype_of_an_upload_changes_nothing_for_others(name, dtype):
@@ -750,7 +750,7 @@ def test_the_names_that_a_server_was_given_count():
             server.aggregate({1: (up | {"@classes": odd}, n)})
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("name", ["fedavg", "fedfomo", "l2c", "hypcluster"])
 def test_nothing_is_made_that_is_larger_than_what_came(name):
     """No tensor is made that is larger than the message.
@@ -779,7 +779,7 @@ def test_nothing_is_made_that_is_larger_than_what_came(name):
     assert not server.aggregate(ups).void
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name", swept())
 def test_a_download_that_does_not_fit_is_one_sentence(name):
     server, clients = apart(name, bn_model)

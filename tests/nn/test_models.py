@@ -150,7 +150,7 @@ TRAINED = {
 LARGE = pytest.mark.deep("a larger model")
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 @pytest.mark.parametrize(
     "case",

@@ -48,7 +48,7 @@ def test_bits_do_not_depend_on_other_results_or_columns(dtype, m):
     assert torch.equal(aggregate(updates, weight, base=out, out=out), whole)
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @kernels
 @pytest.mark.parametrize("n, dtype", crossed([15, 16, 29, 129], [F16, F32]))
 def test_one_result_of_large_rows_has_the_same_bits(n, dtype):
@@ -193,7 +193,7 @@ def test_a_row_that_is_not_finite_shows_where_it_counts_alone(dtype, bad):
         assert (~got.isfinite()).nonzero().tolist() == spoilt
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @kernels
 @pytest.mark.parametrize(
     "m, n, p", [(1, 7, 400_003), (13, 101, 70_001), (3, 2, 1_000_003)]
@@ -232,7 +232,7 @@ def test_gradients_of_float32_are_those_of_float64():
 # --- out --------------------------------------------------------------------
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @isa
 @pytest.mark.parametrize(
     "place, shift, sparse",

@@ -50,7 +50,7 @@ def drawn(name):
     return call, [randn(k, *s) for k, s in enumerate(shapes)]
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("name", CASES)
 def test_gradcheck(name):
     call, x = drawn(name)

@@ -341,7 +341,7 @@ OTHERS = """\
 """
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(["other"], tabled(OTHERS))
 def test_other_data_clients_or_losses_are_no_other_seeds_of_one_run(other):
     assert ("over 2 seeds" in tell(played(0), played(1, **other))) is (not other)

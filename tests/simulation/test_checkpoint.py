@@ -103,7 +103,7 @@ def test_two_rounds_and_two_more_are_four(name, tmp_path):
         assert len(load(tmp_path)[0]["server.x"]) < len(rest.state.server["x"])
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", swept(quick=("fedavg", "scaffold", "ditto", "waffle")))
 def test_five_rounds_and_four_more_are_nine(name, tmp_path):
@@ -296,7 +296,7 @@ RUNS = [  # options of the run, the round of the checkpoint, and the reason of t
 ]
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options, after, words", RUNS)
 def test_a_run_of_any_options_goes_on(options, after, words, tmp_path):
@@ -396,7 +396,7 @@ ENDS = [
 ]
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "place, at, error, last, words",

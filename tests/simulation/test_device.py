@@ -56,7 +56,7 @@ def quick_and_deep(cases):
     return [cases[0], *(pytest.param(case, marks=SLOW) for case in cases[1:])]
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name", swept([*ALGORITHMS, *OTHERS], QUICK))
 def test_everything_is_on_the_device(name):
     name, _, kind = name.partition(", ")
@@ -233,7 +233,7 @@ def test_a_clients_own_process_asks_for_what_repeats(flags):
     assert set(seen) == {REPEATS}
 
 
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @pytest.mark.parametrize("value", [True, False])
 def test_a_record_says_whether_a_card_may_round_to_tf32(value, monkeypatch):
     monkeypatch.setattr("pflcore.simulation._describe.allows_tf32", lambda: value)

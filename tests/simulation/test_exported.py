@@ -68,7 +68,7 @@ def own_head():
 
 
 # predictions ------------------------------------------------------------------
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("algorithm", swept(quick=OFTEN))
 def test_predictions_by_name_are_what_was_evaluated(tmp_path, algorithm):
     """Raw rows of a table, their columns in another order, give the run's accuracy.
@@ -236,7 +236,7 @@ def test_names_decide_no_result(tmp_path):
 
 
 # newcomers --------------------------------------------------------------------
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @pytest.mark.parametrize("algorithm", swept(quick=("ditto", "finetune")))
 def test_a_newcomers_table_is_read_by_name(algorithm):
     data = hospitals().standardize()
@@ -274,7 +274,7 @@ def test_a_client_apart_predicts_by_name():
 
 
 # the module -------------------------------------------------------------------
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @pytest.mark.parametrize("model", [MODEL, lambda: layers("Linear 3 4, Linear 4 3")])
 def test_torch_exports_a_module_with_its_scaling(model):
     data = hospitals().standardize()
@@ -321,7 +321,7 @@ def test_a_manifest_has_what_inputs_need(history, tmp_path):
     assert "columns" not in manifest["use"]
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("algorithm", swept(quick=("fedbn", "apfl", "fedrod")))
 @pytest.mark.parametrize("model", [normed_model, tiny_model()])
 def test_a_loaded_model_has_the_scores_of_the_run(tmp_path, algorithm, model):
@@ -546,7 +546,7 @@ UNTOLD = (
 )
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("make", UNTOLD)
 @pytest.mark.parametrize("algorithm", ["finetune", "apfl"])
 def test_a_model_that_a_manifest_cannot_tell_needs_its_code(tmp_path, make, algorithm):

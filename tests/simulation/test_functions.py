@@ -123,7 +123,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_resume_refuses_a_run_of_another_function(name, tmp_path):
     torch.manual_seed(0)
@@ -134,7 +134,7 @@ def test_resume_refuses_a_run_of_another_function(name, tmp_path):
     assert sentence(e)
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_resume_takes_the_same_function_made_anew(name, tmp_path):
     torch.manual_seed(0)

@@ -57,7 +57,7 @@ def test_a_run_that_is_interrupted_after_its_last_round_is_whole():
     assert list(history.lines())[-1]["eval"] == whole.rounds[-1]["eval"]
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("place", ["sample_cohort", "serve", "apply", "evaluate"])
 def test_a_run_that_is_interrupted_within_a_round_goes_on(place, monkeypatch):
     """Its state is that of a whole round, wherever Ctrl-C comes."""

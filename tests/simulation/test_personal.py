@@ -25,7 +25,7 @@ def as_evaluated(history, data):
         assert right == pytest.approx(history.rounds[-1]["eval"]["accuracy"][i])
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     "algorithm", swept(quick=(*SIX, "fedrod", "knnper", "hypcluster"))
 )
@@ -105,7 +105,7 @@ def test_a_newcomer_trains_at_the_last_step_size(rounds):
     assert torch.equal(adapted(0.3, halved), adapted(0.3 * 0.5 ** (rounds - 1)))
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     "algorithm", ["finetune", "fedbabu", "per_fedavg", "fedala", "ditto"]
 )
@@ -149,7 +149,7 @@ def test_a_newcomer_that_does_not_fit_is_one_sentence():
 
 
 # a run for each client ---------------------------------------------------------
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @pytest.mark.parametrize("algorithm", [Waffle(do=2.0), WeightErosion(p_d=0.1)])
 def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
     data = images()

@@ -37,7 +37,7 @@ def without_scaling(model):
     return bare
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("algorithm", swept())
 def test_a_model_of_raw_features_is_what_was_evaluated(algorithm):
     raw = raw_images()
@@ -55,7 +55,7 @@ def test_a_model_of_raw_features_is_what_was_evaluated(algorithm):
                 assert got == pytest.approx(accuracy[i].item())
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("algorithm", swept())
 def test_a_newcomer_is_scaled_by_its_own_training_samples(algorithm):
     raw = raw_images()
@@ -248,7 +248,7 @@ def test_runs_for_each_client_leave_models_of_raw_features(tmp_path):
 
 
 # client and server in processes of their own --------------------------------------
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize(
     "algorithm", swept(quick=("fedavg", "ditto", "apfl", "knnper"))
 )

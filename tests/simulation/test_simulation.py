@@ -93,7 +93,7 @@ def test_a_runaway_update_is_named_once_with_clip():
 
 
 # cohorts --------------------------------------------------------------------
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize(
     "alg", [Ditto(lam=0.5), MRMTL(lam=0.5), PFedMe(personal_lr=0.1), Mocha(lam=1e-3)]
 )
@@ -239,7 +239,7 @@ def test_who_moved_far_is_in_the_record_and_in_the_table_and_may_be_clipped():
     )
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name", swept())
 def test_every_method_takes_a_clip(name):
     plays = [run(name, rounds=2, every=0, clip=c) for c in (None, 1e30, 1e-3)]

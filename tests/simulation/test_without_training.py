@@ -81,7 +81,7 @@ def assert_same_rounds(history, want, name):
         equals(model.buffer_row, expected.buffer_row)
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name", swept())
 def test_a_client_without_training_changes_no_bit_of_others(name):
     data, others = federations()
@@ -220,7 +220,7 @@ def test_what_needs_training_samples_says_so():
         simulation("fedavg", data.subset([WITHOUT]), evaluation=Evaluation(every=0))
 
 
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @pytest.mark.parametrize(
     "algorithm, common", [(Waffle(), Scaffold()), (WeightErosion(p_d=0.1), UNIFORM)]
 )

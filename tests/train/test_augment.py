@@ -75,7 +75,7 @@ AUGMENTS = pytest.mark.parametrize(
 # draws --------------------------------------------------------------------------
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @ENGINES
 @pytest.mark.parametrize(
     "augment", [("crop:7", "cutout:5"), noise], ids=["named", "function"]
@@ -103,7 +103,7 @@ def test_draws_differ_by_sample_step_client_round_and_seed(engine, augment):
     assert len(found) > 0.8 * found.total()  # some squares are the same by chance
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("engine", ["vmap", "chain"])
 @AUGMENTS
 def test_engines_train_on_the_same_batches(augment, engine):
@@ -114,7 +114,7 @@ def test_engines_train_on_the_same_batches(augment, engine):
     assert (want - model_after(None, data)).abs().max() > 1e-3
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize(
     "augment, engine",
     [(NAMES, "loop"), (NAMES, "vmap"), (NAMES, "chain"), (noise_of_torch, "loop")],

@@ -80,7 +80,7 @@ def played(algorithm="local", model=None, **options):
     return simulation(algorithm, DATA, model=model, **options).run()
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("how", ["eval()", "train()"])
 @ENGINES
 def test_training_is_a_loop_that_keeps_the_mode(how, engine):

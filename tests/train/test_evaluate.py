@@ -84,7 +84,7 @@ NUMBERS = ("binary_cross_entropy", "squared", "half_squared")
 KINDS = [("chain", c) for c in ("cross_entropy", "hinge", *NUMBERS)]
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     "kind, relabel", crossed([*KINDS, ("loop", "cross_entropy")], [False, True])
 )

@@ -123,7 +123,7 @@ def test_engines_agree(model, case):
         same(loop, fitted(engine, model, *arguments), **tolerance)
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @ENGINES
 @pytest.mark.parametrize("model", ["conv", "dropout", "mlp", "linear"])
 def test_the_number_of_workers_changes_no_bit(engine, model):
@@ -161,7 +161,7 @@ def company_cases():
     ]
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("engine, body, activation", company_cases())
 def test_the_others_change_no_bit(engine, body, activation, optimizer):
@@ -186,7 +186,7 @@ def test_the_others_change_no_bit_of_many_steps_of_adamw():
     assert torch.equal(one[0], whole[3])
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("body", company.BODIES)
 def test_under_vmap_the_others_change_last_digits_alone(body):
     s = company.simulation("vmap", body, "SiLU", dtype=F64).config
@@ -269,7 +269,7 @@ OF_TORCH = (
 )
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize(
     "engine, model, case",
     [

@@ -66,7 +66,7 @@ def flat():
     return layers("Linear 3 1, Flatten 0")
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("model", [column, zero])
 @pytest.mark.parametrize(
     "loss",
@@ -131,7 +131,7 @@ def test_a_metric_gets_scores_in_the_targets_shape():
     assert got["right"] == pytest.approx(got["accuracy"])
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("scores", [1, 4])
 @pytest.mark.parametrize("labels", [torch.long, torch.float32])
 def test_weights_of_yes_or_no_labels_stay(scores, labels):
@@ -260,7 +260,7 @@ def steps(classes=2, length=5, left_out=""):
     return Federation.from_clients(clients).split(test=0.25)
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("loss", ["binary_cross_entropy", "hinge"])
 @pytest.mark.parametrize("shape", [False, True])
 def test_one_score_a_step_is_measured_and_predicted_by_its_sign(loss, shape):
@@ -273,7 +273,7 @@ def test_one_score_a_step_is_measured_and_predicted_by_its_sign(loss, shape):
     assert model.returns == "logits"
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("classes, length", [(4, 4), (3, 5), (3, 1)])
 def test_metrics_of_steps_are_those_of_their_labels(classes, length):
     names = ["auc", "f1", "balanced_accuracy"]
@@ -340,7 +340,7 @@ def by_hand(model, x, y, number):
     return float(sum(each) / len(each)), float(balanced)
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize(
     "loss, length, number", crossed(IGNORING, [5, 0], [255, 2, -100])
 )
@@ -369,7 +369,7 @@ def test_labels_that_the_loss_leaves_out_count_in_nothing(loss, length, number):
     assert int(run.config.data.counts().sum()) == counted
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("length", [5, 0])
 @pytest.mark.parametrize("algorithm", ["fedavg", "knnper", "fedrod"])
 @pytest.mark.unless(lambda length, algorithm: length and algorithm != "fedavg")
@@ -429,7 +429,7 @@ def pixels(void_label, classes=21):
     return clients
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("void_label", [255, -1])
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 @pytest.mark.unless(lambda engine, void_label: engine == "vmap" and void_label == -1)

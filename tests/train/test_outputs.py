@@ -78,7 +78,7 @@ def run(model, data, engine):
     return simulation.run()
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @ENGINES
 @pytest.mark.parametrize("model", [Keywords, KeywordsDict])
 def test_logits_and_keywords_change_no_bit(model, engine):

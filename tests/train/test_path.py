@@ -59,7 +59,7 @@ def pools():
     return nn.Sequential(first, pool, second, pool, nn.Flatten(), nn.Linear(8, 4))
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_recurrent_models_train_all_at_once(kind):
     data = federation((7, 6))
@@ -80,7 +80,7 @@ def projected():
     return Rnn(lambda i, o, **options: nn.LSTM(i, 9, proj_size=o, **options))
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     "build, data, why",
     [
@@ -203,7 +203,7 @@ VECTORS = {  # model, (engine, form), shape of the samples
 }
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("name", VECTORS)
 def test_what_trains_is_the_model(name):
     build, path, *shape = VECTORS[name]
@@ -237,7 +237,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("target, model", crossed(TARGETS, ["mlp", "conv"]))
 def test_targets_of_every_kind_on_every_path(target, model):
     outputs, loss, y = TARGETS[target]
@@ -410,7 +410,7 @@ MODELS = {
 PICTURES = images((12,) * 3, (1, 16, 16))
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_a_chain(name):
     chain, plain = (

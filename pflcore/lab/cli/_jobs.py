@@ -187,7 +187,7 @@ class JobPlayer:
                     whole.add(job.name)
                 else:
                     _check_goes_on(folder, job, simulation)
-            if len(jobs) == 1:
+            if len(jobs) == 1 and not whole:
                 self.checked[job.name] = simulation
             del simulation  # the next one needs the memory
         if self.output.dry_run:

@@ -128,7 +128,7 @@ def test_every_algorithm_explains_its_options(name, capsys):
     assert ALGORITHMS[name].__doc__.split()[0] in out
 
 
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @pytest.mark.parametrize(
     ("words", "names"),
     [

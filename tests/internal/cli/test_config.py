@@ -67,7 +67,7 @@ def test_options_of_every_kind_are_read_as_they_were_written(tmp_path, **some):
     assert read_again(values, groups, ["other"], tmp_path) == values
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name", swept(one_in=1))
 def test_the_defaults_of_every_algorithm_are_read_as_they_were_written(name, tmp_path):
     groups = {"run": Options, "training": Training, "output": OutputOptions}

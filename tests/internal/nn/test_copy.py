@@ -23,7 +23,7 @@ class Shared(nn.Module):
 
 
 class Own(nn.Linear):
-    """A module that copies itself."""
+    """A module that says how it is copied."""
 
     def __deepcopy__(self, memo):
         other = Own(self.in_features, self.out_features)
@@ -33,7 +33,7 @@ class Own(nn.Linear):
 
 
 class Untouched(nn.Module):
-    """A module that is in no copy: it gives itself."""
+    """A module that is its own copy."""
 
     def __deepcopy__(self, memo):
         return self

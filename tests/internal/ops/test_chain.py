@@ -97,7 +97,7 @@ def test_every_combination_of_options_is_autograd(
         assert torch.equal(w[:, still], p.w[:, still])
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @isa
 @pytest.mark.parametrize("dtype", [F32, F64])
 @every_model
@@ -267,7 +267,7 @@ def test_scores_do_not_depend_on_how_many_samples_are_computed_at_once(model):
             assert torch.equal(a[first : first + n], b)
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
 @isa
 @pytest.mark.parametrize(

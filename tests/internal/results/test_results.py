@@ -95,7 +95,7 @@ def figures(monkeypatch, tmp_path, runs):
     return drawn
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     "settings, methods, seeds, long",
     [

@@ -91,7 +91,7 @@ def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_its
     torch.testing.assert_close(every, (-10 * rows.mean(0)).expand(9, -1))
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("attack", ["label_flip", *DEFAULT_STRENGTH])
 def test_an_attacked_run_repeats_itself_and_says_what_it_is(attack):
     bad = Adversary(attack, BAD)

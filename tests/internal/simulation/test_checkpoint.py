@@ -127,7 +127,7 @@ def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypat
 
 
 # models ---------------------------------------------------------------------
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",

@@ -97,7 +97,7 @@ def cut_anywhere(engine):
     ]
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name, case", [*methods_and_cases()])
 def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
     run = played(name, case)
@@ -115,7 +115,7 @@ def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
         assert differing(part, whole, at.sort().values) == []
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("case", [("loop", "mlp", "SiLU"), ("auto", "conv", "ReLU")])
 @pytest.mark.parametrize(
     "name", swept(quick=("l2c", "fedfomo", "factorized_waffle", "qfedavg"))
@@ -135,7 +135,7 @@ def test_another_cohort_changes_no_bit_of_a_clients_work(name, case):
         assert differing(part, whole, ids) == []
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name, case", [*methods_and_cases()])
 def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatch):
     # A small limit gives several blocks where one model is evaluated for all clients.
@@ -154,7 +154,7 @@ def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatc
         assert differing(values(ids), whole, ids) == []
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name, case", [*methods_and_cases()])
 def test_workers_change_no_bit_of_a_run(name, case):
     one, two = (simulation(*case, name, workers=n).run() for n in (1, 2))

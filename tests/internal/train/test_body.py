@@ -267,7 +267,7 @@ def test_features_of_a_diverged_model_are_the_modules():
     torch.testing.assert_close(*found, equal_nan=True)
 
 
-@pytest.mark.deep("all take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("algorithm", ["fedproto", "moon", "gpfl", "knn_per", "apfl"])
 def test_a_run_by_the_kernels_is_the_run_of_the_module(algorithm, monkeypatch):
     data = images((7, 20, 31), (1, 28, 28))

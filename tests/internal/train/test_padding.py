@@ -151,7 +151,7 @@ def test_replayed_padding_has_the_bits_of_eager_padding(context, sizes):
     assert torch.equal(real(got.w), want.w)
 
 
-@pytest.mark.deep("all take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=2)
 @pytest.mark.parametrize("sizes", [range(1, 41), (20, 20, 20, 100)])
 def test_clients_of_many_sizes_share_shapes(context, sizes):
     steps = -(-max(sizes) // BATCH) * 2
@@ -268,7 +268,7 @@ def engine_on(device, net, data=None):
     return make_context(net.to(device), data.to(device), Training(), "vmap").engine
 
 
-@pytest.mark.deep("all take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize(
     "model, pads",
     [("dropout", True), ("largest", True), ("centred", False), ("batch norm", False)],
