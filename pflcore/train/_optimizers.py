@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from pflcore import ops
-from pflcore._device import to_device
 from pflcore.ops._chain import chain_train_, has_kernels
 from pflcore.ops._sgd import check_sgd, clipped, corrected
 from pflcore.train._chain import Chain
@@ -110,7 +110,7 @@ def _take_steps(
     if training.local_optimizer == "sgd":
         optimizer = SGD(w, lr, training)
     else:
-        optimizer = AdamW(w, lr, training, int(chunk.batches.taken.max()))
+        optimizer = AdamW(w, lr, training)
     row = torch.empty_like(w[0]) if chunk.leaves else None
     for step in chunk.batches.steps:
         clients = step.clients
@@ -211,61 +211,51 @@ class SGD:
 
 
 class AdamW:
-    """Steps of AdamW (Loshchilov and Hutter 2019, Algorithm 2).
-
-    The formula is that of `torch.optim.AdamW`.
+    """Steps of AdamW (Loshchilov and Hutter 2019, Algorithm 2), by torch's fused kernel.
 
     Args:
         w: The clients' rows [s, Q], which the steps move.
         lr: The step size.
         training: The options of training.
-        max_steps: The largest number of steps that a client takes.
     """
 
-    def __init__(
-        self, w: Tensor, lr: float, training: Training, max_steps: int
-    ) -> None:
+    def __init__(self, w: Tensor, lr: float, training: Training) -> None:
         self.w = w
         self.lr = lr
         self.decay = training.weight_decay
         self.betas = training.betas or DEFAULT_BETAS
         self.eps = training.eps or DEFAULT_EPS
-        self.mean = torch.zeros_like(w)
-        self.square = torch.zeros_like(w)
-        # The number of steps that each client has taken, [s, 1].
-        self.steps = w.new_zeros(len(w), 1, dtype=torch.int64)
-        self.bias_corrections = [
-            _bias_corrections(beta, max_steps, w) for beta in self.betas
-        ]
+        self.rows = w.unbind()
+        self.means = torch.zeros_like(w).unbind()
+        self.squares = torch.zeros_like(w).unbind()
+        # The number of steps that each client has taken: clients of fewer minibatches
+        # are behind in later epochs. Torch's kernel counts in float32.
+        self.steps = w.new_zeros(len(w), dtype=torch.float32).unbind()
 
     def step(self, clients: slice, grads: Tensor, terms: Tensors) -> None:
         """Moves the rows of `clients` by their gradients [s, Q]."""
         w = self.w[clients]
-        mean = self.mean[clients]
-        square = self.square[clients]
-        steps = self.steps[clients]
         shift = terms.get("shift")
         mu = terms.get("mu")
         direction = corrected(w, grads, shift, 0.0, mu, terms.get("anchor"))
-        steps += 1  # `steps` is a view of `self.steps`
+        mask = terms.get("mask")
+        start = None if mask is None else w.clone()
         mean_beta, square_beta = self.betas
-        mean_table, square_table = self.bias_corrections
-        mean.lerp_(direction, 1 - mean_beta)
-        square.mul_(square_beta)
-        square.addcmul_(direction, direction, value=1 - square_beta)
-        root = square.sqrt().div_(square_table[steps].sqrt()).add_(self.eps)
-        update = mean / root.mul_(mean_table[steps])
-        update = update.add_(w, alpha=self.decay).mul_(self.lr)
-        if "mask" in terms:
-            update = update * terms["mask"]
-        w.sub_(update)
-
-
-def _bias_corrections(beta: float, max_steps: int, w: Tensor) -> Tensor:
-    """The numbers `1 - beta**k` for the counts k of steps, from 0 to `max_steps`.
-
-    Python computes the powers one by one: torch's powers of several numbers have other
-    last digits than those of one number.
-    """
-    powers = [1 - beta**k for k in range(max_steps + 1)]
-    return to_device(torch.tensor(powers, dtype=torch.float64), w.device).to(w)
+        adamw(
+            [*self.rows[clients]],
+            [*direction.contiguous().unbind()],
+            [*self.means[clients]],
+            [*self.squares[clients]],
+            [],
+            [*self.steps[clients]],
+            fused=True,
+            amsgrad=False,
+            beta1=mean_beta,
+            beta2=square_beta,
+            lr=self.lr,
+            weight_decay=self.decay,
+            eps=self.eps,
+            maximize=False,
+        )
+        if start is not None and mask is not None:
+            w.copy_(start.lerp(w, mask))  # exact where a mask is 0 or 1
