@@ -43,6 +43,7 @@ def keep(ctx, inputs, output):
     ctx.x, ctx.y = inputs
 
 
+@pytest.mark.deep("it takes a second")
 def test_an_op_that_is_right_passes():
     op = registered("right", lambda x, y: reference(x, y))
     check_op(op, reference, arguments, sizes=SIZES)
@@ -167,6 +168,7 @@ def test_arguments_of_a_size_are_always_the_same():
     assert torch.equal(seen[0], seen[1])
 
 
+@pytest.mark.deep("it takes a second")
 def test_the_page_runs():
     page = Path(__file__).parents[1] / "docs" / "own_op.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)

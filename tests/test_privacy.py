@@ -62,7 +62,7 @@ def test_epsilon_falls_with_noise_and_grows_with_rounds(z, q, rounds, delta):
     assert epsilon(z, min(1.0, q * 1.1), rounds, delta) >= least * (1 - 1e-9)
 
 
-@pytest.mark.deep("together they take seconds", quick=2)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("wanted", [0.5, 30.0])
 def test_the_noise_for_an_epsilon_reaches_it_and_no_less_does(wanted):
     z = noise_multiplier(wanted, 0.1, 100, 1e-5)
@@ -74,6 +74,7 @@ def test_a_loose_epsilon_needs_the_least_noise():
     assert epsilon(1e-4, 0.02, 1, 1e-5) > 1e6
 
 
+@pytest.mark.deep("it takes a second")
 def test_what_is_no_probability_is_refused():
     with pytest.raises(ValueError, match=r"delta: expected .* got 1\.5"):
         epsilon(1.0, 0.1, 10, 1.5)
@@ -270,6 +271,7 @@ def test_a_run_says_what_its_noise_hides(tmp_path):
     assert plain.privacy() is None and "epsilon" not in table([plain])
 
 
+@pytest.mark.deep("it takes a second")
 def test_the_largest_noise_is_found():
     wanted = epsilon(800, 1.0, 10_000, 1e-5)
     assert 800 <= noise_multiplier(wanted, 1.0, 10_000, 1e-5) < 801

@@ -324,7 +324,7 @@ class NoAnnotation(FedAvg):
     server_lr = 0.5
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("broken", FAULTS, ids=lambda c: c.__name__)
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_is_named_in_one_sentence(broken):
@@ -400,7 +400,7 @@ def normed():
     return layers("Linear 6 5, BatchNorm1d 5, ReLU, Linear 5 3")
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 @pytest.mark.parametrize(
     "alg, model",
     [

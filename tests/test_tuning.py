@@ -198,6 +198,7 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
     assert "chosen" in tuned.table().splitlines()[2]
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_choice_at_an_end_of_its_grid_is_named():
     p = PROTOCOLS["device"]()
     lrs = [0.3, 0.001, 0.1]
@@ -215,6 +216,7 @@ def test_a_choice_at_an_end_of_its_grid_is_named():
     assert not tuned.edges and "edge" not in tuned.table()
 
 
+@pytest.mark.deep("it takes a second")
 def test_late_options_share_a_state_and_others_do_not(tmp_path):
     """Candidates that differ in late options share a trained state.
 
@@ -236,6 +238,7 @@ def test_late_options_share_a_state_and_others_do_not(tmp_path):
     assert a.trained == b.trained != c.trained and a.training.batch_size == 8
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
     p, net = regression()
     lrs = [1e30, 0.01]
@@ -349,6 +352,7 @@ def test_an_interrupted_candidate_is_played_anew(tmp_path, monkeypatch):
     assert scores(search("fedavg", grid, 3, folder=tmp_path)) == scores(whole)
 
 
+@pytest.mark.deep("it takes a second")
 def test_results_of_other_searches_are_not_used_again(tmp_path):
     def net(act="ReLU", seed=0):
         return Net(lambda: layers(f"Linear 4 5, {act}, Linear 5 3"), seed=seed)
@@ -376,6 +380,7 @@ def test_a_folder_of_a_run_is_no_folder_of_a_search(tmp_path):
     assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
 
 
+@pytest.mark.deep("it takes a second")
 def test_several_splits_are_averaged():
     splits = [cross_silo(federation(), seed=s) for s in (100, 1100)]
     arguments = ("fedavg", {"training.lr": [0.01, 0.3]}, 3)
@@ -421,6 +426,7 @@ def played_recipe(p, net):
     return names["study"]
 
 
+@pytest.mark.deep("it takes a second")
 def test_the_recipe_with_a_study_plays_what_it_proposes(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", pretended_optuna())
     p, net = PROTOCOLS["silo"](), model()

@@ -211,7 +211,7 @@ class SGD:
 
 
 class AdamW:
-    """Steps of AdamW (Loshchilov and Hutter 2019, Algorithm 2), by torch's fused kernel.
+    """Steps of AdamW (Loshchilov and Hutter 2019, Algorithm 2) by torch's fused kernel.
 
     Args:
         w: The clients' rows [s, Q], which the steps move.

@@ -211,6 +211,7 @@ def first_best(values):
     return int((values == values.max()).nonzero()[0, 0])
 
 
+@pytest.mark.deep("it takes a second")
 def test_each_client_gets_its_best_candidate_on_validation():
     """Of candidates with equal accuracies, the earliest is taken."""
     s = validated(6)
@@ -224,6 +225,7 @@ def test_each_client_gets_its_best_candidate_on_validation():
     assert torch.equal(adapted(wild, down, s), down["x"])
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_client_without_validation_samples_takes_what_is_best_for_the_others():
     s = validated()
     state, down = served(s)
@@ -270,7 +272,7 @@ def one_lacks(engine, model, **how):
 PARTS = ([1], [1, 3], [0, 1], [0, 1, 2, 4], [2, 3])
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 @pytest.mark.parametrize(
     "path, statistics",
     crossed(

@@ -60,7 +60,7 @@ def test_as_many_models_are_sent_as_the_docstring_says(name):
 # options ----------------------------------------------------------------------
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("name", swept(one_in=1))
 @pytest.mark.parametrize(
     "option, others", [("server_lr", (0.5,)), ("weighting", WEIGHTINGS)]

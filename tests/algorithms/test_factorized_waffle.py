@@ -102,6 +102,7 @@ def test_a_simulation_factorizes_the_model():
         initial_state(FactorizedWaffle(), Net(model()), 2)
 
 
+@pytest.mark.deep("it takes a second")
 def test_it_learns_what_one_model_cannot():
     """Private factors fit clients with permuted labels, which one model cannot fit."""
     data = federation((60,) * 6)

@@ -60,6 +60,7 @@ def solve_by_positive_sets(d, share, alpha):
     return candidates[int(np.argmin(values))]
 
 
+@pytest.mark.deep("it takes a second")
 def test_weights_solve_the_quadratic_program():
     rng = np.random.default_rng(0)
     worst = 0.0

@@ -54,7 +54,7 @@ def method(words):
     return ALGORITHMS[name](**json.loads(options))
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("line", LIMITS.splitlines())
 def test_at_its_limit_it_is_another_method(line):
     one, key, other, *how = line.split(" | ")

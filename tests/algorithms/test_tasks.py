@@ -87,7 +87,7 @@ OTHER_TASKS = (
 )
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("algorithm, name", crossed(ALGORITHMS, OTHER_TASKS))
 def test_a_task_is_played_or_refused_before_round_1(algorithm, name):
     model, data, loss = task(name)

@@ -137,7 +137,7 @@ def test_alone_or_without_the_others_it_is_local_training():
         )
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize(
     "alg",
     [
@@ -190,6 +190,7 @@ def test_even_weights_are_scaffold_and_all_weight_on_the_target_its_local_traini
     alike(ours.server["c"], ours.clients["c"][1])
 
 
+@pytest.mark.deep("it takes a second")
 def test_only_recompute_reaches_the_targets_optimum():
     """With literal c, the gap to the target's own c stays after weights change."""
     b = torch.randn(6, 3)

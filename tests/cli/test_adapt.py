@@ -52,7 +52,7 @@ def by_python(method):
     return history.adapt(splits, 4), *splits["test"]
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 def test_the_model_is_that_of_the_history(method, capsys):
     assert command("adapt out site.csv --rounds 4 --out new") == 0
 
@@ -66,7 +66,7 @@ def test_the_model_is_that_of_the_history(method, capsys):
     assert f"accuracy: {accuracy:.1%} of the samples that were held out" in told
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 def test_the_folder_of_the_run_is_as_before(method, capsys):
     before = {p: p.read_bytes() for p in files("out")}
     assert command("adapt out site.csv --test 0") == 0
@@ -103,6 +103,7 @@ adapt out few.csv --test 0.9 | test: expected samples left to train on, got 1
 """
 
 
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("method", ["fedavg"], indirect=True)
 def test_a_wrong_word_is_one_sentence(method, capsys):
     table(seed=3)[NEWCOMER].head(1).to_csv("few.csv", index=False)

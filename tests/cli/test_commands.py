@@ -100,6 +100,7 @@ def test_augmentation_by_names_and_by_an_own_function(tmp_path, monkeypatch):
     assert torch.equal(again.last_values(), run.last_values())
 
 
+@pytest.mark.deep("it takes a second")
 def test_several_algorithms_and_seeds_share_data_and_weights(tmp_path, capsys):
     """Several algorithms and seeds share one partition of the data.
 
@@ -180,6 +181,7 @@ def user_module(tmp_path, monkeypatch):
     return name
 
 
+@pytest.mark.deep("it takes a second")
 def test_an_algorithm_from_outside(user_module, tmp_path, capsys):
     words = f"run {user_module}:Half --strength 0.25 --metrics auc {SHORT}"
     assert command(words) == 0 and sys.path[-1] == str(tmp_path)
@@ -245,6 +247,7 @@ def prices():
     return "run local --data folder:data --rounds 1 --quiet --out o"
 
 
+@pytest.mark.deep("it takes a second")
 def test_prices_are_no_classes_and_the_command_line_can_say_so(prices, capsys):
     assert command(prices) == 2
     err = capsys.readouterr().err
@@ -404,7 +407,7 @@ def test_a_checkpoint_of_a_simulation_is_not_touched():
     assert before.items() <= files_in("o").items()
 
 
-@pytest.mark.deep("together they take seconds", quick=2)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_a_run_of_which_a_line_is_damaged_is_played_again(damaged):
@@ -448,7 +451,7 @@ def test_a_command_that_was_killed_before_its_first_line_begins():
     assert {*files_in("o")} == {*RUN_FILES, "table.md"}
 
 
-@pytest.mark.deep("together they take seconds", quick=2)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("baseline", ["", "--baseline local"])
 def test_other_options_of_a_folders_method_name_the_report_of_two(baseline, capsys):
     assert command(f"compare local ditto {DIGITS} --out o") == 0
@@ -569,7 +572,7 @@ run fedavg DIGITS --attack noise --attack-clients 99 | adversary: expected ids o
 """  # noqa: E501
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("line", BAD.splitlines())
 def test_bad_input_is_one_sentence_and_leaves_nothing(line, tmp_path, capsys):
     words, error = line.split(" | ")
@@ -633,6 +636,7 @@ def test_a_run_that_diverges_is_a_result(capsys):
     assert "3 of 6 rounds" in capsys.readouterr().out
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_failure_in_the_middle_keeps_the_record(user_module, capsys, monkeypatch):
     honest = Simulation.iterate
 

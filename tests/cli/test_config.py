@@ -168,6 +168,7 @@ def test_a_file_that_is_not_there_is_one_sentence(capsys):
     assert "got nowhere.toml (No such file or directory)" in err
 
 
+@pytest.mark.deep("it takes a second")
 def test_one_file_serves_all_commands():
     config('algorithms = ["ditto", "local"]\neval_every = 2\n[ditto]\nlam = 0.7\n')
     text = Path("c.toml").read_text()
@@ -196,6 +197,7 @@ def slow(round, client, generator):
 """
 
 
+@pytest.mark.deep("it takes a second")
 def test_rules_of_ones_own_are_options_and_stand_in_the_file(monkeypatch):
     """Who takes part, and for how many steps, by functions of the user's module."""
     Path("rules_of_mine.py").write_text(RULES)

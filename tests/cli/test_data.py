@@ -79,7 +79,7 @@ def test_a_share_for_validation_samples_that_are_there_is_refused(tmp_path, caps
         assert "leave --val out" in error and error.count("\n") == 1
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("kind", BEGIN)
 def test_the_picture_has_the_form_of_its_name(kind, tmp_path, capsys):
     pytest.importorskip("matplotlib")
@@ -157,6 +157,7 @@ def test_help_shows_partitions_and_the_options_of_the_chosen_one(capsys):
     assert "--k INT" in out and "shards or classes of a client" in out
 
 
+@pytest.mark.deep("it takes a second")
 def test_labels_of_files_that_may_be_counts_are_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = "".join(f"{i / 7},{'ab'[i % 2]},{i % 12}\n" for i in range(40))

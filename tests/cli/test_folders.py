@@ -41,7 +41,7 @@ def test_whole_runs_are_not_played_again(capsys):
     assert capsys.readouterr().err.count("it is not played again") == 4
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("num_lines", [0, 1, 2])
 def test_a_torn_run_goes_on_to_the_same_numbers(num_lines):
     assert command(WORDS) == 0
@@ -56,7 +56,7 @@ def test_a_torn_run_goes_on_to_the_same_numbers(num_lines):
         assert one.samples == other.samples
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize(
     ("words", "difference"),
     [
@@ -75,6 +75,7 @@ def test_another_run_is_refused(words, difference, capsys):
     assert records() == before
 
 
+@pytest.mark.deep("it takes a second")
 def test_other_seeds_and_methods_are_added():
     assert command(WORDS) == 0
     assert command(f"run ditto {DIGITS} --seed 4 --baseline local --out o") == 0
@@ -92,6 +93,7 @@ def test_a_file_of_a_run_repeats_it():
         assert one.compare(other).equal
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_cut_of_each_seed_is_that_of_its_data_seed():
     assert command(f"{WORDS} --data-seed each") == 0
     assert command(f"run fedavg {DIGITS} --seed 1 --data-seed 1 --out one") == 0
@@ -100,6 +102,7 @@ def test_a_cut_of_each_seed_is_that_of_its_data_seed():
     assert "2 seeds, each with a cut of its own" in Path("o/table.md").read_text()
 
 
+@pytest.mark.deep("it takes a second")
 def test_each_cut_has_a_model_of_its_own():
     """The texts of the fourth seed have a letter more than those of the first."""
     words = "--n 2 --samples 1 --held-out 1 --length 6 --groups 1 --letters 26"
@@ -110,6 +113,7 @@ def test_each_cut_has_a_model_of_its_own():
     assert [len(run.rounds) for run in read("o")] == [1] * 4
 
 
+@pytest.mark.deep("it takes a second")
 def test_outcomes_of_samples_give_the_accuracies():
     assert command(WORDS) == 0
 
@@ -119,6 +123,7 @@ def test_outcomes_of_samples_give_the_accuracies():
         assert shares == run.last_values("accuracy").tolist()
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_client_has_its_difference_and_a_verdict(capsys):
     assert command(WORDS) == 0
     frame = client_frame(read("o"), "local")
@@ -142,6 +147,7 @@ def test_few_samples_decide_nothing():
     assert ((frame["low"] > 0) | (frame["high"] < 0)).any()
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_baseline_is_one_row(capsys):
     assert command(f"run fedavg {DIGITS} --out a") == 0
     assert command(f"run local {DIGITS} --lr 0.3 --out a") == 0
@@ -156,6 +162,7 @@ def test_a_baseline_is_one_row(capsys):
     assert main(["report", "a", "b", "--baseline", "local (lr=0.2)"]) == 0
 
 
+@pytest.mark.deep("it takes a second")
 def test_patience_ends_a_run():
     words = f"run fedavg {DIGITS} --rounds 40 --lr 3 --val 0.2 --eval-split val"
     assert command(f"{words} --patience 2 --out o") == 0

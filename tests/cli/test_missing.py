@@ -53,7 +53,7 @@ def test_more_algorithms_and_seeds_are_added(capsys):
     assert_same_runs("o", "p")
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 @pytest.mark.parametrize(
     ("words", "options", "error"),
     [
@@ -125,6 +125,7 @@ def test_runs_that_are_over_go_on_to_more_rounds():
         assert text == Path("p", name, "run.toml").read_text()
 
 
+@pytest.mark.deep("it takes a second")
 def test_runs_that_cannot_go_on_say_why(capsys):
     keep = f"{DIGITS} --quiet --keep-checkpoint --out o"
     drop = f"{DIGITS} --quiet --no-keep-checkpoint --out p"

@@ -96,7 +96,7 @@ GAPS = {
 }
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("text", GAPS.values(), ids=GAPS)
 @pytest.mark.parametrize("words", ["", "--scores"])
 def test_a_line_of_gaps_has_an_empty_prediction(history, capsys, text, words):
@@ -173,6 +173,7 @@ def test_a_wrong_word_is_one_sentence(history, capsys, words, error):
     assert error in text and text.count("\n") == 1
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("kind", ["npy", "npz", "csv"])
 def test_samples_without_names(history, capsys, kind):
     data = images(shape=(6,))

@@ -65,6 +65,7 @@ def test_the_best_candidate_is_written_and_compared(capsys):
         assert comparison.equal and not comparison.description
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_second_call_plays_what_is_missing(played, capsys):
     words = f"tune fedavg {SHORT} --quiet --out t --grid training.lr="
     assert command(f"{words}.1,.2") == 0 and played == [0.1, 0.2]
@@ -85,6 +86,7 @@ def test_a_tie_is_said(capsys):
     assert "A tie: 2 candidates have the best score; training.lr 0 is the first." in out
 
 
+@pytest.mark.deep("it takes a second")
 def test_test_data_take_no_part(capsys):
     """A grid search has the same result on any test samples."""
     words = f"tune ditto {SHORT} {GRID} --quiet --test-samples"
@@ -94,6 +96,7 @@ def test_test_data_take_no_part(capsys):
     assert Path("t60/tuned.md").read_text() == Path("t90/tuned.md").read_text()
 
 
+@pytest.mark.deep("it takes a second")
 def test_the_file_of_a_grid_repeats_it():
     assert command(f"tune ditto {SHORT} {GRID} --quiet --out a") == 0
     assert command("tune --config a/run.toml --quiet --out b") == 0

@@ -153,6 +153,7 @@ def test_a_row_without_a_client_is_refused(tmp_path):
         table(path, client="site", label="y")
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_large_table_is_read_as_fast_as_by_numpy(tmp_path):
     rows = np.random.default_rng(0).random((20_000, 20))
     np.savetxt(tmp_path / "a.csv", rows, delimiter=",")

@@ -236,6 +236,7 @@ def test_a_name_needs_the_package(monkeypatch):
         Federation.from_hf("ylecun/mnist", "writer")
 
 
+@pytest.mark.deep("it takes a second")
 def test_real_datasets_are_read_as_the_stand_in():
     datasets = pytest.importorskip("datasets")
     rows = table()

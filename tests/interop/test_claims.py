@@ -120,7 +120,7 @@ def test_every_claim_is_decided():
     assert found == UNSEEN.keys()
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("claim, training", crossed(UNSEEN, [None, TRAINING]))
 def test_impossible_claims_leave_out_their_client(claim, training):
@@ -150,6 +150,7 @@ def test_impossible_claims_leave_out_their_client(claim, training):
     assert not server.aggregate(ups).dropped
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("off", [0.75, 0.25, -0.25, -0.75])
 @pytest.mark.parametrize(
@@ -165,6 +166,7 @@ def test_numbers_of_steps_are_whole(name, key, off):
     assert refused(server, start, forged, 3)
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     "name, key",
     [("fedpac", "prototypes"), ("fedproto", "prototypes"), ("feddbe", "mean")],
@@ -183,7 +185,7 @@ def test_clip_bounds_means_of_features(name, key):
     assert (state_of(server)[f"server.{key}"] - before).norm() <= DATA.n
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", swept())
 def test_no_upload_decides_a_dtype(name, tmp_path):

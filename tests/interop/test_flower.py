@@ -51,7 +51,7 @@ KEPT = "pflcore.private"  # the record of a node's state
 LEAST = {"min_train_nodes": 4, "min_evaluate_nodes": 4, "min_available_nodes": 4}
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize(
     "name",
     [
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_one_sentence():
         PersonalStrategy("scaffold")
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("strategy", ["all", "personal"])
 @pytest.mark.parametrize("how", ["shape", "samples", "nan", "none"])
 def test_one_malformed_reply_ends_no_run(strategy, how):
@@ -639,7 +639,7 @@ ANSWERS = {
 }
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_a_node_that_does_not_say_which_client_it_is_is_asked_again(answer):
     grid = Nodes(client_app(maker("ditto")), range(N))
@@ -653,6 +653,7 @@ def test_a_node_that_does_not_say_which_client_it_is_is_asked_again(answer):
     assert strategy.server.round == 2 and grid.trainers() == [100, 101, 102, 103]
 
 
+@pytest.mark.deep("it takes a second")
 def test_who_was_known_first_is_the_client_while_it_is_connected():
     grid = Nodes(client_app(maker("feddwa")), range(N))
     strategy = PflStrategy(

@@ -128,7 +128,7 @@ def test_killed_runs_end_with_the_models_of_the_unbroken_one(
 
 # Four nodes are asked who they are, train in messages 4 to 7, are evaluated in 8 to 11,
 # and train again from 12 on.
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("name, lives", [("ditto", 13), ("fedavg", 9), ("feddwa", 5)])
 def test_a_killed_run_ends_with_the_models_of_the_unbroken_one(name, lives):
     check_killed_run(name, 1.0, [lives], answers_first=True)
@@ -148,6 +148,7 @@ def test_rounds_of_the_result_continue(tmp_path):
     assert {k: dict(v) for k, v in got.items()} == {k: metrics[k] for k in (2, 3)}
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_finished_run_is_evaluated_again(tmp_path):
     want, want_models, metrics = unbroken("ditto", 1.0)
     play(tmp_path, None)
@@ -161,6 +162,7 @@ def test_a_finished_run_is_evaluated_again(tmp_path):
     assert {k: dict(v) for k, v in got.items()} == {ROUNDS: metrics[ROUNDS]}
 
 
+@pytest.mark.deep("it takes a second")
 def test_evaluated_clients_and_round_numbers_continue(tmp_path):
     def played(folder, cuts):
         seen = []
@@ -250,6 +252,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
     ] * ROUNDS
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_new_run_reads_no_state_of_an_earlier_one(tmp_path):
     """A client's folder may have the state of another run of the same settings."""
     want, want_models, _ = unbroken("ditto", 1.0)

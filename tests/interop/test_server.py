@@ -130,7 +130,7 @@ def test_what_travels_is_plain_tensors_of_the_algorithms_size():
     assert sent == 3 * server.net.size  # the models of the three others, each once
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 @pytest.mark.parametrize(
     "name", ["fedavg", "feddwa", "l2c", "waffle", "clustered_fl", "ditto"]
 )
@@ -670,7 +670,7 @@ def methods_and_dtypes():
             yield pytest.param(name, dtype, marks=marks, id=f"{name}-{dtype}")
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name, dtype", [*methods_and_dtypes()])
 def test_one_dtype_of_an_upload_changes_nothing_for_others(name, dtype):

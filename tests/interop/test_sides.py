@@ -51,7 +51,7 @@ def assert_same_state(server, other):
     assert got == want
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 @pytest.mark.parametrize("name", swept())
 def test_saved_sides_go_on_without_a_difference(name, tmp_path):
     """Both sides are saved in the middle of a round, after the clients' work."""

@@ -75,6 +75,7 @@ def model_after(*args, **options):
     return run.state.server["x"]
 
 
+@pytest.mark.deep("it takes a second")
 @EACH_MODEL
 def test_runs_repeat_on_workers_and_after_a_resume(name, tmp_path):
     want = model_after(name)
@@ -89,6 +90,7 @@ def test_runs_repeat_on_workers_and_after_a_resume(name, tmp_path):
     assert torch.equal(resumed.state.server["x"], want)
 
 
+@pytest.mark.deep("it takes a second")
 @EACH_MODEL
 def test_engines_drop_the_same_elements(name):
     def make():

@@ -61,6 +61,7 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(call, x) and torch.autograd.gradgradcheck(call, x)
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name", CASES)
 def test_forward_mode(name):
     """Tangents are the directional derivatives by finite differences.

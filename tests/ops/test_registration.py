@@ -67,6 +67,7 @@ def test_compile_with_gradient():
     torch.testing.assert_close(torch.autograd.grad(compiled(*inputs), inputs), want)
 
 
+@pytest.mark.deep("it takes a second")
 def test_compile_with_the_default_backend():
     def step(t):
         return ops.aggregate(t, *ops.feddwa_weights(ops.pairwise_sqdist(t), 2))

@@ -71,6 +71,7 @@ def test_the_code_runs(name, examples, capsys):
         assert names["history"].rounds[-1]["round"] == 2
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.usefixtures("in_a_folder_of_the_files")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_run(command, tmp_path, capsys):

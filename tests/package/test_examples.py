@@ -92,6 +92,7 @@ def test_the_pages_method_with_a_server_state_keeps_the_rules():
 METHODS = {"moon": "MOON", "pfedgraph": "PFedGraph", "fedproto": "FedProto"}
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("file", METHODS)
 def test_a_published_method_as_ones_own(file, capsys):
     runpy.run_path(str(EXAMPLES / f"{file}.py"), run_name="__main__")

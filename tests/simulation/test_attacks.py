@@ -167,6 +167,7 @@ def test_running_statistics_are_no_way_around_a_defence():
 
 
 # the command line -----------------------------------------------------------
+@pytest.mark.deep("it takes a second")
 def test_the_command_line_poisons_and_defends(tmp_path, capsys):
     pytest.importorskip("tyro")
     from pflcore.lab.cli import main

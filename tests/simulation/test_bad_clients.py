@@ -40,7 +40,7 @@ def spoilt(alg, value, bad):
     return Spoilt(**vars(alg))
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("name", swept([*ALGORITHMS, *DEFENDED], (*SIX, *DEFENDED)))
 @pytest.mark.parametrize("value", [1e30, 0.0, torch.inf])
 def test_a_bad_upload(name, value):

@@ -133,6 +133,7 @@ def halves(round, rounds):
     return 1.0 if 2 * round <= rounds else 0.5
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_schedule_decides_whether_a_run_goes_on(tmp_path):
     """Equal step sizes in the rounds so far let a run go on, others do not."""
     torch_one = lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)  # noqa: E731
@@ -296,7 +297,7 @@ RUNS = [  # options of the run, the round of the checkpoint, and the reason of t
 ]
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options, after, words", RUNS)
 def test_a_run_of_any_options_goes_on(options, after, words, tmp_path):
@@ -452,6 +453,7 @@ def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
         assert same(again.state, whole.state)
 
 
+@pytest.mark.deep("it takes a second")
 def test_runs_for_everyone_go_on_and_are_exported(tmp_path, monkeypatch):
     def play(**options):
         return run_each_target(
@@ -512,6 +514,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.deep("it takes a second")
 def test_what_differs_is_named(tmp_path):
     saved(tmp_path, algorithm="ditto")
     for word, options in OTHERS.items():
@@ -558,6 +561,7 @@ ALIKE = [  # options of a run, of a run that differs, and the difference that is
 ]
 
 
+@pytest.mark.deep("it takes a second")
 def test_another_model_or_loss_does_not_go_on(tmp_path):
     for first, then, words in ALIKE:
         saved(tmp_path, **first)

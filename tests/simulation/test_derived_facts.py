@@ -193,6 +193,7 @@ def test_rounds_on_data_changed_between_are_refused(door, tmp_path):
         run.run() if door == "run" else run.save(tmp_path)
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_header_of_a_card_is_of_what_it_trains_on():
     data = images()
     with pretended_gpu() as gpu:
@@ -204,6 +205,7 @@ def test_a_header_of_a_card_is_of_what_it_trains_on():
 # clients without training samples, on a card ------------------------------------------
 
 
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize(
     "name",
     [

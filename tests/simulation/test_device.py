@@ -83,6 +83,7 @@ def test_everything_is_on_the_device(name):
         torch.testing.assert_close(*values, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("name", quick_and_deep(FEW))
 def test_the_second_card_is_the_only_one_that_works(name):
     """A run on the second card does not touch the first.
@@ -194,6 +195,7 @@ def flags(monkeypatch):
     assert cudnn_flags() == USERS
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_run_asks_for_what_repeats_and_puts_it_back_after_each_round(flags):
     seen, model = flags
     with pretended_gpu() as gpu:
@@ -205,6 +207,7 @@ def test_a_run_asks_for_what_repeats_and_puts_it_back_after_each_round(flags):
     assert set(seen) == {REPEATS}
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_round_that_fails_puts_the_flags_back(flags, monkeypatch):
     _, model = flags
     with pretended_gpu() as gpu:
@@ -222,6 +225,7 @@ def test_on_a_cpu_the_flags_stay_as_they_are(flags):
     assert set(seen) == {USERS}
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_clients_own_process_asks_for_what_repeats(flags):
     seen, model = flags
     with pretended_gpu() as gpu:
@@ -234,7 +238,7 @@ def test_a_clients_own_process_asks_for_what_repeats(flags):
     assert set(seen) == {REPEATS}
 
 
-@pytest.mark.deep("together they take seconds", quick=2)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("value", [True, False])
 def test_a_record_says_whether_a_card_may_round_to_tf32(value, monkeypatch):
     monkeypatch.setattr("pflcore.simulation._describe.allows_tf32", lambda: value)

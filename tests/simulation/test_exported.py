@@ -68,7 +68,7 @@ def own_head():
 
 
 # predictions ------------------------------------------------------------------
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("algorithm", swept(quick=OFTEN))
 def test_predictions_by_name_are_what_was_evaluated(tmp_path, algorithm):
     """Raw rows of a table, their columns in another order, give the run's accuracy.
@@ -236,7 +236,7 @@ def test_names_decide_no_result(tmp_path):
 
 
 # newcomers --------------------------------------------------------------------
-@pytest.mark.deep("together they take seconds", quick=2)
+@pytest.mark.deep("together they take seconds", quick=4)
 @pytest.mark.parametrize("algorithm", swept(quick=("ditto", "finetune")))
 def test_a_newcomers_table_is_read_by_name(algorithm):
     data = hospitals().standardize()
@@ -274,7 +274,7 @@ def test_a_client_apart_predicts_by_name():
 
 
 # the module -------------------------------------------------------------------
-@pytest.mark.deep("together they take seconds", quick=2)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("model", [MODEL, lambda: layers("Linear 3 4, Linear 4 3")])
 def test_torch_exports_a_module_with_its_scaling(model):
     data = hospitals().standardize()
@@ -546,7 +546,7 @@ UNTOLD = (
 )
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("make", UNTOLD)
 @pytest.mark.parametrize("algorithm", ["finetune", "apfl"])
 def test_a_model_that_a_manifest_cannot_tell_needs_its_code(tmp_path, make, algorithm):

@@ -93,7 +93,7 @@ def play_sides(algorithm):
     server.aggregate(uploads)
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("case", SERVERS.values(), ids=SERVERS)
 @pytest.mark.parametrize("play", [lambda alg: simulate(alg).run(), play_sides])
 def test_a_server_state_of_another_form_is_refused(play, case):
@@ -175,7 +175,7 @@ CLIENTS = {
 }
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("case", CLIENTS.values(), ids=CLIENTS)
 @pytest.mark.parametrize("play", [lambda alg: simulate(alg).run(), play_sides])
 def test_a_client_state_of_another_form_is_refused(play, case):

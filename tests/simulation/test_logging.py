@@ -67,6 +67,7 @@ def test_debug_names_the_engine_and_its_reason():
     assert line == f"fedavg, seed 0: by the kernels ({path['why']})"
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "ditto", "feddwa"])
 def test_log_changes_no_bit(algorithm):
     quiet = simulation(algorithm, clip=0.1)

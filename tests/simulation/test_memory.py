@@ -16,7 +16,7 @@ from pflcore import step
 from pflcore.algorithms import FedDWA
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize(
     "algorithm", [*swept(), FedDWA(guidance="previous"), "averaged"], ids=str
 )

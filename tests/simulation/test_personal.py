@@ -67,6 +67,7 @@ def test_a_model_of_its_own_class():
             history.model(client)
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_newcomer_is_personalized_by_the_algorithms_rule():
     federation = images((40, 40, 40, 40))  # clients 1 and 3 permute their labels
     members = federation.subset([0, 2, 1])
@@ -105,7 +106,7 @@ def test_a_newcomer_trains_at_the_last_step_size(rounds):
     assert torch.equal(adapted(0.3, halved), adapted(0.3 * 0.5 ** (rounds - 1)))
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 @pytest.mark.parametrize(
     "algorithm", ["finetune", "fedbabu", "per_fedavg", "fedala", "ditto"]
 )
@@ -149,7 +150,7 @@ def test_a_newcomer_that_does_not_fit_is_one_sentence():
 
 
 # a run for each client ---------------------------------------------------------
-@pytest.mark.deep("together they take seconds", quick=2)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("algorithm", [Waffle(do=2.0), WeightErosion(p_d=0.1)])
 def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
     data = images()
@@ -225,6 +226,7 @@ def test_what_it_does_not_take_is_refused():
         )
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{"participation": 0.5}, {}])
 def test_weights_have_a_row_for_each_target_whoever_took_part(options):

@@ -38,6 +38,7 @@ from pflcore.simulation import record as records
 from pflcore.simulation.round import RunConfig, initial_state
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_run_of_many_rounds_ends_with_the_last():
     many = run("local", rounds=260, every=0)
     assert len(many.run().rounds) == many.state.round == 260
@@ -115,6 +116,7 @@ def test_who_never_joined_is_served_what_the_server_has_and_starts_there(alg):
     )
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name", ["fedfomo", "l2c", "feddwa", "scaffold", "hypcluster"])
 def test_the_order_of_a_cohorts_ids_changes_nothing(name):
     data = held_out(images((20, 25, 30, 35, 22)))

@@ -402,6 +402,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_command_tracks_each_of_its_runs(folder, wandb):
     words = f"compare --algorithms fedavg local {DIGITS} --seeds 2 --out o"
     assert command(f"{words} --track wandb") == 0
@@ -412,6 +413,7 @@ def test_a_command_tracks_each_of_its_runs(folder, wandb):
         assert run.options["config"]["data"] == "digits"
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_run_for_each_client_is_tracked_as_one(folder, mlflow):
     words = f"run waffle {DIGITS} --target all --out o"
     assert command(f"{words} --track mlflow") == 0

@@ -131,6 +131,7 @@ def test_a_client_in_the_middle_is_one_that_takes_no_part():
         equals(history.model(i).tensors(), want.model(i).tensors())
 
 
+@pytest.mark.deep("it takes a second")
 def test_methods_that_adapt_give_the_shared_model():
     data, _ = federations()
     shared = simulation("fedavg", data).run()
@@ -220,7 +221,7 @@ def test_what_needs_training_samples_says_so():
         simulation("fedavg", data.subset([WITHOUT]), evaluation=Evaluation(every=0))
 
 
-@pytest.mark.deep("together they take seconds", quick=2)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize(
     "algorithm, common", [(Waffle(), Scaffold()), (WeightErosion(p_d=0.1), UNIFORM)]
 )

@@ -144,6 +144,7 @@ def test_a_resumed_run_has_the_bits_of_the_whole(tmp_path):
 # where samples stay as they are --------------------------------------------------
 
 
+@pytest.mark.deep("it takes a second")
 def test_evaluation_and_newcomers_take_samples_as_they_are():
     """Fine-tuning trains in the evaluation, and so does a newcomer in `adapt`."""
     sizes = []

@@ -199,6 +199,7 @@ class Given(torch.nn.Module):
         return self.last(self.first(x))
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize(
     "loss, outputs",
     [("cross_entropy", 2), ("hinge", 1), ("binary_cross_entropy", 1)],

@@ -123,7 +123,7 @@ def test_engines_agree(model, case):
         same(loop, fitted(engine, model, *arguments), **tolerance)
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @ENGINES
 @pytest.mark.parametrize("model", ["conv", "dropout", "mlp", "linear"])
 def test_the_number_of_workers_changes_no_bit(engine, model):
@@ -161,7 +161,7 @@ def company_cases():
     ]
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("engine, body, activation", company_cases())
 def test_the_others_change_no_bit(engine, body, activation, optimizer):

@@ -237,7 +237,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("target, model", crossed(TARGETS, ["mlp", "conv"]))
 def test_targets_of_every_kind_on_every_path(target, model):
     outputs, loss, y = TARGETS[target]

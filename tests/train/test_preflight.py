@@ -106,7 +106,7 @@ def test_a_model_that_would_train_as_another_is_one_sentence(model, message):
     refused(message, model, federation())
 
 
-@pytest.mark.deep("together they take seconds", quick=2)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("draw", [np.random.rand, random.random])
 def test_random_numbers_are_never_taken_for_rounding(draw):
     """However they fall: what they change is as large as a rounding may seem."""

@@ -123,6 +123,7 @@ def test_scaffold_divides_by_the_steps_that_were_taken(option, engine):
     torch.testing.assert_close(made.state.clients["c"], own_c, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name", ["scaffold", "pfedme", "per_fedavg", "fedrep"])
 def test_engines_agree_on_different_numbers_of_steps(name):
     """Also where a client between two of its size has taken its last step."""

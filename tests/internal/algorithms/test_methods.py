@@ -51,6 +51,7 @@ def test_each_method_has_its_policy_and_only_what_it_knows():
         Simulation(HypCluster(), normed, images(), batch_norm="local")
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBABU(), FedBN()])
 def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
     s = normal()

@@ -106,7 +106,7 @@ def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round():
     assert few == [set(), *one[1:]]
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize(
     ("size", "batch", "drop_last"),
     [(7, 4, False), (2, 4, False), (12, 8, False), (12, 8, True)],

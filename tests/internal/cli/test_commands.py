@@ -44,6 +44,7 @@ def test_ctrl_c_between_two_runs(monkeypatch):
     assert [(r.algorithm, len(r.rounds)) for r in read("o")] == [("fedavg", 3)]
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_command_of_one_run_makes_one_simulation(monkeypatch):
     honest = experiment.Job.simulation
     made = []
@@ -102,6 +103,7 @@ def test_a_job_counts_the_rounds_of_all_its_runs():
     assert job.num_rounds(data) == len(played) == 2 * (3 + 1)
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("name", swept(one_in=1))
 def test_every_algorithm_explains_its_options(name, capsys):
     with pytest.raises(SystemExit) as e:

@@ -14,6 +14,7 @@ from pflcore.data._dirichlet import _draw_proportions, sample_counts
 from pflcore.data._ragged import Ragged
 
 
+@pytest.mark.deep("it takes a second")
 def test_practical2_draws_like_the_released_code():
     """The draws have the same means as those of the released code.
 

@@ -290,6 +290,7 @@ def test_a_choice_beyond_which_all_diverge_stands(tmp_path):
     assert row["training"]["lr"] == 0.1 and row["edges"] == {}
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_choice_at_an_edge_is_widened_once_and_marked(tmp_path):
     plan = tiny("leaderboard", "Local", rounds=3) | {"widen": True}
     plan["options"] |= {"train_samples": 600, "test_samples": 100}
@@ -322,6 +323,7 @@ def test_candidates_of_several_targets_become_one_search():
 # a local step -------------------------------------------------------------------
 
 
+@pytest.mark.deep("it takes a second")
 def test_one_cell_repeats_bit_for_bit(tmp_path):
     plan = tiny("leaderboard", "Local", "FedAvg")
 

@@ -169,6 +169,7 @@ def test_members_of_an_overfitted_model_are_found():
         assert all(verdict.value[k] > v for k, v in least.items())
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_model_that_learned_nothing_gives_nothing_away():
     for verdict in attack(1, 1e-6).values():
         low, high = verdict.interval["auc"]

@@ -72,6 +72,7 @@ def without_pictures(monkeypatch):
     monkeypatch.setattr(reproduce.study, "draw", lambda *_: None)
 
 
+@pytest.mark.deep("it takes a second")
 def test_rows_records_and_table(tmp_path, capsys):
     words = ("--seeds", "2", "--rounds", "2")
     # A plan's checks hold only for the plan without changes.
@@ -197,6 +198,7 @@ def test_equal_compute_stands_beside_it(tmp_path):
     assert line[2].strip() == line[4].strip()
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_grid_is_chosen_on_validation_data(tmp_path):
     with watched(Simulation, "run") as run:
         code, (row,) = command(tmp_path, "--seeds", "2", variant="a grid")
@@ -311,6 +313,7 @@ def test_the_list_names_every_plan_and_its_data(capsys):
 # costs ----------------------------------------------------------------------
 
 
+@pytest.mark.deep("it takes a second")
 def test_costs_are_those_of_the_papers_table():
     """Methods move 2, 3, 1 + M or 1 + N models.
 

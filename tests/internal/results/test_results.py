@@ -155,6 +155,7 @@ def test_lines_differ_without_colours():
     assert len({(s.linestyle, s.marker) for s in styles}) == len(styles)
 
 
+@pytest.mark.deep("it takes a second")
 def test_the_mean_leaves_out_a_model_for_one_client(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     lines = [*a_run(model_target=1), *a_run("local", model_target=None)]
@@ -170,6 +171,7 @@ def test_the_mean_leaves_out_a_model_for_one_client(tmp_path, monkeypatch):
     assert [axis.get_title() for axis in alone.axes] == ["client 1, the target"]
 
 
+@pytest.mark.deep("it takes a second")
 def test_runs_without_weights_have_no_picture_of_them(tmp_path):
     pytest.importorskip("matplotlib")
     lines = a_run("local")
@@ -198,6 +200,7 @@ def test_pictures_of_little(tmp_path):
     assert len(pictures.draw(group_runs(little), tmp_path)) == 2
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_full_disk_leaves_the_pictures_that_were_there(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure")
     runs = group_runs(a_run())

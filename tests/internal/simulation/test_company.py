@@ -115,7 +115,7 @@ def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
         assert differing(part, whole, at.sort().values) == []
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("together they take seconds", quick=8)
 @pytest.mark.parametrize("case", [("loop", "mlp", "SiLU"), ("auto", "conv", "ReLU")])
 @pytest.mark.parametrize(
     "name", swept(quick=("l2c", "fedfomo", "factorized_waffle", "qfedavg"))
@@ -154,7 +154,7 @@ def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatc
         assert differing(values(ids), whole, ids) == []
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 @pytest.mark.parametrize("name, case", [*methods_and_cases()])
 def test_workers_change_no_bit_of_a_run(name, case):
     one, two = (simulation(*case, name, workers=n).run() for n in (1, 2))

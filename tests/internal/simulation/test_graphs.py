@@ -148,6 +148,7 @@ def test_graphs_of_an_engine_change_no_bit(gpu, engine):
     assert_same_state(got, want)
 
 
+@pytest.mark.deep("it takes a second")
 def test_dropout_draws_anew_in_every_replay(gpu):
     """Random seeds are inputs of a graph.
 

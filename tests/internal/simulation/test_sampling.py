@@ -42,6 +42,7 @@ def cohorts(run, rounds):
     ]
 
 
+@pytest.mark.deep("it takes a second")
 def test_chances_are_those_of_the_weights():
     """Client i is drawn with the chance S w_i / sum(w), or always where that exceeds 1.
 
@@ -126,6 +127,7 @@ def test_a_resumed_run_draws_the_same_cohorts(sampling, tmp_path):
         make("uniform", "scaffold").restore(tmp_path)
 
 
+@pytest.mark.deep("it takes a second")
 def test_each_target_joins_the_clients_of_a_rule():
     """Also a function that does not know the target, which comes on top."""
     target = WeightErosion(target=3)

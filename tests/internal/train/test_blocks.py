@@ -62,7 +62,7 @@ def of_parts(setting, block):
     ]
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 @pytest.mark.parametrize("engine, body, activation", cases())
 def test_a_cohort_in_parts_has_the_bits_of_the_whole(engine, body, activation):
     setting = simulation(engine, body, activation).config
@@ -75,7 +75,7 @@ def test_a_cohort_in_parts_has_the_bits_of_the_whole(engine, body, activation):
         assert differing(part, whole, at) == []
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 @pytest.mark.parametrize("engine, body, activation", QUICK)
 def test_workers_change_no_bit_of_any_hook(engine, body, activation):
     one, two = (

@@ -229,6 +229,7 @@ def lenet():
     return model_for("lenet5", (1, 28, 28), 4)
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_loop_has_a_body_where_there_is_a_chain():
     data = images((7, 20), (1, 28, 28))
     has_body = {}
@@ -241,6 +242,7 @@ def test_a_loop_has_a_body_where_there_is_a_chain():
     assert small.kind == "chain" and small.autograd == "vmap" and small.body is None
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_wrong_body_is_found_told_and_not_used(monkeypatch):
     right = bodies.chain_grad
     monkeypatch.setattr(bodies, "chain_grad", lambda *a: (1.001 * right(*a)[0], 0, 0))
@@ -267,7 +269,7 @@ def test_features_of_a_diverged_model_are_the_modules():
     torch.testing.assert_close(*found, equal_nan=True)
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("together they take seconds", quick=6)
 @pytest.mark.parametrize("algorithm", ["fedproto", "moon", "gpfl", "knn_per", "apfl"])
 def test_a_run_by_the_kernels_is_the_run_of_the_module(algorithm, monkeypatch):
     data = images((7, 20, 31), (1, 28, 28))

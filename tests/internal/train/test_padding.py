@@ -151,7 +151,7 @@ def test_replayed_padding_has_the_bits_of_eager_padding(context, sizes):
     assert torch.equal(real(got.w), want.w)
 
 
-@pytest.mark.deep("together they take seconds", quick=2)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("sizes", [range(1, 41), (20, 20, 20, 100)])
 def test_clients_of_many_sizes_share_shapes(context, sizes):
     steps = -(-max(sizes) // BATCH) * 2
@@ -243,6 +243,7 @@ def test_blocks_evaluated_apart_have_the_bits_of_the_whole(context):
             assert torch.equal(a.nan_to_num(), b[part].nan_to_num())
 
 
+@pytest.mark.deep("together they take seconds", quick=3)
 @pytest.mark.parametrize("model", ["dropout", "batch norm"])
 def test_a_gpu_evaluates_a_block_at_once(model):
     with pretended_gpu() as gpu:
@@ -255,6 +256,7 @@ def test_a_gpu_evaluates_a_block_at_once(model):
     assert_equal_values(got, want)
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_model_whose_scores_depend_on_the_batch_is_evaluated_alone():
     with pretended_gpu() as gpu:
         assert not engine_on(gpu, net_of("centred")).evaluates
@@ -278,12 +280,14 @@ def test_the_trial_decides_which_models_are_padded(model, pads):
         assert engine_on(gpu, net_of(model)).pads == pads
 
 
+@pytest.mark.deep("it takes a second")
 def test_the_trial_of_a_large_model_decides_too(monkeypatch):
     monkeypatch.setattr("pflcore.train._probe.FULL_PROBE_MAX_WEIGHTS", 0)
     with pretended_gpu() as gpu:
         assert not engine_on(gpu, net_of("centred")).pads
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_loss_that_counts_padding_is_not_padded():
     losses = ["hinge", nn.CrossEntropyLoss(label_smoothing=0.1), nn.MultiMarginLoss()]
     data = data_of((9,))
@@ -296,6 +300,7 @@ def test_a_loss_that_counts_padding_is_not_padded():
     assert found == [False, True, False]
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_mean_over_samples_of_several_steps_is_not_padded():
     data = data_of((9,))
     labels = torch.stack([data.y, data.y], 1)

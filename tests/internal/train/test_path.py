@@ -215,7 +215,7 @@ RESIDUAL = {
 }
 
 
-@pytest.mark.deep("together they take seconds", quick=4)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.skipif(not pflcore.backend().kernels, reason="the kernels are not loaded")
 @pytest.mark.parametrize("name", RESIDUAL)
 def test_residual_networks_train_as_chains(name):
