@@ -21,11 +21,11 @@ from unittest.mock import patch
 
 import pretend_graph
 import torch
+from parts.modes import Mode
 from places import ROOT
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
     return_and_correct_aliasing,
 )
@@ -328,12 +328,7 @@ def dispatch(func, args, kwargs):
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
-class _Dispatch(TorchDispatchMode):
-    @classmethod
-    def _should_skip_dynamo(cls):
-        """No: nothing is compiled here, and to say so for each operation takes time."""
-        return False
-
+class _Dispatch(Mode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         asked = torch.device(kwargs.get("device") or "cpu").type

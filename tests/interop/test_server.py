@@ -23,9 +23,9 @@ from parts.interop import (
     model,
     whole,
 )
+from parts.modes import Mode
 from small import SIX, crossed, images, layers, near, swept, tiny_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pflcore import (
     Adversary,
@@ -566,7 +566,7 @@ def numbers(about):
         yield changed
 
 
-class Largest(TorchDispatchMode):
+class Largest(Mode):
     """A mode that notes the size of the largest new tensor."""
 
     bytes = 0

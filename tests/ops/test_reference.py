@@ -7,8 +7,8 @@ import laws
 import pytest
 import torch
 from hypothesis import given
+from parts.modes import Mode
 from tolerance import F32, F64
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from ugly import randn, refuses
 
@@ -27,7 +27,7 @@ EACH = [
 ]
 
 
-class RefuseOps(TorchDispatchMode):
+class RefuseOps(Mode):
     """A context in which a call of one of pflcore's ops fails."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

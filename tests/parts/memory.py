@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from parts.modes import Mode
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of "
@@ -64,7 +64,7 @@ def in_a_process(function, *args):
         return pool.apply(function, args)
 
 
-class Making(TorchDispatchMode):
+class Making(Mode):
     """Calls `look` with every new result that operations inside allocate."""
 
     def __init__(self, look):

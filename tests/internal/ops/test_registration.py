@@ -10,9 +10,9 @@ import laws
 import pytest
 import torch
 from internal.chains import Problem
+from parts.modes import Mode
 from torch import Tensor
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from ugly import randn
 
@@ -24,7 +24,7 @@ DIFFERENTIABLE = {"pairwise_sqdist", "aggregate", "rank1_linear", "trimmed_mean"
 DIFFERENTIABLE |= {"mean_around_median"}
 
 
-class Kept(TorchDispatchMode):
+class Kept(Mode):
     """Keeps the name and the arguments of each call of an op."""
 
     def __init__(self):
