@@ -178,7 +178,9 @@ def least_sum_of_distances(rows):
     z = rows.mean(0)
     for _ in range(3000):
         weight = 1 / np.linalg.norm(rows - z, axis=1).clip(1e-300)
-        z = weight @ rows / weight.sum()
+        before, z = z, weight @ rows / weight.sum()
+        if np.abs(z - before).max() <= 1e-15 * np.abs(z).max():
+            break
     return min(map(total, [*rows, z]))
 
 

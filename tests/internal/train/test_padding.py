@@ -137,7 +137,8 @@ def test_steps_without_padding_have_equal_bits(context, sizes):
     assert torch.equal(got.loss.nan_to_num(), want.loss.nan_to_num())
 
 
-@settings(max_examples=8)  # a pretended GPU is slow
+@pytest.mark.deep("a pretended GPU is slow")
+@settings(max_examples=8)
 @given(SIZES)
 def test_replayed_padding_has_the_bits_of_eager_padding(context, sizes):
     want = fitted(context, engine=PADS, data=data_of(sizes))
