@@ -144,6 +144,7 @@ def test_absent_gradients_are_found():
     check_op(op, reference, arguments, sizes=[3], gradients=False)
 
 
+@pytest.mark.deep("it takes a second")
 def test_wrong_fake_shapes_are_found():
     op = registered(
         "shape", lambda x, y: reference(x, y), fake=lambda x, y: x.new_empty(4)

@@ -69,6 +69,7 @@ def test_the_noise_for_an_epsilon_reaches_it_and_no_less_does(wanted):
     assert epsilon(z, 0.1, 100, 1e-5) <= wanted < epsilon(z * 0.998, 0.1, 100, 1e-5)
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_loose_epsilon_needs_the_least_noise():
     assert noise_multiplier(1e9, 0.02, 1, 1e-5) == 0.01
     assert epsilon(1e-4, 0.02, 1, 1e-5) > 1e6
@@ -186,6 +187,7 @@ def draw(run, round):
     return by_hand.sample_cohort(run.config, round, *rule).tolist()
 
 
+@pytest.mark.deep("it takes a second")
 def test_clients_join_independently_with_their_chance():
     run = play("fedavg", 0.3, 1, sampling="poisson")
     cohorts = [draw(run, round) for round in range(1, 2001)]

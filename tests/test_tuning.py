@@ -151,7 +151,7 @@ GRIDS = {
 }
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("setting, name", crossed(PROTOCOLS, GRIDS))
 def test_poisoned_test_labels_change_no_choice(setting, name):
     p = PROTOCOLS[setting]()
@@ -340,6 +340,7 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path):
     assert scores(search(alg, KNN, 1, folder=b)) == scores(search(alg, KNN, 1))
 
 
+@pytest.mark.deep("it takes a second")
 def test_an_interrupted_candidate_is_played_anew(tmp_path, monkeypatch):
     grid = {"training.lr": [0.05, 0.1]}
     whole = search("fedavg", grid, 3)

@@ -296,6 +296,7 @@ def test_what_is_best_for_the_others_does_not_depend_on_who_is_evaluated(
             assert torch.equal(values[ids], whole[key][ids]), (ids, key)
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_run_that_evaluates_some_gives_them_the_numbers_that_all_would_give():
     whole = one_lacks("chain", "Linear 4 2").history.rounds[-1]["eval"]
     for ids in PARTS:

@@ -71,6 +71,7 @@ def test_models_of_an_ensemble_shuffle_apart():
 # clustered FL -----------------------------------------------------------------
 
 
+@pytest.mark.deep("it takes a second")
 def test_clustered_fl_finds_nested_groups_with_absent_clients():
     """Four groups take two levels of splits, and stay when clients are absent."""
     target = [0.0, 100.0, 10.0, 110.0] * 3

@@ -187,6 +187,7 @@ def rod(data, model=None, **options):
     ).run()
 
 
+@pytest.mark.deep("it takes a second")
 def test_fedrod_goes_by_the_runs_loss_and_takes_a_model_that_knows_more_classes():
     smooth = nn.CrossEntropyLoss(label_smoothing=0.3)
     weights = nn.CrossEntropyLoss(torch.tensor([1.0, 5, 5, 1]))

@@ -81,6 +81,7 @@ def files(folder):
     return [p for p in Path(folder).rglob("*") if p.is_file()]
 
 
+@pytest.mark.deep("it takes a second")
 def test_numbers_in_an_archive(capsys):
     words = "--data synthetic_linear --n 3 --rounds 2 --lr 0.01 --out out --quiet"
     assert command(f"run ditto {words}") == 0

@@ -82,6 +82,7 @@ def test_a_run_on_real_images(capsys, pictures):
     assert pictures_made == {"curves", "weights", "clients", "federation"}
 
 
+@pytest.mark.deep("it takes a second")
 def test_augmentation_by_names_and_by_an_own_function(tmp_path, monkeypatch):
     """A function of the working folder stands beside the names of transforms."""
     Path("own_noise.py").write_text(
@@ -656,6 +657,7 @@ def test_a_failure_in_the_middle_keeps_the_record(user_module, capsys, monkeypat
     assert len(run.rounds) == 2 and "on fire" in run.stopped
 
 
+@pytest.mark.deep("it takes a second")
 def test_an_interrupt_that_a_library_swallows_ends_the_run_with_the_round(monkeypatch):
     honest = FedAvg.update
 
@@ -673,6 +675,7 @@ def test_an_interrupt_that_a_library_swallows_ends_the_run_with_the_round(monkey
     assert command(f"run fedavg {DIGITS} --rounds 1 --out p") == 0
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_signal_after_the_last_round_leaves_a_whole_record(monkeypatch, capsys):
     honest = FedAvg.update
 

@@ -64,6 +64,7 @@ class Half(FedAvg):
 """
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_file_may_name_ones_own_algorithm(monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
     config(OWN, "own_half.py")
@@ -216,7 +217,7 @@ def test_rules_of_ones_own_are_options_and_stand_in_the_file(monkeypatch):
     assert run.header["sampling"] == "size" and run.header["training"]["steps"] == 2
 
 
-@pytest.mark.deep("together they take seconds", quick=2)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [("per_fedavg", "steps", 3), ("feddbe", "momentum", 0.5)],

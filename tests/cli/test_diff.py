@@ -17,6 +17,7 @@ def test_a_run_that_is_repeated_is_equal(capsys):
     assert "Equal bits in all 3 rounds" in out
 
 
+@pytest.mark.deep("it takes a second")
 def test_single_runs_are_compared_whatever_they_are(capsys):
     assert command(f"run fedavg {DIGITS} --out a") == 0
     assert command(f"run local {DIGITS} --lr 0.2 --out b") == 0

@@ -195,6 +195,7 @@ SOME = st.lists(st.integers(0, 30), min_size=10, max_size=10).filter(any)
 ALPHAS = st.sampled_from([1e-300, 0.01, 0.5, 100.0, 1e6])
 
 
+@pytest.mark.deep("it takes a second")
 def test_dirichlet_falls_back_and_says_so():
     y = labels_with([600] * 10)
     kwargs = {"alpha": 0.05, "min_size": 40, "seed": 1}

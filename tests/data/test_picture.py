@@ -93,6 +93,7 @@ def test_label_skew_needs_labels():
         fed.label_skew()
 
 
+@pytest.mark.deep("it takes a second")
 def test_axes_and_title_say_what_is_drawn():
     pytest.importorskip("matplotlib")
     fed = labelled([[3, 0], [0, 1]], names=("north", "south"))

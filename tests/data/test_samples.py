@@ -265,6 +265,7 @@ def test_one_column_of_arrays_is_the_inputs(kind):
         Federation.from_table(kind({**table, "u": [1.0, 2.0, 3.0]}), "label", "who")
 
 
+@pytest.mark.deep("it takes a second")
 def test_the_packages_themselves_are_read():
     """Tables of the installed packages are read."""
     for name in ("pandas", "polars", "pyarrow", "datasets"):

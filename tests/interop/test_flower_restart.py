@@ -140,6 +140,7 @@ def play(folder, rounds, name="ditto", models=None, **options):
     return strategy, strategy.start(grid, num_rounds=rounds)
 
 
+@pytest.mark.deep("it takes a second")
 def test_rounds_of_the_result_continue(tmp_path):
     _, _, metrics = unbroken("ditto", 1.0)
     play(tmp_path, 1)
@@ -178,6 +179,7 @@ def test_evaluated_clients_and_round_numbers_continue(tmp_path):
     assert played(tmp_path / "cut", [1, 1, 1]) == played(tmp_path / "whole", [3])
 
 
+@pytest.mark.deep("it takes a second")
 def test_the_node_that_was_known_first_stays_the_client(tmp_path):
     play(tmp_path, 1)
     strategy, grid = new_run(algorithm("ditto"), tmp_path, 1.0, {})

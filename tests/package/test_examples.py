@@ -53,6 +53,7 @@ def test_simulations_are_at_hand_but_not_imported_with_the_ops():
         _ = pflcore.nothing_of_the_kind
 
 
+@pytest.mark.deep("it takes a second")
 def test_choosing_on_some_clients_and_reporting_others(capsys):
     left = runpy.run_path(str(EXAMPLES / "held_out.py"))
     after = left["after"]
@@ -79,6 +80,7 @@ def test_an_algorithm_of_ones_own(capsys):
     assert ast.get_source_segment(path.read_text(), cls) in text
 
 
+@pytest.mark.deep("it takes a second")
 def test_the_pages_method_with_a_server_state_keeps_the_rules():
     page = (EXAMPLES.parent / "docs" / "own_algorithm.md").read_text()
     names = {"__name__": "page"}
@@ -92,7 +94,7 @@ def test_the_pages_method_with_a_server_state_keeps_the_rules():
 METHODS = {"moon": "MOON", "pfedgraph": "PFedGraph", "fedproto": "FedProto"}
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("file", METHODS)
 def test_a_published_method_as_ones_own(file, capsys):
     runpy.run_path(str(EXAMPLES / f"{file}.py"), run_name="__main__")

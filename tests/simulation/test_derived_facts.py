@@ -48,6 +48,7 @@ def play(net, data, other=None):
     return run.run().state.server["x"]
 
 
+@pytest.mark.deep("it takes a second")
 def test_runs_that_share_a_net_change_no_other():
     column, plain = numbers(1), numbers()
     for data, other in ((plain, column), (column, plain)):

@@ -131,6 +131,7 @@ class Lists(FedAvg):
         return {**changes, "lengths": torch.cat([state["lengths"], length])}, mix
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_list_that_traits_name_grows_and_goes_on(tmp_path):
     whole = simulate(Lists())
     whole.run(lambda r, _: r == 1 and whole.save(tmp_path))

@@ -427,6 +427,7 @@ def test_a_command_closes_a_diverged_run_as_failed(folder, wandb):
     assert [run.exit_code for run in wandb.runs] == [1]
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_resumed_command_shows_each_round_once(folder, tensorboard):
     words = f"run fedavg {DIGITS} --out o --track tensorboard"
     assert command(words) == 0

@@ -108,6 +108,7 @@ def test_no_engine_mixes_clients_without_training_in(engine, name):
     assert_same_rounds(history, want, name)
 
 
+@pytest.mark.deep("it takes a second")
 def test_batch_norm_is_that_of_the_clients_that_train():
     data, others = federations()
     for policy in ("average", "local"):
@@ -159,6 +160,7 @@ def test_the_model_of_most_clients_serves_where_none_can_be_chosen():
     equals(history.model(WITHOUT).get_buffer("view_w"), state["x"][popular])
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_choice_on_validation_samples_counts_those_who_train():
     data = held_out(images((20, 25, 31, 12)))
     data = without_training(data, WITHOUT)

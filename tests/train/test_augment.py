@@ -125,6 +125,7 @@ def test_workers_change_no_bit(augment, engine):
     assert torch.equal(one, two)
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_resumed_run_has_the_bits_of_the_whole(tmp_path):
     want = model_after(NAMES, rounds=4)
     first = play(NAMES, rounds=4)

@@ -415,6 +415,7 @@ def test_shuffles_belong_to_seed_round_client_and_stream():
     assert len({first(still), first(still, round=2), first(still, batch=2)}) == 1
 
 
+@pytest.mark.deep("it takes a second")
 def test_every_order_is_as_likely():
     s = numbered((3,))
     orders = []

@@ -296,6 +296,7 @@ def test_a_function_of_the_round_alone_is_named():
     )
 
 
+@pytest.mark.deep("it takes a second")
 def test_metrics_of_labels_need_a_loss_that_says_what_one_score_means():
     data = federation(y=torch.arange(24) % 2)
     names = ["f1", "auc"]

@@ -67,7 +67,7 @@ def test_a_constant_function_is_the_constant(name):
     ]
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 def test_as_many_steps_as_epochs_have_are_the_same(engine):
     """Where all clients have equally many samples."""

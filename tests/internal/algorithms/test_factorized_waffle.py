@@ -159,6 +159,7 @@ def test_a_round_is_what_the_paper_says(engine, preset):
         close(state.clients["q"][client], want_q, 1e-9, 1e-11)
 
 
+@pytest.mark.deep("it takes a second")
 def test_beliefs_stay_within_bounds_and_weak_kl_moves_them_more():
     s = setting()
     far = after(FactorizedWaffle(lr_var=50.0), s, 3)[0].clients["q"].chunk(3, 1)

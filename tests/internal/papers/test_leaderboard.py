@@ -152,6 +152,7 @@ def test_a_part_is_played_and_the_rest_goes_on(tmp_path, monkeypatch):
             assert torch.equal(run.series(name)[1], other.series(name)[1])
 
 
+@pytest.mark.deep("it takes a second")
 def test_no_time_reads_what_is_there(tmp_path):
     plan = tiny("leaderboard", "Local", "FedAvg")
     play(plan, tmp_path, seeds=1, methods=["Local"])
@@ -163,6 +164,7 @@ def test_no_time_reads_what_is_there(tmp_path):
     assert [row["method"] for row in rows] == ["Local"]
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_method_with_a_target_is_run_for_each_client(tmp_path):
     made = play(tiny("leaderboard", "WAFFLE"), tmp_path, seeds=1)
 
@@ -280,6 +282,7 @@ def test_whole_numbers_are_tried_where_an_option_takes_no_others(
     assert wider == {key: [values[0], want]}
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_choice_beyond_which_all_diverge_stands(tmp_path):
     plan = tiny("leaderboard", "Local", rounds=3) | {"widen": True}
     plan["options"] |= {"train_samples": 600, "test_samples": 100}
@@ -338,6 +341,7 @@ def test_one_cell_repeats_bit_for_bit(tmp_path):
         assert torch.equal(one.series(name)[1], other.series(name)[1])
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_shared_model_is_evaluated_after_a_local_step(tmp_path):
     plan = tiny("leaderboard", "FedAvg", "FedAvg + FT", "Local")
     plan["methods"]["FedAvg + FT"]["options"] = {"finetune_epochs": 1}

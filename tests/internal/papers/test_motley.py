@@ -250,6 +250,7 @@ def test_a_plan_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert told(again) == told(whole) and read(cut)[0].rounds[-1]["eval"]
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_run_that_diverged_is_over_and_one_that_broke_is_not(tmp_path, monkeypatch):
     plan = some(SILO, "Local", "FedAvg", "FT", training={"lr": 1e30})
     _, rows, _ = played(plan, tmp_path)
@@ -288,6 +289,7 @@ def test_a_digest_counts_all_that_a_run_depends_on(key, change):
     assert digests(SILO, workers=1) == a
 
 
+@pytest.mark.deep("it takes a second")
 def test_what_must_hold_is_checked(tmp_path):
     made, rows, checks = played(SILO, tmp_path)
     assert [good for good, _ in checks] == [True] * 6
@@ -347,6 +349,7 @@ def test_pictures_of_one_model_for_a_target(tmp_path):
     assert made == {"curves", "cost", "boxes", "against-k", *by_weights}
 
 
+@pytest.mark.deep("it takes a second")
 def test_states_of_a_method_with_a_grid_are_those_of_the_chosen_point(tmp_path):
     plan = complete({**DEVICE, **VARIANTS["a state after a grid"]})
     made, rows, _ = played(plan, tmp_path)

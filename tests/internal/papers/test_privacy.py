@@ -108,6 +108,7 @@ def test_what_cannot_be_attacked_is_one_sentence(name, lr, size, words):
         privacy.membership(ALGORITHMS[name](), *args, how)
 
 
+@pytest.mark.deep("it takes a second")
 def test_views_of_a_dictionary():
     alg = FactorizedWaffle(ranks=(10,), lr_var=1.0)
     data = federation()

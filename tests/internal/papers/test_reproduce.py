@@ -143,6 +143,7 @@ def test_a_table_says_who_was_dropped_and_who_ran_away(tmp_path, capsys, monkeyp
     assert "\nFedAvg, moved far: client 2 by up to " in said
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_target_alone_is_tested_and_each_setting_has_options_of_its_own(tmp_path):
     """The plan is like that of WAFFLE's Table 1.
 
@@ -381,6 +382,7 @@ def test_one_method_that_diverges_leaves_the_others_their_rows(tmp_path):
     assert re.search(r"\| FedAvg +\| +[89]\d\.", text)
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_grid_of_a_target_is_searched_on_it(tmp_path):
     with watched(runs, "tune") as tune:
         played(tmp_path, "grids of a target")
@@ -394,6 +396,7 @@ def test_a_grid_is_searched_without_clip(tmp_path):
         played(tmp_path, "a grid with clip")
 
 
+@pytest.mark.deep("it takes a second")
 def test_a_grid_chooses_on_samples_that_no_state_was_trained_on(tmp_path):
     with watched(runs, "tune") as tune:
         played(tmp_path, "a grid on a state")

@@ -123,6 +123,7 @@ def test_no_label_is_cut_off_or_hides_a_line(
                 assert not legend.get_window_extent().overlaps(axis.bbox)
 
 
+@pytest.mark.deep("it takes a second")
 def test_curves_have_a_panel_for_each_setting(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     curves, boxes = figures(monkeypatch, tmp_path, many_runs(2, 3, 2, long=False))

@@ -78,6 +78,7 @@ def test_equal_weights_and_extreme_ones_are_drawn():
     assert draw_by_weight(torch.ones(5).double(), 2, 0, 1).dtype == torch.int64
 
 
+@pytest.mark.deep("it takes a second")
 def test_rules_decide_the_cohorts_of_a_run():
     """The record has the rule and the cohorts; weights like the sizes are "size".
 

@@ -244,7 +244,7 @@ def test_blocks_evaluated_apart_have_the_bits_of_the_whole(context):
             assert torch.equal(a.nan_to_num(), b[part].nan_to_num())
 
 
-@pytest.mark.deep("together they take seconds", quick=3)
+@pytest.mark.deep("it takes a second")
 @pytest.mark.parametrize("model", ["dropout", "batch norm"])
 def test_a_gpu_evaluates_a_block_at_once(model):
     with pretended_gpu() as gpu:
