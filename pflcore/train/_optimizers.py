@@ -9,6 +9,7 @@ Symbols: s clients of a chunk or of a step; Q columns of a row; w rows of weight
 from __future__ import annotations
 
 import math
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -225,12 +226,9 @@ class AdamW:
         self.decay = training.weight_decay
         self.betas = training.betas or DEFAULT_BETAS
         self.eps = training.eps or DEFAULT_EPS
-        self.rows = w.unbind()
-        self.means = torch.zeros_like(w).unbind()
-        self.squares = torch.zeros_like(w).unbind()
-        # The number of steps that each client has taken: clients of fewer minibatches
-        # are behind in later epochs. Torch's kernel counts in float32.
-        self.steps = w.new_zeros(len(w), dtype=torch.float32).unbind()
+        self.mean = torch.zeros_like(w)
+        self.square = torch.zeros_like(w)
+        self.taken = [0] * len(w)  # the number of steps of each client
 
     def step(self, clients: slice, grads: Tensor, terms: Tensors) -> None:
         """Moves the rows of `clients` by their gradients [s, Q]."""
@@ -240,14 +238,19 @@ class AdamW:
         direction = corrected(w, grads, shift, 0.0, mu, terms.get("anchor"))
         mask = terms.get("mask")
         start = None if mask is None else w.clone()
+        # Clients of fewer minibatches are behind in later epochs. Rows of clients that
+        # have taken equally many steps are one tensor, since torch counts for tensors.
+        taken = self.taken[clients]
+        counts = [count for count, _ in groupby(taken)]
+        lengths = [len([*run]) for _, run in groupby(taken)]
         mean_beta, square_beta = self.betas
         adamw(
-            [*self.rows[clients]],
-            [*direction.contiguous().unbind()],
-            [*self.means[clients]],
-            [*self.squares[clients]],
+            [*w.split(lengths)],
+            [*direction.contiguous().split(lengths)],
+            [*self.mean[clients].split(lengths)],
+            [*self.square[clients].split(lengths)],
             [],
-            [*self.steps[clients]],
+            [w.new_full((), count, dtype=torch.float32) for count in counts],
             fused=True,
             amsgrad=False,
             beta1=mean_beta,
@@ -257,5 +260,6 @@ class AdamW:
             eps=self.eps,
             maximize=False,
         )
+        self.taken[clients] = [count + 1 for count in taken]
         if start is not None and mask is not None:
             w.copy_(start.lerp(w, mask))  # exact where a mask is 0 or 1
