@@ -239,10 +239,9 @@ def faults_of(
         bound(up) if callable(bound) else bound
         for bound in (claim.low, claim.high, claim.most)
     ]
+    on_host = iter(on_cpu([b.detach() for b in bounds if isinstance(b, Tensor)]))
     low, high, most = (
-        bound.detach().double().cpu().numpy()
-        if isinstance(bound, Tensor)
-        else np.float64(bound)
+        next(on_host).numpy() if isinstance(bound, Tensor) else np.float64(bound)
         for bound in bounds
     )
     numbers = values.detach().numpy()

@@ -152,7 +152,6 @@ def assert_few_waits(name, model, optimizer="sgd"):
         "fedpac": 7,
         "fedcac": 7,
         "pfedgraph": 9,
-        "qfedavg": 7,  # its terms have bounds that differ from client to client
     }.get(name, 6)
     assert sum(one.values()) <= most and "to the GPU" not in one, one
 
