@@ -79,32 +79,26 @@ struct ChainArgs {
               ": expected y of int64 or of w's dtype");
     PFL_CHECK(!relabel || (relabel->dim() == 2 && relabel->size(0) == w.size(0)), op,
               ": expected relabel [S, C]");
-    int64_t outputs = features;
     double image = static_cast<double>(h * width);
     struct Line {
-      int64_t outputs, c;
+      int64_t c;
       double image;
     };
-    std::vector<Line> lines{{outputs, c, image}};  // the samples, and the output of each line
+    std::vector<Line> lines{{c, image}};  // the samples, and the output of each line
     for (const ChainLayer& l : program.layers) {
-      if (l.kind == ChainLayer::linear)
-        outputs = l[0], work += 2.0 * static_cast<double>(w.size(1)) / 4;
+      if (l.kind == ChainLayer::linear) work += 2.0 * static_cast<double>(w.size(1)) / 4;
       if (l.kind == ChainLayer::conv)
-        outputs = l[0], work += 2.0 * static_cast<double>(l[0] * l[1] * l[2] * c) * image, c = l[0],
-        image /= 2;
-      if (l.kind == ChainLayer::flatten) outputs = 0;
+        work += 2.0 * static_cast<double>(l[0] * l[1] * l[2] * c) * image, c = l[0], image /= 2;
       if (l.kind == ChainLayer::branch) {
         PFL_CHECK(l.field[0] >= -1 && l.field[0] + 1 < static_cast<double>(lines.size()), op,
                   ": expected a branch at an earlier line");
         const Line& line = lines[static_cast<size_t>(l.field[0] + 1)];
-        outputs = line.outputs, c = line.c, image = line.image;
+        c = line.c, image = line.image;
       }
-      lines.push_back({outputs, c, image});
+      lines.push_back({c, image});
     }
-    const bool one = !program.layers.empty() && outputs == 1;
-    const bool needs_labels = loss == cpu::chain::Loss::cross_entropy;
-    PFL_CHECK(linear || (needs_labels ? labels : one), op,
-              ": expected int64 labels for cross entropy, one output for the others");
+    PFL_CHECK(loss != cpu::chain::Loss::cross_entropy || labels, op,
+              ": expected int64 labels for cross entropy");
     PFL_CHECK(!linear || !labels, op, ": expected numbers, not labels, for the linear loss");
     problem.data = {pflcore::data<T>(x),
                     features,

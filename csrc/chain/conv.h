@@ -40,8 +40,7 @@ struct Conv {
   void plan(int64_t samples, bool wants, int64_t vector, int64_t rows) {
     batch = samples, back = wants, tile = rows;
     outs = pool ? 2 : 1, phases = stride * outs, kept = pool == kMean && act > kRelu;
-    hq = ((h + 2 * ph - kh) / stride + 1) / outs, wq = ((w + 2 * pw - kw) / stride + 1) / outs,
-    taps = c * kh * kw;
+    hq = out_rows() / outs, wq = out_columns() / outs, taps = c * kh * kw;
     columns = (w + 2 * pw + phases - 1) / phases;
     row = up(columns * batch, vector), line = phases * row, plane = (h + 2 * ph) * line;
     lanes = wq * batch, vectors = up(lanes, vector) / vector;
@@ -76,6 +75,10 @@ struct Conv {
   static Pair pair(int64_t a, int64_t b) {
     return {static_cast<int32_t>(a), static_cast<int32_t>(b)};
   }
+  // Rows and columns before pooling, and whether windows leave out the last ones.
+  int64_t out_rows() const { return (h + 2 * ph - kh) / stride + 1; }
+  int64_t out_columns() const { return (w + 2 * pw - kw) / stride + 1; }
+  bool leaves_out() const { return out_rows() != outs * hq || out_columns() != outs * wq; }
   int64_t in(int64_t ch, int64_t y, int64_t x) const {
     return ch * plane + y * line + x % phases * row + x / phases * batch;
   }
@@ -428,22 +431,44 @@ PFL_INLINE void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, bool
   }
 }
 
-// Windows leave out the last one of an odd number of rows or columns. Its slopes are 0, and 0 times
-// a number that is not finite is NaN, as it is where the slopes of all outputs are stored.
+// `conv_update` multiplies 0 with what its last vector holds behind a row, and leaves out what
+// windows do: the last one of an odd number of rows or columns. Where the input is finite, neither
+// changes a sum. True where it must be `conv_update_exactly`.
 template <class T, int bytes>
-PFL_TARGET void conv_left_out(const Conv& q, const ConvSpace<T>& s, T* dw) {
-  const int64_t rows = q.h + 2 * q.ph - q.kh + 1, columns = q.w + 2 * q.pw - q.kw + 1;
-  if (!q.pool || (rows == 2 * q.hq && columns == 2 * q.wq)) return;
-  if (std::isfinite(sum_of_squares<T, bytes>(s.in, q.c * q.plane))) [[likely]]
-    return;
-  for (int64_t k = 0; k < q.taps; k++) {
-    const int64_t ch = k / (q.kh * q.kw), i = k / q.kw % q.kh, j = k % q.kw;
-    T sum = 0;
-    for (int64_t y = 0; y < rows; y++)
-      for (int64_t x = y < 2 * q.hq ? 2 * q.wq : 0; x < columns; x++)
-        for (int64_t b = 0; b < q.batch; b++) sum += s.in[q.in(ch, y + i, x + j) + b] * T(0);
-    for (int64_t o = 0; o < q.o; o++) dw[q.w_at[o] + k * q.w_step[o]] += sum;
-  }
+PFL_INLINE bool needs_exact_update(const Conv& q, const ConvSpace<T>& s) {
+  constexpr int64_t lanes = bytes / sizeof(T);
+  const bool is_whole = q.vectors * lanes == q.lanes && !q.leaves_out();
+  return !is_whole && !std::isfinite(sum_of_squares<T, bytes>(s.in, q.c * q.plane));
+}
+
+// The sums of `conv_update`, one after another. What windows leave out has slopes 0, and 0 times a
+// number that is not finite is NaN.
+template <class T>
+[[gnu::noinline]] PFL_TARGET void conv_update_exactly(const Conv& q, const ConvSpace<T>& s,
+                                                      int64_t y0, int64_t y1, const Into<T>& into,
+                                                      T* w) {
+  const bool begin = y0 == 0, end = y1 == q.hq;
+  for (int64_t o = 0; o < q.o; o++)
+    for (int64_t k = 0; k < q.taps; k++) {
+      const int64_t ch = k / (q.kh * q.kw), i = k / q.kw % q.kh, j = k % q.kw;
+      T sum = begin ? T(0) : s.part[o * q.taps + k];
+      const auto add = [&](int64_t y, int64_t x, const T* slope) {
+        const T* const from = s.in + q.in(ch, y * q.stride + i, x * q.stride + j);
+        for (int64_t b = 0; b < q.batch; b++) sum += from[b] * (slope ? slope[b] : T(0));
+      };
+      for (int64_t y = q.outs * y0; y < q.outs * y1; y++)
+        for (int64_t x = 0; x < q.outs * q.wq; x++)
+          add(y, x,
+              s.d + q.d_lead + o * q.d_plane + (y - q.outs * y0) * q.d_line + x % q.outs * q.d_row +
+                  x / q.outs * q.batch);
+      for (int64_t y = 0; end && y < q.out_rows(); y++)
+        for (int64_t x = y < q.outs * q.hq ? q.outs * q.wq : 0; x < q.out_columns(); x++)
+          add(y, x, nullptr);
+      if (end)
+        into(w[q.w_at[o] + k * q.w_step[o]], sum);
+      else
+        s.part[o * q.taps + k] = sum;
+    }
 }
 
 // dx may be nullptr; into: what happens to the gradients, whose places are dw and db (db may be
@@ -453,6 +478,7 @@ PFL_TARGET void conv_backward(const Conv& q, const ConvSpace<T>& s, const T* y, 
                               const T* w, const Into<T>& into, T* dw, T* db, bool add, T* dx) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
+  const bool exact = needs_exact_update<T, bytes>(q, s);
   std::fill_n(s.sums, q.o * lanes, T(0));
   for (int64_t y0 = 0, some = q.back ? q.hq : 1; y0 < q.hq;
        y0 += some) {  // the first layer's, row by row: its slopes stay near
@@ -461,9 +487,11 @@ PFL_TARGET void conv_backward(const Conv& q, const ConvSpace<T>& s, const T* y, 
     else
       conv_slopes<T, bytes, false>(q, s, y, dy, y0, y0 + some);
     if (q.back) conv_back<T, bytes>(q, s, w, add, dx);
-    conv_update<T, bytes>(q, s, y0, y0 + some, into, dw);
+    if (exact) [[unlikely]]
+      conv_update_exactly<T>(q, s, y0, y0 + some, into, dw);
+    else
+      conv_update<T, bytes>(q, s, y0, y0 + some, into, dw);
   }
-  conv_left_out<T, bytes>(q, s, dw);
   for (int64_t o = 0; db && o < q.o; o++) {
     V sum;
     load(sum, s.sums + o * lanes);

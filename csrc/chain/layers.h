@@ -25,7 +25,7 @@ Any make_layer(Lines& lines) {
     if (lines.line().kind == Kind::kind) return Kind(lines);
     return make_layer<Any, i + 1>(lines);
   } else {
-    refuse_program();
+    refuse();
   }
 }
 

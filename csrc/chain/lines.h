@@ -12,12 +12,11 @@ namespace pflcore::cpu::chain {
 constexpr int64_t kFar = int64_t{1} << 31;       // above every size
 constexpr int64_t kSamples = -1, kNothing = -2;  // in place of the number of a block
 
-[[noreturn]] inline void refuse_program() {
-  throw std::invalid_argument(
-      "the program's layers do not fit each other, the samples or the rows");
-}
-inline void demand(bool fits) {
-  if (!fits) refuse_program();
+constexpr const char* kMisfit =
+    "the program's layers do not fit each other, the samples or the rows";
+[[noreturn]] inline void refuse(const char* why = kMisfit) { throw std::invalid_argument(why); }
+inline void demand(bool fits, const char* why = kMisfit) {
+  if (!fits) refuse(why);
 }
 
 // The shape of a sample between two layers.

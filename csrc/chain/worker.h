@@ -208,8 +208,10 @@ class Worker {
     loss_.resize(plan.batch + kSlack);
   }
 
+  // A label names a score for cross entropy; else a sample has a number for each score.
   void demand_targets(const ChainProblem<T>& a) const {
-    demand(a.loss_kind != Loss::linear || a.data.values == layout_.classes);
+    demand(a.loss_kind == Loss::cross_entropy || a.data.values == layout_.classes,
+           a.loss_kind == Loss::linear ? kMisfit : "the loss needs a model with one output");
   }
 
   // Sample i of a batch, with its label; false where it is not there. `left`: places behind this

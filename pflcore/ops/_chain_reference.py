@@ -220,11 +220,11 @@ def move_statistics(
     momentum: float,
 ) -> tuple[Tensor, Tensor]:  # [s, C] each
     """Means and variances of channels over a batch, which move the running ones."""
-    share = is_sample.to(x)[..., None, None]
+    counts = is_sample[..., None, None]
     count = is_sample.sum(1, keepdim=True).to(x) * x.shape[3]
-    means = (x * share).sum((1, 3)) / count.clamp(min=1)
-    squares = (x - means[:, None, :, None]).square() * share
-    variances = squares.sum((1, 3)) / count.clamp(min=1)
+    means = torch.where(counts, x, 0.0).sum((1, 3)) / count.clamp(min=1)
+    squares = (x - means[:, None, :, None]).square()
+    variances = torch.where(counts, squares, 0.0).sum((1, 3)) / count.clamp(min=1)
     # The running variance is that of a sample, which has one number less.
     unbiased = variances * count / (count - 1)
     rate = (count > 0).to(x) * momentum

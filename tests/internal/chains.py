@@ -60,8 +60,10 @@ def layer(kind, taken=(), options=None):
 
 
 INF = torch.inf
-KINDS = [(m, "cross_entropy") for m in MODELS if m != "mlp, one output"]
-KINDS += [("mlp, one output", c) for c in sorted(set(LOSSES) - {"cross_entropy"})]
+ONE_OUTPUT = [m for m in MODELS if m.endswith("one output")]
+KINDS = [(m, "cross_entropy") for m in MODELS if m not in ONE_OUTPUT]
+OF_ONE_OUTPUT = sorted(set(LOSSES) - {"cross_entropy"})
+KINDS += [(m, c) for m in ONE_OUTPUT for c in OF_ONE_OUTPUT]
 # The linear loss has a target for each score.
 LINEAR = "linear", "mlp", "mlp, one output", "lenet", "residual, batch norm"
 KINDS += [(m, "linear") for m in LINEAR]
@@ -157,7 +159,7 @@ class Problem:
             made = nn.Sequential(*(layer(*words) for words in layers))
             named = loss_name
             if loss_name == "linear":  # it is no loss of a model
-                named = "squared" if "one output" in model else "cross_entropy"
+                named = "squared" if model in ONE_OUTPUT else "cross_entropy"
             self.net = Net(made.to(dtype), loss=named)
         n = len(sizes)
         pool = sum(sizes) + 3

@@ -254,6 +254,19 @@ def test_targets_of_every_kind_on_every_path(target, model):
         torch.testing.assert_close(ends[0], end, rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_that_ends_in_pooling_is_a_chain():
+    data = federation((1, 8, 8), real())
+    model = layers("Conv2d 1 3 3, ReLU, Conv2d 3 1 2, AvgPool2d 5, Flatten")
+    ends = []
+    for engine in ("auto", "loop"):
+        net = Net(model, "squared", seed=3)
+        run = played(net, data, engine, 2, Training(lr=0.1, batch_size=4))
+        assert run.header()["engine"] == ("chain" if engine == "auto" else "loop")
+        run.run()
+        ends.append(run.state.server["x"])
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
 class Average(nn.Module):
     """A running mean of the inputs.
 

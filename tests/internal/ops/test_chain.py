@@ -13,7 +13,15 @@ import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
-from internal.chains import CHAIN_LOSSES, INF, KINDS, MODELS, Problem, by_steps
+from internal.chains import (
+    CHAIN_LOSSES,
+    INF,
+    KINDS,
+    MODELS,
+    ONE_OUTPUT,
+    Problem,
+    by_steps,
+)
 from laws import integers
 from places import ROOT, ran
 from tolerance import F32, F64, assert_close
@@ -248,7 +256,7 @@ def test_an_evaluations_company_changes_no_bit(model):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("model", [m for m in MODELS if m != "mlp, one output"])
+@pytest.mark.parametrize("model", [m for m in MODELS if m not in ONE_OUTPUT])
 def test_scores_do_not_depend_on_how_many_samples_are_computed_at_once(model):
     p = Problem(model, [150, 47, 21, 3, 33])
     row = p.w[:1].expand(5, -1)
@@ -308,7 +316,7 @@ def assert_same_kinds(got, want, dtype):
 
 def with_bad_samples(model, bad, seed, dtype):
     """A problem with one to three numbers among its samples that are not finite."""
-    loss_name = "squared" if model == "mlp, one output" else "cross_entropy"
+    loss_name = "squared" if model in ONE_OUTPUT else "cross_entropy"
     p = Problem(model, [20, 24], dtype, seed=seed, loss_name=loss_name)
     numbers = p.x.view(-1)
     numbers[integers(seed, 0, len(numbers), 1 + seed % 3)] = bad
@@ -346,6 +354,16 @@ def test_bad_samples_have_the_scores_of_the_module(model, bad, seed, dtype):
         some = slice(p.begin[i], p.begin[i + 1])
         assert_same_kinds(scores[some], module(p.x[places]).detach(), dtype)
         assert not right[some][scores[some].isnan().any(1)].any()
+
+
+@isa
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_what_a_convolution_does_not_read_does_not_count(dtype):
+    p = Problem("unread column", [5], dtype)  # 3 outputs a row fill no vectors
+    p.x[..., 7] = 0
+    want = p.grad()[0]
+    p.x[..., 7] = torch.inf
+    torch.testing.assert_close(p.grad()[0], want)
 
 
 OVERFLOWS = {  # by name: the shape of a sample, and the layers
