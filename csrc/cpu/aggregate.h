@@ -506,7 +506,11 @@ Plan<A> make_plan(const Aggregate& job) {
     plan.packed = !same_type || blocks > 1;
   }
   const bool same_result = job.out_dtype == (std::is_same_v<A, double> ? Dtype::f64 : Dtype::f32);
-  plan.stream = same_result && job.m * job.p * size_of(job.out_dtype) >= kStreamBytes;
+  // Lines of 64 bytes hold whole numbers only where the numbers lie at multiples of their size,
+  // which memory of files need not.
+  const int64_t number = size_of(job.out_dtype);
+  plan.stream = same_result && job.m * job.p * number >= kStreamBytes &&
+                reinterpret_cast<uintptr_t>(job.out) % static_cast<uintptr_t>(number) == 0;
   plan.direct = same_result && !plan.stream;
   return plan;
 }

@@ -89,7 +89,8 @@ struct Gathered {
         x(rows, q.i, lanes_of<T>()),
         w_b(count, q.i, lanes_of<T>()),
         transposed(q.f * outputs),
-        lam(stride) {
+        lam(stride),
+        zeros(all_factors ? w_b.padded : 0) {
     const T* const lam_row = q.lam + (q.lam_shared ? 0 : client * q.lam_batch);
     const T* const from_a = q.w_a + (q.w_a_shared ? 0 : client * q.w_a_batch);
     const T* const from_b = q.w_b + (q.w_b_shared ? 0 : client * q.w_b_batch);
@@ -100,7 +101,9 @@ struct Gathered {
       std::fill(a + q.o, a + outputs, T(0));
       w_a.push_back(a);
       w_b.add(from_b + k * q.w_b_row);
+      counted_w_b.push_back(lam_row[k] != 0 ? w_b.row.back() : zeros.data);
     }
+    std::fill_n(zeros.data, all_factors ? w_b.padded : 0, T(0));
     for (int64_t r = 0; r < rows; r++) {
       const int64_t c = together ? r / q.b : client, b = together ? r % q.b : r;
       x.add(q.x + (q.x_shared ? 0 : c * q.x_batch) + b * q.x_row);
@@ -123,6 +126,8 @@ struct Gathered {
   Scratch<T> transposed;        // [f, outputs]: w_a^T
   std::vector<const T*> w_a;    // its rows of the active factors
   Scratch<T> lam;               // [stride], 0 after the last factor
+  Scratch<T> zeros;             // a row of w_b
+  std::vector<const T*> counted_w_b;  // w_b's rows, zeros where a factor is off
 };
 
 // rows * lam, column by column. A factor that is off gives 0 whatever it holds.
@@ -184,7 +189,7 @@ void backward_rows(const Rank1<T>& q, const Gathered<T>& in, const Rank1Grads<T>
   if (out.w_a) scale(scaled, rows, in);
   scale(back, rows, in);
   if (out.x)
-    outer(rows, q.i, in.count, back, in.stride, 1, in.w_b.row.data(),
+    outer(rows, q.i, in.count, back, in.stride, 1, in.counted_w_b.data(),
           row_pointers<T>(out.x + begin * q.i, rows, q.i).data(), add_x);
 }
 
@@ -202,15 +207,16 @@ void backward_factors(const Rank1<T>& q, const Gathered<T>& in, const Rank1Grads
                 last = part + 1 == parts ? q.f
                        : end > 0         ? in.active[end - 1] + 1
                                          : 0;
-  // The rows [last - first, width] of a gradient: products where a factor is active, 0 elsewhere.
+  // The rows [last - first, width] of a gradient: products where a factor is on, 0 elsewhere. The
+  // products of an active one that is off go to waste: 0 times infinity is NaN.
   const auto fill = [&](T* grad, int64_t width, const T* columns, const T* const* rows, bool keep) {
     std::vector<T*> to;
+    Scratch<T> waste(width);
     for (int64_t f = first, k = begin; f < last; f++) {
       T* const row = grad + (f - first) * width;
-      if (k < end && in.active[k] == f)
-        to.push_back(row), k++;
-      else if (!keep)
-        std::fill(row, row + width, T(0));
+      const bool active = k < end && in.active[k] == f, on = active && in.lam[k] != 0;
+      if (active) to.push_back(on ? row : waste.data), k++;
+      if (!on && !keep) std::fill(row, row + width, T(0));
     }
     outer(end - begin, width, in.rows, columns + begin, 1, in.stride, rows, to.data(), keep);
   };

@@ -6,8 +6,8 @@
 // merge sort orders all columns of a panel at once: a comparator puts the lesser numbers of two
 // rows into one of them and the larger ones into the other. Groups of kGroup rows are sorted in
 // registers while they are read; a list of steps merges the groups. It has no comparator that the
-// wanted rows do not depend on. A column's result depends on that column alone, so neither on the
-// panels nor on the threads.
+// wanted rows do not depend on. Columns of very many rows are sorted one by one. A column's result
+// depends on that column alone, so neither on the panels nor on the threads.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -30,11 +30,12 @@ namespace robust_detail {
 constexpr int kGroup = 8;       // rows that are sorted in registers
 constexpr int64_t kChunk = 16;  // rows that are summed before they are added to the total
 #ifdef PFL_SMALL_PIECES         // tests: all paths at small sizes
-constexpr int64_t kWideRows = 5;
+constexpr int64_t kWideRows = 5, kNetworkRows = 70;
 constexpr double kPieceWork = 1e4;
 #else
-constexpr int64_t kWideRows = 112;  // more rows of wide panels do not fit the first-level cache
-constexpr double kPieceWork = 2e6;  // comparisons of a piece: some hundred microseconds
+constexpr int64_t kWideRows = 112;      // more rows of wide panels do not fit the first-level cache
+constexpr int64_t kNetworkRows = 8192;  // of more rows the list of steps would take much memory
+constexpr double kPieceWork = 2e6;      // comparisons of a piece: some hundred microseconds
 #endif
 constexpr size_t kKeptMerges = 8;           // lists of steps that are kept between calls
 constexpr size_t kMostKeptSteps = 1 << 15;  // of such a list, 640 KB; 1,000 rows have some 9,000
@@ -269,6 +270,17 @@ PFL_INLINE void merge_groups(const Panel<A>& panel, const std::vector<Step>& ste
   }
 }
 
+// Sorts the columns one after another. `space`: one number for each of the n rows.
+template <class A>
+void sort_each(const Panel<A>& panel, int64_t n, A* space) {
+  for (int64_t c = 0; c < panel.columns; c++) {
+    if (panel.nan[c] != panel.nan[c]) continue;  // NaN has no place in an order
+    for (int64_t r = 0; r < n; r++) space[r] = panel.tile[r * panel.columns + c];
+    std::sort(space, space + n);
+    for (int64_t r = 0; r < n; r++) panel.tile[r * panel.columns + c] = space[r];
+  }
+}
+
 // mean[0 .. columns) = the means of rows first .. last of the sorted tile.
 template <int bytes, class A>
 PFL_INLINE void take_means(const Panel<A>& panel, int64_t first, int64_t last, A* mean) {
@@ -372,7 +384,9 @@ PFL_INLINE void columns(const Job& job, const std::vector<Step>& steps, int64_t 
                         int64_t begin, int64_t end) {
   const bool same_type = job.dtype == (std::is_same_v<A, double> ? Dtype::f64 : Dtype::f32);
   const bool copied = !same_type || (end - begin) % width != 0;
-  Scratch<A> tile(job.n * width), copies(copied ? job.n * width : 0), nan(width), mean(width);
+  const bool alone = job.n > kNetworkRows;
+  Scratch<A> tile(job.n * width), copies(copied ? job.n * width : 0), nan(width), mean(width),
+      one(alone ? job.n : 0);
   const Panel<A> panel{width, tile.data, nan.data};
   for (int64_t column = begin; column < end; column += width) {
     const int64_t filled = std::min(width, end - column);
@@ -389,7 +403,10 @@ PFL_INLINE void columns(const Job& job, const std::vector<Step>& steps, int64_t 
     std::fill_n(nan.data, width, A(0));
     sort_groups<bytes>(panel, direct ? static_cast<const A*>(job.rows) + column : copies.data,
                        direct ? job.row : width, job.n, direct ? width : 0);
-    merge_groups<bytes>(panel, steps);
+    if (alone)
+      sort_each(panel, job.n, one.data);
+    else
+      merge_groups<bytes>(panel, steps);
     take<bytes>(job, panel, mean.data);
     with_type(job.dtype, [&](auto zero) PFL_LAMBDA {
       put<bytes>(static_cast<decltype(zero)*>(job.out) + column, mean.data, filled);
@@ -406,13 +423,15 @@ void mean_of_columns(const Job& job, const Parallel& parallel) {
   using namespace robust_detail;
   if (job.p == 0) return;
   const auto [first_row, last_row] = needed(job);
-  const KeptMerges::Steps kept = KeptMerges::find_or_make(job.n, first_row, last_row);
+  KeptMerges::Steps kept = std::make_shared<const std::vector<Step>>();
+  if (job.n <= kNetworkRows) kept = KeptMerges::find_or_make(job.n, first_row, last_row);
   const std::vector<Step>& steps = *kept;
   const int64_t number = job.dtype == Dtype::f64 ? 8 : 4;
   const int64_t width = (job.n <= kWideRows * 4 / number ? 256 : 64) / number;
   const int64_t panels = (job.p + width - 1) / width;
   const double work =
-      static_cast<double>(job.p) * static_cast<double>(2 * steps.size() + 3 * job.n);
+      static_cast<double>(job.p) *
+      (job.n > kNetworkRows ? 40.0 * job.n : static_cast<double>(2 * steps.size() + 3 * job.n));
   const int64_t pieces =
       std::min({panels, static_cast<int64_t>(work / kPieceWork) + 1, int64_t{512}});
   parallel(pieces, [&](int64_t first, int64_t last) {

@@ -24,7 +24,7 @@ from ._check import (
     check_writable,
     memory_span,
     same_view,
-    spans_overlap,
+    share_memory,
 )
 from ._library import (
     call_op,
@@ -55,7 +55,8 @@ def aggregate(
     clients, set `precise` there.
 
     Without `out` the op is differentiable in `updates`, `weight` and `base`, but not in
-    `lr`. Forward mode runs plain torch operations, which read a row of weight 0.
+    `lr`. Forward mode and `torch.func.grad` run plain torch operations, which read a
+    row of weight 0.
 
     Raises TypeError for a wrong type or dtype, and ValueError for a wrong shape, device
     or index, and for an `out` that cannot be written. On a GPU the values of an index
@@ -141,16 +142,16 @@ def check_out(
     if not out.numel():
         return
     check_writable("aggregate", "out", out)
+    if torch.is_grad_enabled() and _requires_grad(updates, weight, base, out):
+        expected = "None where a gradient is wanted"
+        remedy = "leave out away or use torch.no_grad()"
+        reject("aggregate(out)", expected, out, remedy=remedy)
     if torch.compiler.is_compiling():
         return
     if out.is_neg():
         expected = "memory that holds its numbers as they are"
         got = Words("a view of their negatives or conjugates")
         reject("aggregate(out)", expected, got)
-    if torch.is_grad_enabled() and _requires_grad(updates, weight, base, out):
-        expected = "None where a gradient is wanted"
-        remedy = "leave out away or use torch.no_grad()"
-        reject("aggregate(out)", expected, out, remedy=remedy)
     _check_memory(out, updates, weight, index, base)
 
 
@@ -172,10 +173,10 @@ def _check_memory(
     """Raises ValueError where `out` shares memory with an input other than `base`."""
     span = memory_span(out)
     for name, t in (("updates", updates), ("weight", weight), ("index", index)):
-        if t is not None and spans_overlap(span, memory_span(t)):
+        if share_memory(out, span, t, memory_span(t)):
             reject("aggregate(out)", "memory of its own", Words(f"memory of {name}"))
-    overlaps_base = base is not None and spans_overlap(span, memory_span(base))
-    if base is not None and overlaps_base and not same_view(out, base):
+    is_shared = share_memory(out, span, base, memory_span(base))
+    if base is not None and is_shared and not same_view(out, base):
         expected = "memory of its own or base itself"
         reject("aggregate(out)", expected, Words("a part of base's memory"))
 
@@ -255,7 +256,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Saves the parts of the inputs that the backward pass needs."""
     updates, weight, index, base, ctx.lr, _ = inputs
     ctx.has_shared_base = base is not None and base.dim() == 1
-    ctx.save_for_backward(updates, weight, index)
+    ctx.n = len(updates)
+    need_updates, need_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(
+        updates if need_weight else None, weight if need_updates else None, index
+    )
+    ctx.weight_dtype = weight.dtype
+    ctx.updates_dtype = updates.dtype
 
 
 def _weight_gradient(
@@ -290,10 +297,10 @@ def _backward(
             grad_weight = grad64 @ updates.double().T
         else:
             grad_weight = _weight_gradient(grad64, updates, index)
-        grad_weight = (ctx.lr * grad_weight).to(weight.dtype)
+        grad_weight = (ctx.lr * grad_weight).to(ctx.weight_dtype)
     if need_updates:
-        dense = _dense_weights(weight, index, len(updates))
-        grad_updates = (ctx.lr * (dense.T @ grad64)).to(updates.dtype)
+        dense = _dense_weights(weight, index, ctx.n)
+        grad_updates = (ctx.lr * (dense.T @ grad64)).to(ctx.updates_dtype)
     if need_base:
         grad_base = grad.sum(0) if ctx.has_shared_base else grad
     return grad_updates, grad_weight, None, grad_base, None, None

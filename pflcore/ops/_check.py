@@ -173,20 +173,40 @@ def memory_span(t: Tensor | None) -> tuple[int, int] | None:
     if first == 0:
         return None
     if t.is_contiguous():
-        return first, first + t.nbytes
+        # Not `nbytes`: behind a break of its graph torch.compile comes here, too.
+        return first, first + t.numel() * t.element_size()
     axes = zip(t.shape, t.stride(), strict=True)
     elements = sum((size - 1) * stride for size, stride in axes) + 1
     return first, first + elements * t.element_size()
 
 
-def spans_overlap(a: tuple[int, int] | None, b: tuple[int, int] | None) -> bool:
-    """True where two spans of addresses overlap.
+def share_memory(
+    a: Tensor | None,
+    a_span: tuple[int, int] | None,
+    b: Tensor | None,
+    b_span: tuple[int, int] | None,
+) -> bool:
+    """True where two tensors may share an element. Other columns of one matrix do not.
 
     Storages cannot tell: two tensors of one numpy array have two of them.
+
+    Args:
+        a_span: The `memory_span` of `a`.
+        b_span: That of `b`.
     """
-    if a is None or b is None:
+    if a_span is None or b_span is None or a is None or b is None:
         return False
-    return a[0] < b[1] and b[0] < a[1]
+    if a_span[0] >= b_span[1] or b_span[0] >= a_span[1]:
+        return False
+    stride = a.stride(0)
+    if not (a.dim() == b.dim() == 2 and a.dtype == b.dtype and b.stride(0) == stride):
+        return True
+    if stride == 0 or (a.stride(1), b.stride(1)) != (1, 1):
+        return True
+    distance, rest = divmod(b_span[0] - a_span[0], a.element_size())
+    # Where b's columns begin in a row of a's matrix.
+    begin = distance % stride
+    return rest != 0 or not a.shape[1] <= begin <= stride - b.shape[1]
 
 
 def same_view(a: Tensor, b: Tensor) -> bool:

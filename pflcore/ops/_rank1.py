@@ -49,8 +49,8 @@ def rank1_linear(
     Leading axes, those of clients, broadcast. An input without them is shared, and its
     gradient is summed over the clients.
 
-    The op is differentiable in all four inputs and works under `vmap`. Forward mode
-    runs plain torch operations, which read every factor.
+    The op is differentiable in all four inputs and works under `vmap`. Forward mode and
+    `torch.func.grad` run plain torch operations, which read every factor.
 
     Raises TypeError for a wrong type or dtype, and ValueError for a wrong shape or
     device.
@@ -207,30 +207,32 @@ def backward_reference(
     An empty tensor stands for a gradient that is not needed: an op of torch cannot
     return None.
     """
-    hidden = x @ w_b.mT  # [.., B, F]
-    hidden_grad = grad @ w_a  # [.., B, F], without the factor lam
-    scale = partial(_scale_differentiably, lam=lam)
+    is_on = lam != 0  # [.., F]
+    counted = partial(_without_bad, kept=is_on[..., None, :])  # columns are factors
+    counted_rows = partial(_without_bad, kept=is_on[..., None])
+    scale = lam[..., None, :]
+    counted_b = counted_rows(w_b)
+    hidden = counted(x @ counted_b.mT) * scale  # [.., B, F]
+    hidden_grad = counted(grad @ counted(w_a)) * scale  # [.., B, F]
     grad_x = grad_a = grad_lam = grad_b = grad.new_empty(0)
     if need_x:
-        grad_x = _sum_shared(scale(hidden_grad) @ w_b, x)
+        grad_x = _sum_shared(hidden_grad @ counted_b, x)
     if need_a:
-        grad_a = _sum_shared(grad.mT @ scale(hidden), w_a)
+        grad_a = _sum_shared(counted(grad.mT @ hidden), w_a)
     if need_lam:
-        grad_lam = _sum_shared((hidden * hidden_grad).sum(-2), lam)
+        grad_lam = _sum_shared((x @ w_b.mT * (grad @ w_a)).sum(-2), lam)
     if need_b:
-        grad_b = _sum_shared(scale(hidden_grad).mT @ x, w_b)
+        grad_b = _sum_shared(counted_rows(hidden_grad.mT @ x), w_b)
     return grad_x, grad_a, grad_lam, grad_b
 
 
-def _scale_differentiably(t: Tensor, lam: Tensor) -> Tensor:
-    """`_scale_by_factors`, or the plain product where it is differentiated again.
+def _without_bad(t: Tensor, kept: Tensor) -> Tensor:
+    """The numbers, 0 where they are not finite and not `kept`.
 
-    The plain product has the second derivative with respect to `lam`, which `where`
-    cuts off.
+    A finite number of a factor that is off stays. It has a second derivative with
+    respect to `lam`, which a mask would cut off.
     """
-    if torch.is_grad_enabled():
-        return t * lam[..., None, :]
-    return _scale_by_factors(t, lam)
+    return torch.where(kept | t.isfinite(), t, 0.0)
 
 
 def _sum_shared(grad: Tensor, t: Tensor) -> Tensor:

@@ -4,12 +4,14 @@
   mean that leaves the one or two numbers in the middle.
 - `mean_around_median` takes the numbers that are nearest to the median.
 
-The kernels read the rows once and sort all columns by one sorting network.
+The kernels read the rows once and sort all columns by one sorting network; columns of
+more than 8,192 rows one by one.
 
 Symbols: N rows; P columns; f numbers that are left out at either end of a column.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +60,7 @@ def trimmed_mean(
     if not 0 <= removed < (n + 1) // 2:
         expected = f"0 to {(n - 1) // 2}, so that a number of {n} rows is left"
         reject(f"{op}(removed)", expected, removed)
-    return _call(_trimmed_mean, trimmed_mean_reference, rows, removed)
+    return _call(_trimmed_mean, trimmed_mean_reference, trimmed_places, rows, removed)
 
 
 def mean_around_median(
@@ -95,7 +97,9 @@ def mean_around_median(
     n = rows.shape[0]
     if not 1 <= kept <= n:
         reject(f"{op}(kept)", f"1 to {n}, the number of rows", kept)
-    return _call(_mean_around_median, mean_around_median_reference, rows, kept)
+    return _call(
+        _mean_around_median, mean_around_median_reference, nearest_places, rows, kept
+    )
 
 
 def _check_rows_and_count(op: str, rows: Tensor, name: str, count: Any) -> None:
@@ -107,9 +111,14 @@ def _check_rows_and_count(op: str, rows: Tensor, name: str, count: Any) -> None:
         reject(f"{op}(rows)", "at least one row", rows)
 
 
+# The numbers that are averaged, [N, P], and how many of a column they are.
+Places = Callable[[Tensor, int], tuple[Tensor, int]]
+
+
 def _call(
     op: Callable[..., Tensor],
     reference: Callable[[Tensor, int], Tensor],
+    places: Places,
     rows: Tensor,
     count: int,
 ) -> Tensor:
@@ -118,8 +127,32 @@ def _call(
         count = int(count)  # numpy's whole numbers are none for torch
     warn_of_references()
     if in_forward_ad():
-        return reference(rows, count)
+        return _plain_mean(reference, places, rows, count)
     return call_op(op, rows, count)
+
+
+def _plain_mean(
+    reference: Callable[[Tensor, int], Tensor],
+    places: Places,
+    rows: Tensor,
+    count: int,
+) -> Tensor:
+    """The reference's result by operations that support forward mode.
+
+    Its derivative is that of the numbers that were averaged. The reference's own would
+    be shared among equal numbers.
+    """
+    fixed = rows.detach()
+    value = reference(fixed, count)
+    averaged, taken = places(fixed, count)
+    mean = torch.where(averaged, _widened(rows), 0.0).sum(0) / taken
+    change = (mean - mean.detach()).to(rows.dtype)
+    return torch.where(value.isfinite(), value + change, value)
+
+
+def _widened(rows: Tensor) -> Tensor:
+    """The rows in the dtype of their sums."""
+    return rows if rows.dtype is torch.float64 else rows.float()
 
 
 def sorting_network(n: int) -> Iterator[tuple[int, int]]:
@@ -253,37 +286,40 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(rows)
 
 
-def _trimmed_mean_backward(
-    ctx: Any,
-    grad: Tensor,  # [P]
-) -> tuple[Tensor | None, ...]:
-    """The gradient of the rows: equal parts for the numbers that were averaged."""
-    (rows,) = ctx.saved_tensors
+def trimmed_places(rows: Tensor, removed: int) -> tuple[Tensor, int]:
+    """The numbers that `trimmed_mean` averages, and how many of a column they are."""
     n = rows.shape[0]
     # The place of each number in the order of its column, [N, P].
     place = rows.argsort(dim=0, stable=True).argsort(dim=0)
-    averaged = (place >= ctx.count) & (place < n - ctx.count)
-    return torch.where(averaged, grad / (n - 2 * ctx.count), 0.0), None
+    return (place >= removed) & (place < n - removed), n - 2 * removed
 
 
-def _mean_around_median_backward(
+def nearest_places(rows: Tensor, kept: int) -> tuple[Tensor, int]:
+    """The numbers that `mean_around_median` averages, and how many they are."""
+    ordered = _widened(rows).sort(dim=0, stable=True)
+    nearest = are_nearest(ordered.values, kept)
+    return torch.zeros_like(nearest).scatter(0, ordered.indices, nearest), kept
+
+
+def _backward(
+    places: Places,
     ctx: Any,
     grad: Tensor,  # [P]
 ) -> tuple[Tensor | None, ...]:
     """The gradient of the rows: equal parts for the numbers that were averaged."""
     (rows,) = ctx.saved_tensors
-    wide = rows.double() if rows.dtype is torch.float64 else rows.float()
-    ordered = wide.sort(dim=0, stable=True)
-    nearest = are_nearest(ordered.values, ctx.count)
-    averaged = torch.zeros_like(nearest).scatter(0, ordered.indices, nearest)
-    return torch.where(averaged, grad / ctx.count, 0.0), None
+    averaged, taken = places(rows, ctx.count)
+    return torch.where(averaged, grad / taken, 0.0), None
 
 
 _trimmed_mean = define(
     "trimmed_mean(Tensor rows, int removed) -> Tensor", trimmed_mean_reference, _fake
 )
 torch.library.register_autograd(
-    "pflcore::trimmed_mean", _trimmed_mean_backward, setup_context=_setup, lib=lib
+    "pflcore::trimmed_mean",
+    partial(_backward, trimmed_places),
+    setup_context=_setup,
+    lib=lib,
 )
 _mean_around_median = define(
     "mean_around_median(Tensor rows, int kept) -> Tensor",
@@ -292,7 +328,7 @@ _mean_around_median = define(
 )
 torch.library.register_autograd(
     "pflcore::mean_around_median",
-    _mean_around_median_backward,
+    partial(_backward, nearest_places),
     setup_context=_setup,
     lib=lib,
 )

@@ -7,7 +7,7 @@ Symbols: S clients; Q columns of a row; w rows of weights; d the step's directio
 the factor of the pull to the anchor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +22,7 @@ from ._check import (
     check_writable,
     memory_span,
     same_view,
-    spans_overlap,
+    share_memory,
 )
 from ._library import (
     define,
@@ -55,7 +55,7 @@ def sgd_step_(
     only a part is trained (`mask`). Leave out the terms that you do not need.
 
     The op is not differentiable, and autograd must not record the step: call it under
-    `torch.no_grad()` where `w` or `grad` requires grad.
+    `torch.no_grad()` where a tensor requires grad.
 
     Raises TypeError for a wrong type or dtype, and ValueError for a wrong shape or
     device, and for memory that the step cannot write.
@@ -135,8 +135,11 @@ def check_sgd(
         expected = "a step outside of forward-mode differentiation"
         got = Words("a step inside of it")
         reject(f"{op}(w)", expected, got, remedy="write the step in plain torch")
+    others = {"grad": grad, "shift": shift, "mask": mask, "anchor": anchor, "mu": mu}
+    if torch.is_grad_enabled():
+        _check_unrecorded(op, {"w": w, **others, "buffer": buffer})
     if not torch.compiler.is_compiling():
-        _check_memory(op, w, buffer, (grad, shift, mask, anchor, mu))
+        _check_memory(op, w, buffer, others)
 
 
 def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
@@ -151,34 +154,43 @@ def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
     check_like(op, "w", w, name, t)
 
 
+def _check_unrecorded(op: str, tensors: Mapping[str, Any]) -> None:
+    """Raises ValueError where autograd would record the step.
+
+    Args:
+        tensors: All arguments by name.
+    """
+    for name, t in tensors.items():
+        if isinstance(t, Tensor) and t.requires_grad:
+            expected = "a step that autograd does not record"
+            got = Words(f"{name} that requires grad")
+            reject(f"{op}({name})", expected, got, remedy="use torch.no_grad()")
+
+
 def _check_memory(
-    op: str, w: Tensor, buffer: Tensor | None, others: Sequence[Any]
+    op: str, w: Tensor, buffer: Tensor | None, others: Mapping[str, Any]
 ) -> None:
     """Raises ValueError unless the op may write into `w` and `buffer`.
 
-    Autograd must not record them. The buffer shares no memory with the other tensors,
-    and `w` shares none with a part of another.
+    The buffer shares no memory with the other tensors, and `w` shares none with a part
+    of another.
 
     Args:
-        others: The arguments grad, shift, mask, anchor and mu.
+        others: The other arguments by name.
     """
-    if torch.is_grad_enabled() and (w.requires_grad or others[0].requires_grad):
-        got = Words("w or grad that requires grad")
-        remedy = "use torch.no_grad()"
-        reject(f"{op}(w)", "a step that autograd does not record", got, remedy=remedy)
     w_span = memory_span(w)
     buffer_span = memory_span(buffer)
-    for name, t in zip(("grad", "shift", "mask", "anchor", "mu"), others, strict=True):
+    for name, t in others.items():
         if t is None or type(t) is float:
             continue
         span = memory_span(t)
-        if spans_overlap(w_span, span) and not same_view(w, t):
+        if share_memory(w, w_span, t, span) and not same_view(w, t):
             expected = "memory of its own or w itself"
             got = Words("a part of w's memory")
             reject(f"{op}({name})", expected, got, remedy=f"use {name}.clone()")
-        if spans_overlap(buffer_span, span):
+        if share_memory(buffer, buffer_span, t, span):
             _reject_buffer(op, name)
-    if spans_overlap(buffer_span, w_span):
+    if share_memory(buffer, buffer_span, w, w_span):
         _reject_buffer(op, "w")
 
 

@@ -65,10 +65,11 @@ def pairwise_sqdist(
       for matrices of more than 20 float32 rows. There a pair's last bits depend on the
       other rows too, and a listed pair is within 1e-6 of its place in the matrix.
 
-    The op is differentiable in `a` and `b`. Forward mode runs plain torch operations in
-    float64. A pair that takes no part in a loss adds nothing to a gradient, even where
-    a row is NaN. The gradient of the root `.sqrt()` is NaN where a distance is 0, as
-    torch's is: mask the zeros before the root, or take the gradient of the squares.
+    The op is differentiable in `a` and `b`. Forward mode and `torch.func.grad` run
+    plain torch operations in float64. Outside of them a pair that takes no part in a
+    loss adds nothing to a gradient, even where a row is NaN. The gradient of the
+    root `.sqrt()` is NaN where a distance is 0, as torch's is: mask the zeros before
+    the root, or take the gradient of the squares.
 
     Raises TypeError for a wrong type or dtype, and ValueError for a wrong shape, device
     or index. On a GPU an index of N or more is not seen, and gives NaN.

@@ -305,3 +305,37 @@ def test_out_may_be_other_rows_of_the_same_memory():
     with torch.no_grad():
         aggregate(grad, PAIR, out=torch.zeros(2, 6))
     assert aggregate(meta, PAIR.to("meta"), out=meta.clone()).is_meta
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_large_results_in_memory_at_an_odd_address(dtype):
+    """As a memory map of a file with a header has it."""
+    n = 3_000_000
+    memory = bytearray(n * dtype.itemsize + 16)
+    out = torch.frombuffer(memory, dtype=dtype, offset=1, count=n).view(1, n)
+    updates, weight = randn(1, 2, n).to(dtype), randn(2, 1, 2)
+    assert torch.equal(aggregate(updates, weight, out=out), aggregate(updates, weight))
+
+
+def test_out_under_compile_is_refused_where_a_gradient_is_wanted():
+    def mix(x):
+        out = torch.empty(1, 2)
+        ops.aggregate(x, torch.ones(1, 1), out=out)
+        return (out * 3 + x).sum()
+
+    x = torch.ones(1, 2, requires_grad=True)
+    for call in (mix, torch.compile(mix, backend="aot_eager")):
+        with refuses("aggregate", "out"):
+            call(x)
+
+
+def test_only_what_a_gradient_needs_is_kept():
+    """The rows are far larger than all else."""
+    updates, weight = randn(1, 3, 5), randn(2, 2, 3)
+    base = torch.zeros(5, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda t: t):
+        aggregate(updates, weight, base=base)
+        assert not kept
+        aggregate(updates, weight.requires_grad_(), base=base)
+    assert [t.shape for t in kept] == [updates.shape]

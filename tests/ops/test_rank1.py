@@ -70,7 +70,7 @@ def test_a_factor_that_is_off_may_hold_anything(isa, dtype):
     want = all_of(rank1_linear, args, True)
     for side, holds, others in (
         (1, torch.nan, (0, 1, 2, 4)),
-        (3, torch.inf, (0, 2, 4)),
+        (3, torch.inf, (0, 1, 2, 4)),
     ):
         broken = [t.clone() for t in args]
         broken[side].select(int(side == 1), 2).fill_(holds)  # w_a [O, F], w_b [F, I]
@@ -83,6 +83,25 @@ def test_a_factor_that_is_off_may_hold_anything(isa, dtype):
         fewer = all_of(rank1_linear, args, False)
         equal = [torch.equal(g, w) for g, w in zip(got, fewer, strict=True)]
         assert all(equal) or isa == "references"
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+def test_the_gradients_of_a_factor_that_is_off_are_zero(shared, again):
+    """Also beside lam's gradient, for infinite samples, and with `create_graph`."""
+    x, w_a, lam, w_b = factors(5, 9, 6, 7, F64, ((3,), (), () if shared else (3,), ()))
+    lam = lam.clone()
+    lam[..., 2] = 0
+    w_a[:, 2] = w_b[2] = torch.nan
+    x[..., 4] = torch.inf
+    leaves = [t.clone().requires_grad_() for t in (x, w_a, lam, w_b)]
+    y = rank1_linear(*leaves)
+    by_x, by_a, _, by_b = torch.autograd.grad(
+        y, leaves, torch.ones_like(y), create_graph=again
+    )
+    assert by_x.isfinite().all()
+    assert not by_a[:, 2].any() and not by_b[2].any()
 
 
 # --- vmap -------------------------------------------------------------------

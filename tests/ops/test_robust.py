@@ -122,3 +122,39 @@ def test_the_gradient_goes_to_the_nearest_numbers():
     ops.mean_around_median(rows, 2).sum().backward()
     assert rows.grad is not None
     identical(rows.grad[:, 0] * 2, torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_more_rows_than_a_network_sorts(dtype):
+    """Bits are those of a sorted column that is summed; NaN spoils its own alone."""
+    n, removed = 9_000, 3_000
+    rows = randn(2, n, 19, dtype=dtype)
+    rows[5, 3], rows[7, 4], rows[8, 5] = math.nan, INF, -INF
+    got = ops.trimmed_mean(rows, removed)
+    total = torch.zeros(19, dtype=dtype)
+    for chunk in rows.sort(0).values[removed : n - removed].split(16):
+        part = torch.zeros(19, dtype=dtype)
+        for row in chunk:
+            part = part + row
+        total = total + part
+    want = total / torch.tensor(n - 2 * removed, dtype=dtype)
+    want[3] = math.nan
+    identical(got, want)
+    middle = rows.double().quantile(0.5, 0).to(dtype)
+    nearest = ops.mean_around_median(rows, 1)
+    torch.testing.assert_close(nearest, middle, rtol=1e-2, atol=1e-3, equal_nan=True)
+
+
+EQUAL = torch.tensor([[1.0, 5.0], [1.0, 5.0], [1.0, 2.0], [5.0, 5.0], [9.0, 7.0]])
+
+
+@pytest.mark.parametrize("op", [ops.trimmed_mean, ops.mean_around_median])
+def test_torch_func_has_the_gradient_of_equal_numbers(op):
+    rows = EQUAL.clone().requires_grad_()
+    want = op(rows, 2)
+    want.sum().backward()
+    grad, value = torch.func.grad_and_value(lambda r: op(r, 2).sum())(EQUAL)
+    assert torch.equal(grad, rows.grad) and torch.equal(value, want.sum())
+    value, change = torch.func.jvp(lambda r: op(r, 2), (EQUAL,), (EQUAL + 1,))
+    assert torch.equal(value, want)
+    torch.testing.assert_close(change, (rows.grad * (EQUAL + 1)).sum(0))

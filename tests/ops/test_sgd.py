@@ -74,3 +74,37 @@ def test_the_row_itself_may_be_read_too():
     want = w - 0.5 * w
     ops.sgd_step_(w, w, 0.5, anchor=w, mu=3.0)
     assert torch.equal(w, want)
+
+
+@pytest.mark.parametrize(
+    "name", ["w", "grad", "shift", "mask", "anchor", "mu", "buffer"]
+)
+def test_a_step_that_autograd_would_record_is_refused(name):
+    """Also under `torch.compile`, which would drop the gradient in silence."""
+    rows = {k: torch.ones(2, 3) for k in ("w", "grad", "shift", "anchor", "buffer")}
+    rows |= {"mask": torch.ones(3), "mu": torch.ones(2)}
+    rows[name].requires_grad_()
+
+    def step():
+        ops.sgd_step_(lr=0.1, momentum=0.5, **rows)
+
+    compiled = torch.compile(step, backend="aot_eager")
+    for call in (step, compiled):
+        with refuses("sgd_step_", name):
+            call()
+    with torch.no_grad():
+        step()
+        compiled()
+
+
+def test_other_columns_of_one_matrix_share_no_memory():
+    whole = randn(1, 4, 31)
+    parts = [whole[:, :10], whole[:, 10:20], whole[:, 21:]]
+    w, grad, buffer = [t.clone() for t in parts]
+    ops.sgd_step_(w, grad, 0.1, momentum=0.9, buffer=buffer)
+    between = whole[:, 20].clone()
+    ops.sgd_step_(parts[0], parts[1], 0.1, momentum=0.9, buffer=parts[2])
+    assert torch.equal(whole, torch.cat([w, grad, between[:, None], buffer], 1))
+    for start in (0, 3, 11):
+        with refuses("sgd_step_", "grad"):
+            ops.sgd_step_(whole[:, 2:12], whole[:, start : start + 10], 0.1)

@@ -534,6 +534,20 @@ def test_memory_is_guarded(which, change, words):
         chain.chain_train_(*arguments)
 
 
+@pytest.mark.usefixtures("kernels")
+def test_a_refusal_is_the_same_on_several_threads(capfd):
+    p = Problem("lenet", [200] * 4, relabel=True)
+    _, arguments = p.train(lambda *a, **_: [*a], batch=32)
+    arguments[2] = "hinge"
+    said = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        with pytest.raises((RuntimeError, ValueError), match="one output") as caught:
+            chain.chain_train_(*arguments)
+        said.append((caught.type, str(caught.value).splitlines()[0]))
+    assert said[0] == said[1] and not capfd.readouterr().err
+
+
 @pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
 @pytest.mark.parametrize(
     "change, words",

@@ -116,7 +116,9 @@ def aggregate_gradients(index, updates=ROWS):
     context = SimpleNamespace(
         saved_tensors=(updates, weight, index),
         lr=1.0,
-        one=False,
+        n=len(updates),
+        weight_dtype=weight.dtype,
+        updates_dtype=updates.dtype,
         needs_input_grad=needed,
     )
     return _aggregate._backward(
