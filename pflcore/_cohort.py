@@ -150,15 +150,16 @@ class Cohort(NamedTuple):
 
     @property
     def trainable_clients(self) -> Tensor:
-        """The ids [T] of the federation's clients with training samples, ascending.
+        """The ids [T] of the clients that may take part, ascending.
 
-        The others are evaluated, and are in no round: they count nowhere.
+        They have training samples, and are among the run's `clients`. The others are
+        evaluated, and are in no round: they count nowhere.
         """
         return torch.arange(self.n) if self.trainable is None else self.trainable
 
     @property
     def num_trainable(self) -> int:
-        """The number of the federation's clients with training samples.
+        """The number of the clients that may take part.
 
         A mean over the federation's clients is one over these.
         """

@@ -466,8 +466,9 @@ def auc(scores: Tensor, y: Tensor) -> float:
     It is the fraction of pairs, of a sample of class 1 and one of class 0, in which the
     first has the higher score; equal scores count half. Of three classes or more it is
     the mean over classes of the area of one class against the rest. Classes that no
-    sample has, or that all samples have, are left out. The result is NaN where no class
-    is left, or where a score is not finite.
+    sample has, or that all samples have, are left out. Several yes-or-no labels of a
+    sample count as samples of one label (a micro average). The result is NaN where no
+    class is left, or where a score is not finite.
     """
     labels = _predicted_classes(scores, y)[1].reshape(-1).cpu()
     if not len(labels):
@@ -506,8 +507,9 @@ def f1(scores: Tensor, y: Tensor) -> float:
     predicted correctly, FN its other samples, and FP samples of other classes that are
     predicted as it. Of two classes the result is the score of class 1. Of more classes
     it is the unweighted mean over those that are a label or a prediction of a sample.
-    It is NaN without samples, and for two classes where class 1 is no label and no
-    prediction.
+    Several yes-or-no labels of a sample count as samples of one label (a micro
+    average). It is NaN without samples, and for two classes where class 1 is no label
+    and no prediction.
     """
     predicted, labels = _predicted_classes(scores, y)
     predicted = predicted.reshape(-1).cpu()
@@ -632,7 +634,9 @@ def r2(scores: Tensor, y: Tensor) -> float:
         return math.nan
     predictions = scores.detach().reshape(y.shape).double().cpu()
     targets = y.detach().double().cpu()
-    return float(_import_sklearn().r2_score(targets, predictions))
+    # Several axes of outputs are one for scikit-learn.
+    pair = (t.flatten(1) if t.dim() > 1 else t for t in (targets, predictions))
+    return float(_import_sklearn().r2_score(*pair))
 
 
 METRICS: dict[str, Metric] = {

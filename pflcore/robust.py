@@ -161,7 +161,7 @@ class Mean:
         return None
 
     def check_rounds(
-        self, sampling: str, participation: float, num_eligible: int, num_trainable: int
+        self, sampling: str, participation: float, num_eligible: int
     ) -> None:
         """Raises ValueError where the rounds of a run do not fit the mean.
 
@@ -170,7 +170,6 @@ class Mean:
                 "function".
             participation: The fraction of clients in a round, or the chance of each.
             num_eligible: The number of clients that may take part.
-            num_trainable: The number of clients with training samples.
         """
         most = num_eligible
         if sampling != "poisson":
@@ -349,7 +348,7 @@ class Private(Mean):
         return self.clip_norm
 
     def check_rounds(
-        self, sampling: str, participation: float, num_eligible: int, num_trainable: int
+        self, sampling: str, participation: float, num_eligible: int
     ) -> None:
         joins_always = participation == 1 and sampling == "uniform"
         if sampling != "poisson" and not joins_always:
@@ -360,7 +359,7 @@ class Private(Mean):
                 sampling,
             )
         expected = participation * num_eligible
-        given = self.expected_clients or num_trainable
+        given = self.expected_clients or num_eligible
         if not math.isclose(given, expected, rel_tol=1e-6):
             reject(
                 "expected_clients",

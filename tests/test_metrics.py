@@ -222,6 +222,8 @@ def test_metrics_are_those_of_scikit_learn():
         metrics.mean_squared_error(t, scores[:, 0]) ** 0.5
     )
     assert r2(scores[:, :1], t) == pytest.approx(metrics.r2_score(t, scores[:, 0]))
+    folded = (flat.view(-1, 2, 1) for flat in (scores[:, :2], scores[:, 1:]))
+    assert r2(*folded) == pytest.approx(r2(scores[:, :2], scores[:, 1:]))
 
 
 def test_the_brier_score_is_that_of_scikit_learn():

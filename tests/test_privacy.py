@@ -3,6 +3,7 @@
 Symbols: z noise multiplier, q sampling rate, C largest length of an update.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import hypothesis.strategies as st
@@ -20,7 +21,7 @@ from pflcore.algorithms import ALGORITHMS, Cohort, FedAdam, FedAvg, Scaffold
 from pflcore.lab.results import read
 from pflcore.lab.results.table import table
 from pflcore.privacy import epsilon, noise_multiplier
-from pflcore.robust import Private
+from pflcore.robust import Mean, Private
 from pflcore.simulation import record as records
 from pflcore.simulation import round as by_hand
 
@@ -257,6 +258,14 @@ def test_noise_needs_cohorts_that_its_privacy_assumes():
     play(private(0.5), 1.0)
 
 
+@dataclass(frozen=True)
+class Half(Mean):
+    """A mean of one's own."""
+
+    def weigh(self, up):
+        return up.rows, up.shares / 2
+
+
 def test_a_run_says_what_its_noise_hides(tmp_path):
     noisy = private(1.2, 0.5, expected_clients=3)
     run = play(noisy, 0.5, rounds=4, sampling="poisson")
@@ -269,6 +278,8 @@ def test_a_run_says_what_its_noise_hides(tmp_path):
             record.write(line)
     assert f"fedavg: epsilon = {want:.3g} at delta = 0.167." in table(read(tmp_path))
     assert "at delta = 1e-05." in table([history], privacy_delta=1e-5)
+    own = play(FedAvg(mean=Half()), 0.5, rounds=1).run()
+    assert own.privacy() is None
     plain = play("fedavg", 0.5, rounds=1).run()
     assert plain.privacy() is None and "epsilon" not in table([plain])
 

@@ -6,6 +6,7 @@ Splits leak nothing, grids cannot see test data, and records resume.
 import math
 import re
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -25,11 +26,13 @@ from small import crossed, equals, layers, make_setting
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from pflcore import (
+    Adversary,
     Evaluation,
     FedAvg,
     Federation,
     Hardware,
     Net,
+    Robustness,
     Simulation,
     Training,
     cross_device,
@@ -38,7 +41,7 @@ from pflcore import (
     metrics,
     tune,
 )
-from pflcore.algorithms import FineTune, KnnPer, Traits
+from pflcore.algorithms import FineTune, KnnPer, Traits, Waffle
 from pflcore.simulation import round as by_hand
 from pflcore.simulation.checkpoint import load
 from pflcore.simulation.round import RunConfig, initial_state
@@ -504,3 +507,52 @@ def test_a_grid_of_pairs_has_no_end():
     training = Training(lr=0.1, local_optimizer="adamw")
     tuned = search("fedavg", grid, 1, PROTOCOLS["device"](), training=training)
     assert "training.betas" not in tuned.edges and tuned.table()
+
+
+def test_a_method_with_a_target_is_searched_for_its_target():
+    """The model that it makes is that client's; the others' values say nothing."""
+    p = PROTOCOLS["silo"]()
+    target = int(p.tuning_clients[1])
+    grid = {"do": [0.5, 8.0]}
+    tuned = search(Waffle(target=target), grid, rounds=2, p=p)
+    for trial in tuned.trials:
+        run = Simulation(
+            trial.candidate.algorithm,
+            model(),
+            p.without_test,
+            TRAINING,
+            rounds=2,
+            clients=p.train_clients,
+            evaluation=Evaluation(every=2, split="val", clients=[target]),
+        ).run()
+        assert trial.score == run.last_values("accuracy")[target]
+
+
+def test_a_search_has_the_runs_clip_and_attack():
+    p = PROTOCOLS["silo"]()
+    grid = {"training.lr": [0.1, 0.5]}
+    still = search(grid=grid, p=p, robustness=Robustness(clip=1e-9)).trials
+    start = search(grid={"training.lr": [0.0]}, p=p).trials[0]
+    assert [trial.score for trial in still] == [start.score] * 2
+    bad = int(p.tuning_clients[0])
+    attacked = search(p=p, robustness=Robustness(adversary=Adversary("noise", [bad])))
+    for trial in attacked.trials:
+        judged = trial.values[0].isfinite().nonzero()[:, 0]
+        assert [*judged] == [i for i in p.tuning_clients if i != bad]
+
+
+@pytest.mark.parametrize(
+    "algorithm, warns",
+    [
+        ("fedfomo", True),
+        (FineTune(choose="client"), True),
+        (KnnPer(margin=0.0), True),
+        ("finetune", False),
+    ],
+)
+def test_a_method_that_learns_from_val_says_so(algorithm, warns):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        search(algorithm, {"training.lr": [0.1]})
+    said = [w for w in caught if "learns from the split 'val'" in str(w.message)]
+    assert bool(said) == warns

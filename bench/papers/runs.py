@@ -176,14 +176,8 @@ class Reproduction:
         There is one run for each seed.
         """
         task = group[0]
-        options = task.options
         if not task.grid:
             return group
-        if (options.clip, options.attack, options.batch_norm) != (None, None, "auto"):
-            raise ValueError(
-                "grid: it is searched without clip, attack and batch_norm; leave these "
-                "options out, or the grid."
-            )
         if self.is_over and not any((self.folder / t.path).exists() for t in group):
             raise _NoTimeError
         searched = group[:1] if self.plan["by_seed"] else group
@@ -259,6 +253,8 @@ class Reproduction:
             states=states or None,
             participation=options.participation,
             seed=[t.options.seed for t in group],
+            robustness=options.robustness,
+            batch_norm=options.batch_norm,
             hardware=options.hardware,
             folder=folder,
             log=log,

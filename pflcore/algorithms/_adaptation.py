@@ -126,7 +126,8 @@ class FineTune(FedProx, FedOpt):
             "min_size",
             "margin",
         )
-        return super().traits._replace(evaluation_only=tuning)
+        chooses = self.choose == "client" or self.margin is not None
+        return super().traits._replace(evaluation_only=tuning, chooses_on_val=chooses)
 
     def clients_for_model(self, data: Federation, ids: Tensor) -> Tensor:
         chooses = self.choose == "client" and self.finetune_epochs > 0
@@ -327,7 +328,11 @@ class KnnPer(FedOpt):
     def traits(self) -> Traits:
         """The traits of the algorithm, which depend on its options."""
         late = ("k", "lam", "kernel", "min_size", "margin")
-        return super().traits._replace(returns="probabilities", evaluation_only=late)
+        return super().traits._replace(
+            returns="probabilities",
+            evaluation_only=late,
+            chooses_on_val=self.margin is not None,
+        )
 
     def server_init_args(self, net: Net) -> Tensors:
         if net.target is not None:

@@ -284,6 +284,8 @@ class Traits(NamedTuple):
         needs_val: True for an algorithm that trains on a split "val". Where the
             federation lacks it, 20 % of each client's training samples become its split
             "val".
+        chooses_on_val: True for an algorithm whose `model` chooses by a split "val". As
+            with `needs_val`, its values on this split are too good.
         fixed_training: Options of `Training` that must have their defaults, each with
             the reason, as a clause after the algorithm's name: {"local_optimizer":
             "takes steps of SGD along ..."}. A run with another value is refused with
@@ -318,6 +320,7 @@ class Traits(NamedTuple):
     required_clients: tuple[int, ...] = ()
     returns: Literal["logits", "probabilities", "values"] = "logits"
     needs_val: bool = False
+    chooses_on_val: bool = False
     fixed_training: Mapping[str, str] = {}
     head_reason: str = ""
     rounds_reason: str = ""

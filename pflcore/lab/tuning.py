@@ -48,7 +48,7 @@ from pflcore.simulation._files import lock_folder
 from pflcore.simulation._functions import function_digest, warn_of_names
 from pflcore.simulation._ranks import ONE_RANK, Ranks
 from pflcore.simulation._sampling import Sampling
-from pflcore.simulation._settings import Evaluation, Hardware
+from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._state import RunConfig, State, flatten_state
 from pflcore.simulation.checkpoint import Checkpoint, load, save
 from pflcore.simulation.record import to_json
@@ -361,6 +361,8 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     participation: Fraction = 1.0,
     sampling: Sampling = "uniform",
     seed: Seed | Sequence[int] = 0,
+    robustness: Robustness = Robustness(),  # noqa: B008 (frozen)
+    batch_norm: str = "auto",
     hardware: Hardware = Hardware(),  # noqa: B008 (frozen)
     metric: str | Metric | None = None,
     higher_is_better: bool | None = None,
@@ -397,6 +399,9 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
         sampling: The rule by which they are drawn, as in `Simulation`.
         seed: The seed. The run with protocol j has the seed `seed + j`, or the j-th of
             several seeds.
+        robustness: The bound of updates, and clients that attack, as in `Simulation`.
+            Clients that attack judge no candidate.
+        batch_norm: The policy for running statistics, as in `Simulation`.
         hardware: The engine, the threads and the device of all runs.
         metric: "accuracy", "loss", a name for `Evaluation.metrics`, or a function of
             one client's (scores, labels). The default is the accuracy, or the loss for
@@ -428,6 +433,8 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
         "rounds": max(1, rounds),
         "participation": participation,
         "sampling": sampling,
+        "robustness": robustness,
+        "batch_norm": batch_norm,
         "hardware": hardware,
     }
     player = _Player(protocols, nets, seeds, BY_LOSS, run, states or None, path)
@@ -522,7 +529,7 @@ class _Player:
     def simulation(self, candidate: Candidate, run: int) -> Simulation:
         """The simulation that trains a candidate with protocol number `run`."""
         protocol = self.protocols[run]
-        clients = protocol.tuning_clients
+        clients = self.judges(candidate, run)
         return Simulation(
             candidate.algorithm,
             self.nets[run],
@@ -533,6 +540,24 @@ class _Player:
             evaluation=Evaluation(every=0, split="val", clients=clients),
             **self.run,
         )
+
+    def judges(self, candidate: Candidate, run: int) -> Tensor:
+        """The clients whose validation samples score a candidate.
+
+        A method that makes the model of one client is scored on this client alone.
+        Clients that attack score nothing.
+        """
+        protocol = self.protocols[run]
+        clients = protocol.tuning_clients
+        target = getattr(candidate.algorithm, "target", None)
+        if target is not None:
+            return torch.tensor([target])
+        adversary = self.run["robustness"].adversary
+        if adversary is None:
+            return clients
+        data = protocol.data
+        honest = adversary.with_ids(data).honest_clients(data.n)
+        return clients[torch.isin(clients, honest)]
 
     def header(self, base: Candidate) -> dict[str, Any]:
         """The facts that recorded results and this search must share."""
@@ -667,7 +692,7 @@ class _Player:
         if stopped:
             return {"values": [], "stopped": stopped}
         protocol = self.protocols[run]
-        clients = protocol.tuning_clients
+        clients = self.judges(candidate, run)
         name, metrics, higher_is_better = self.selection
         results = evaluate(config, state, "val", clients, metrics)
         values = results[name] if higher_is_better else -results[name]

@@ -21,6 +21,7 @@ from pflcore.check import name_few, summarize
 from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged
 from pflcore.ops import __version__, backend
+from pflcore.robust import Private, mean_in
 from pflcore.simulation._functions import function_digest
 from pflcore.simulation._sampling import describe_sampling, sampling_kind
 from pflcore.simulation._state import RunConfig, State
@@ -106,6 +107,9 @@ def describe_run(simulation: Simulation) -> Record:
         "backend": backend(),
         "versions": VERSIONS,
     }
+    mean = mean_in(alg)
+    if isinstance(mean, Private):
+        record["noise_multiplier"] = mean.noise_multiplier
     if config.training.schedule is not None:
         record["learning_rates"] = config.training.step_sizes(config.rounds)
     if sampling_kind(simulation.sampling) != "uniform":

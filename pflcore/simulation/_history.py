@@ -234,18 +234,15 @@ class History:
 
         Args:
             delta: See `pflcore.privacy.epsilon`. None is one over the number of clients
-                with training samples.
+                that may take part.
         """
-        # Records are read without the modules that train.
-        from pflcore.robust import Private, mean_of
-
-        options = self.header.get("options") or {}
-        mean = mean_of(options.get("mean", "mean"))
         rate = self.header.get("participation")
-        noise = mean.noise_multiplier if isinstance(mean, Private) else 0.0
+        noise = self.header.get("noise_multiplier", 0.0)
         if not (noise and rate and self.rounds):
             return None
-        num_trainable = sum(count > 0 for count in self.header.get("size") or [])
+        sizes = self.header.get("size") or []
+        eligible = self.header.get("clients") or range(len(sizes))
+        num_trainable = sum(sizes[client] > 0 for client in eligible)
         if num_trainable == 1 or (delta is None and num_trainable == 0):
             return None  # there is nobody among whom a client could hide
         if delta is None:
@@ -548,7 +545,8 @@ class History:
         one, Ditto's a personal one.
 
         The result is the same as if the client took part in the `rounds` rounds after
-        the run's last one, and was evaluated after them. Random numbers that FineTune,
+        the run's last one, and was evaluated after them. Their step size is the run's
+        `lr`, without a schedule. Random numbers that FineTune,
         FedBABU, Per-FedAvg and FedALA draw for it belong to round `state.round +
         rounds`. Where the server makes a model for each client (FedDWA, FedAMP, MOCHA,
         ...), all clients play these rounds with the newcomer, on copies. The run's

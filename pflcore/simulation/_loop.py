@@ -168,6 +168,7 @@ class Simulation:
             algorithm=self.algorithm,
             robustness=self.robustness,
             batch_norm=self.batch_norm,
+            eligible=self.eligible_clients,
         )
         net = self.config.net
         self.metrics = metrics_of(self.evaluation.metrics, net.scores_classes)
@@ -179,7 +180,7 @@ class Simulation:
             self.config.algorithm,
             net,
             data.n,
-            trainable_clients=data.trainable_clients,
+            trainable_clients=self.eligible_clients,
         )
         check_head(self.config.algorithm, self.config)
         # True where the caller may hold the state, so that the run needs a copy.
@@ -232,7 +233,6 @@ class Simulation:
             self.sampling,
             self.participation,
             self.algorithm,
-            data,
             self.eligible_clients,
         )
         net = self.algorithm.prepare(net)

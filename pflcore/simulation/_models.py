@@ -84,7 +84,7 @@ def with_new_client(
         state: The state of n clients.
         net: The model of the run.
         n: The number of clients so far.
-        trainable_clients: The ids of those with training samples.
+        trainable_clients: The ids of those that may take part.
     """
     # A tensor with rows or columns for clients is larger in the state of a federation
     # with one more client.
@@ -310,9 +310,13 @@ class Personalized(nn.Module):
         except (RuntimeError, ValueError, IndexError) as e:
             if is_out_of_memory(e):
                 raise
+            remedy = "for one sample give x[None]"
+            try:
+                self._scores(x[None])
+            except (RuntimeError, ValueError, IndexError):
+                remedy = f"the model says {str(e).partition(chr(10))[0]!r}"
             raise ValueError(
-                f"x: expected samples [B, ...], got shape {list(x.shape)}; for one "
-                "sample give x[None]."
+                f"x: expected samples [B, ...], got shape {list(x.shape)}; {remedy}."
             ) from e
 
     def _named(self, labels: Tensor) -> NDArray[np.object_]:
@@ -534,7 +538,7 @@ def adapt(
         rounds: The number of rounds of the newcomer's work.
     """
     n = config.data.n
-    others = config.data.trainable_clients
+    others = config.eligible_clients
     alg = config.algorithm
     config = _config_with_newcomer(config, state, samples, rounds)
     state, keeps_models = with_new_client(alg, state, config.net, n, others)
@@ -545,7 +549,7 @@ def adapt(
     for _ in range(rounds):
         if keeps_models:
             # The newcomer's model is made of the uploads of all clients.
-            state, outcome = step(config, state, config.data.trainable_clients)
+            state, outcome = step(config, state, config.eligible_clients)
         else:
             state, outcome = _newcomer_round(config, state)
         is_finite = n not in outcome.dropped and not outcome.void
@@ -559,23 +563,22 @@ def _config_with_newcomer(
 ) -> RunConfig:
     """The options of `rounds` more rounds with one more client.
 
-    They are played with the learning rate of the last round, without augmentation.
+    They are played with the run's step size, without a schedule or augmentation.
     """
-    config = config.without_augmentation()
+    config = config.outside_of_rounds()
     needs_val = config.algorithm.traits.needs_val
     data = with_extra_client(
         config.data, samples, needs_val, config.seed, config.net.ignored_label
     )
-    lr = config.training.lr_at(max(1, state.round), config.rounds)
-    training = replace(config.training, lr=lr, schedule=None)
     try:
-        plan_single_samples(config.net, data, training)
+        plan_single_samples(config.net, data, config.training)
     except ValueError as e:
         raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
+    eligible = torch.cat([config.eligible_clients, torch.tensor([data.n - 1])])
     return replace(
         config,
         data=data,
-        training=training,
+        eligible=eligible[data.size("train")[eligible] > 0],
         engine=config.engine._replace(chain=None),  # it was verified on other data
         rounds=config.rounds + rounds,
     )

@@ -93,6 +93,13 @@ def training_data(
     if algorithm.traits.needs_val:
         data = with_validation(data, seed)
     split = evaluation.split
+    traits = algorithm.traits
+    if split == "val" and (traits.needs_val or traits.chooses_on_val):
+        warn_caller(
+            f"evaluation: {type(algorithm).__name__} learns from the split 'val' "
+            "itself, so its values there are better than on new samples; compare it "
+            "with other methods on 'test'."
+        )
     wanted = f"one of {', '.join(data.index)}"
     if split in SPLITS:
         wanted += f" (hold samples out with split({split}=0.2))"
@@ -164,7 +171,6 @@ def check_sampling(
     sampling: Any,
     participation: float,
     algorithm: Algorithm,
-    data: Federation,
     eligible_clients: Tensor,
 ) -> None:
     """Raises ValueError where the mean of the updates knows no such sampling.
@@ -175,8 +181,7 @@ def check_sampling(
     num_eligible = len(eligible_clients)
     mean = mean_in(algorithm)
     if mean is not None:
-        num_trainable = len(data.trainable_clients)
-        mean.check_rounds(kind, participation, num_eligible, num_trainable)
+        mean.check_rounds(kind, participation, num_eligible)
     expected = participation * num_eligible
     if kind == "poisson" and expected < 1:
         warn_caller(

@@ -80,12 +80,20 @@ class RunConfig(TrainContext):
         robustness: What the run does about long updates, and clients that attack it.
         batch_norm: The policy for running statistics, see `batch_norm_policy`.
         ranks: The processes that play the run together.
+        eligible: The ids [T] of the clients that may take part, ascending; None for all
+            with training samples.
     """
 
     algorithm: Algorithm
     robustness: Robustness = field(default_factory=Robustness)
     batch_norm: str = "auto"
     ranks: Ranks = ONE_RANK
+    eligible: Tensor | None = None
+
+    @property
+    def eligible_clients(self) -> Tensor:
+        """The ids [T] of the clients that may take part, ascending."""
+        return self.data.trainable_clients if self.eligible is None else self.eligible
 
     @classmethod
     def of(
@@ -135,7 +143,7 @@ class RunConfig(TrainContext):
             rounds=self.rounds,
             seed=self.seed,
             purpose=purpose,
-            trainable=self.data.trainable_clients,
+            trainable=self.eligible_clients,
             training=self.training,
             new=~participated[ids],
             participated=participated,
@@ -191,8 +199,7 @@ def initial_state(
         net: The model that the run starts from.
         n: The number of clients.
         clients: False leaves client state out, as for a server on a machine of its own.
-        trainable_clients: The ids [T] of the clients with training samples; None for
-            all.
+        trainable_clients: The ids [T] of the clients that may take part; None for all.
     """
     if trainable_clients is None:
         trainable_clients = torch.arange(n)
@@ -200,7 +207,8 @@ def initial_state(
         name = "target" if mean_in(alg) is None else "trusted_client"
         require(0 <= client < n, name, f"a client from 0 to {n - 1}", client)
         can_train = client in trainable_clients
-        require(can_train, name, "a client with training samples", client)
+        wanted = "a client that may take part and has training samples"
+        require(can_train, name, wanted, client)
     server = alg.init(**alg.server_init_args(net), n=n)
     if len(trainable_clients) < n:
         start = alg.init(**alg.server_init_args(net), n=len(trainable_clients))

@@ -10,7 +10,7 @@ anything else ends it too, and nothing is lost: the rounds up to there are in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pflcore import metrics
@@ -50,7 +50,8 @@ class EarlyStopping:
     """Ends a run whose mean over clients has stopped improving.
 
     It looks at the values of the run's evaluations. Values on "test" data would select
-    on test data, so give the simulation `evaluation=Evaluation(split="val")`.
+    on test data, so give the simulation `evaluation=Evaluation(split="val")`. For a
+    method that makes the model of one client, give `clients=[target]`.
 
     Args:
         patience: The number of evaluations without improvement after which the run
@@ -61,6 +62,8 @@ class EarlyStopping:
         higher_is_better: The direction of the values. None is enough for pflcore's own
             names: higher is better, except for losses and errors.
             Give it for a metric of your own, False for an error.
+        clients: The numbers of the clients whose mean it is; None for all that are
+            evaluated.
 
     Attributes:
         best: The best mean so far; NaN before the first finite one.
@@ -73,7 +76,9 @@ class EarlyStopping:
         key: str = "loss",
         min_delta: NonNegativeFloat = 0.0,
         higher_is_better: bool | None = None,
+        clients: Sequence[int] | None = None,
     ) -> None:
+        self.clients = clients
         self.patience = patience
         self.key = key
         self.min_delta = min_delta
@@ -99,7 +104,7 @@ class EarlyStopping:
             return
         known = [name for name in values if name not in ("size", "clients")]
         require(self.key in known, "key", f"one of {', '.join(known)}", self.key, known)
-        value = metrics.mean(values[self.key])
+        value = metrics.mean(self._counted(values))
         # With the sign a higher mean is better. Before the first finite mean `least` is
         # NaN, and every mean is better.
         least = self.sign * self.best + self.min_delta
@@ -118,3 +123,16 @@ class EarlyStopping:
                 f"Stopped early after round {round}: {best} for {self.patience} "
                 "evaluations."
             )
+
+    def _counted(self, values: Record) -> list[float]:
+        """The values of the clients that count.
+
+        Raises ValueError where one of them was not evaluated.
+        """
+        of_key: list[float] = values[self.key]
+        if self.clients is None:
+            return of_key
+        ids = [*values.get("clients", range(len(of_key)))]
+        for client in self.clients:
+            require(client in ids, "clients", f"some of {ids}, the evaluated", client)
+        return [of_key[ids.index(client)] for client in self.clients]

@@ -172,7 +172,7 @@ class Clients:
 
     @property
     def lr(self) -> float:
-        """The step size of this round."""
+        """The step size of this round; the run's `lr` outside of rounds."""
         return self.context.training.lr_at(self.round, self.context.rounds)
 
     # data ---------------------------------------------------------------------

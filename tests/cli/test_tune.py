@@ -98,7 +98,8 @@ def test_test_data_take_no_part(capsys):
 
 @pytest.mark.deep("it takes a second")
 def test_the_file_of_a_grid_repeats_it():
-    assert command(f"tune ditto {SHORT} {GRID} --quiet --out a") == 0
+    assert command(f"tune ditto {SHORT} {GRID} --clip 0.5 --quiet --out a") == 0
+    assert "clip = 0.5" in Path("a/run.toml").read_text()
     assert command("tune --config a/run.toml --quiet --out b") == 0
     for name in ("tuned.md", "tuned.toml", "run.toml"):
         assert Path("a", name).read_text() == Path("b", name).read_text()

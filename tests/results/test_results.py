@@ -257,7 +257,7 @@ def test_clients_that_are_worse_off_than_with_a_baseline():
         lines[1]["eval"]["clients"] = clients
         return lines
 
-    worse = a_run("fedavg")
+    worse = a_run("fedavg", target=None)
     for one in worse[1:]:
         one["eval"]["accuracy"] = one["eval"]["accuracy"] - torch.tensor(
             [0.01, 0, -0.01, 0]
@@ -276,6 +276,16 @@ def test_clients_that_are_worse_off_than_with_a_baseline():
     assert cells(text, "fedavg (data_seed=0)")["% hurt vs local"] == "-"
     with sentence("baseline: "):
         tell(worse, baseline="ditto")
+
+
+def test_a_model_for_one_client_is_compared_on_this_client():
+    waffle = a_run("waffle", target=2)
+    for one in waffle[1:]:
+        one["eval"]["accuracy"] = one["eval"]["accuracy"] - torch.tensor(
+            [0.5, 0.5, -0.1, 0.5]
+        )
+    row = cells(tell(a_run("local"), waffle, baseline="local"), "waffle")
+    assert row["final - local"] == "10.00" and row["% hurt vs local"] == "0.0"
 
 
 def test_notes_stand_in_the_row():

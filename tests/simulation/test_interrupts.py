@@ -217,6 +217,21 @@ def test_early_stopping():
         simulation(rounds=ROUNDS).run(3)
 
 
+def test_early_stopping_by_some_clients():
+    """A method that makes the model of one client is judged by this client."""
+    stop = EarlyStopping(patience=1, key="accuracy", clients=[4])
+
+    def record(all_but_one, one, **more):
+        return {"eval": {"accuracy": [all_but_one, one], "size": [1, 1], **more}}
+
+    stop(1, record(0.9, 0.1, clients=[2, 4]))
+    stop(2, record(0.1, 0.2, clients=[2, 4]))
+    with sentence("Stopped early after round 3: accuracy 0.2 of round 2", Stop):
+        stop(3, record(0.9, 0.1, clients=[2, 4]))
+    with sentence(r"clients: expected some of \[0, 1\], the evaluated, got 4"):
+        EarlyStopping(key="accuracy", clients=[4])(1, record(0.1, 0.2))
+
+
 def test_a_callback_that_empties_a_record_is_named():
     def forgetful(round, record):
         record.clear()

@@ -52,6 +52,39 @@ def test_a_clients_model_is_what_was_evaluated(algorithm):
         equals(again(x), model(x))
 
 
+@pytest.mark.parametrize("algorithm", ["finetune", "fedbabu", "per_fedavg"])
+def test_what_begins_anew_takes_the_runs_step_size(algorithm):
+    """Also after a schedule has ended at a step size of 0."""
+    data = images((7, 20, 31, 24))
+    newcomer = data.client(3, "train")
+    options = {"data": data.subset([0, 1, 2]), "evaluation": Evaluation(every=0)}
+    ends = []
+    for rounds, schedule in ((1, None), (2, lambda round, rounds: 2 - round)):
+        training = Training(0.1, batch_size=50, schedule=schedule)
+        run = simulation(algorithm, rounds=rounds, training=training, **options)
+        history = run.run()
+        ends.append((run.state.server["x"], history.model(1)(newcomer[0])))
+        adapted = history.adapt(newcomer, rounds=1)
+        assert not torch.equal(adapted(newcomer[0]), ends[0][1])
+    equals(ends[0][0], ends[1][0])
+    torch.testing.assert_close(ends[0][1], ends[1][1])
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["scaffold", "feddyn", "mocha", "heurfedamp", "fedamp", "fedfomo"]
+)
+def test_clients_that_never_take_part_count_nowhere(algorithm):
+    """A run of some clients is one of a federation that has these alone."""
+    data = images((7, 20, 31, 24, 9, 12))
+    some = [0, 1, 2, 3]
+    options = {"rounds": 4, "participation": 0.75}
+    whole = simulation(algorithm, data, clients=some, **options).run()
+    alone = simulation(algorithm, data.subset(some), **options).run()
+    x = data.client(4, "train")[0]
+    for i in some:
+        torch.testing.assert_close(whole.model(i)(x), alone.model(i)(x))
+
+
 def test_a_model_of_its_own_class():
     run = simulation(Ditto, rounds=2)
     history = run.run()
@@ -88,8 +121,8 @@ def test_a_newcomer_is_personalized_by_the_algorithms_rule():
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_a_newcomer_trains_at_the_last_step_size(rounds):
-    """A newcomer trains at the last step size, 0.3 / 2^(rounds-1)."""
+def test_a_newcomer_trains_at_the_runs_step_size(rounds):
+    """A newcomer begins anew: it does not train at the schedule's last step size."""
 
     def halved(round, rounds):
         return 0.5 ** (round - 1)
@@ -103,7 +136,7 @@ def test_a_newcomer_trains_at_the_last_step_size(rounds):
 
     federation = images((7, 20, 31, 24))
     members = federation.subset([0, 1, 2])
-    assert torch.equal(adapted(0.3, halved), adapted(0.3 * 0.5 ** (rounds - 1)))
+    assert torch.equal(adapted(0.3, halved), adapted(0.3))
 
 
 @pytest.mark.deep("together they take seconds", quick=6)

@@ -520,6 +520,10 @@ def test_what_a_model_predicts_is_what_its_targets_were():
         r"x\[None\]"
     ):
         model.predict(x[0])
+    with sentence(
+        r"x: expected samples \[B, ...\], got shape \[2, 5\]; the model says '.*2x5"
+    ):
+        model.predict(torch.randn(2, 5))
     with sentence("x: expected numbers in one array .*, got 'a'"):
         model.predict("a")
 

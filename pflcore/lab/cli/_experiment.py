@@ -37,6 +37,7 @@ from pflcore.check import (
     import_object,
     reject,
     require,
+    warn_caller,
 )
 from pflcore.data import PARTITIONS, Federation
 from pflcore.data._feature_shift import ShiftName
@@ -45,6 +46,7 @@ from pflcore.data._partition import options_of
 from pflcore.lab.data import FEDERATIONS, SOURCES, federation_of
 from pflcore.lab.data._files import READERS
 from pflcore.nn.models import MODELS, TEXT_MODELS, model_for
+from pflcore.robust import Mean
 from pflcore.simulation import (
     Evaluation,
     Hardware,
@@ -405,10 +407,15 @@ def make_algorithm(
             target. With "all" it is the first client, and `Job` plays the runs of the
             others.
     """
+    cls = class_of(name)
     options = dict(hyper or {})
+    for f in fields(cls):
+        # Here a mean is a text. A default of one's own has no name that makes it again.
+        if isinstance(f.default, Mean) and options.get(f.name) == str(f.default):
+            del options[f.name]
     if target is not None and has_target(name):
         options["target"] = 0 if target == "all" else target
-    return algorithm_of(class_of(name), **options)
+    return algorithm_of(cls, **options)
 
 
 @dataclass(frozen=True)
@@ -509,7 +516,7 @@ class Job:
         if not self.for_each:
             callbacks = [on_round]
             if self.options.patience is not None:
-                callbacks.append(EarlyStopping(self.options.patience))
+                callbacks.append(self._early_stopping(simulation.algorithm))
             return simulation.run(callbacks, checkpoint)
         return run_each_target(
             simulation.algorithm,
@@ -520,6 +527,19 @@ class Job:
             checkpoint=checkpoint,
             **self._common(),
         )
+
+    def _early_stopping(self, algorithm: Algorithm) -> EarlyStopping:
+        """The callback that ends the run; of a method with a target by it alone."""
+        target = getattr(algorithm, "target", None)
+        reason = algorithm.traits.rounds_reason
+        if reason:
+            name = type(algorithm).__name__
+            warn_caller(
+                f"patience: {name} {reason}, so a run that ends early is not the same "
+                "method with fewer rounds; give it fewer rounds in place of patience."
+            )
+        patience = self.options.patience or 1
+        return EarlyStopping(patience, clients=None if target is None else [target])
 
     def _common(self, reported: torch.Tensor | None = None) -> Line:
         """Options that `Simulation` and `run_each_target` have in common."""

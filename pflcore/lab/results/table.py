@@ -416,7 +416,15 @@ def _baseline_columns(baseline_runs: Runs, metric: str, baseline: str) -> list[C
         other = by_seed.get(run.header.get("seed"))
         if other is None or not are_comparable(run, other, metric):
             return None
-        return run.last_values(metric), other.last_values(metric)
+        values = run.last_values(metric), other.last_values(metric)
+        if run.target is None:
+            return values
+        # Its model is made for this client; the others have it, too, and do not count.
+        ids = [*run.last_evaluation.get("clients", range(len(values[0])))]
+        if run.target not in ids:
+            return None
+        place = [ids.index(run.target)]
+        return values[0][place], values[1][place]
 
     def difference(run: History) -> float:
         pair = values_of(run)

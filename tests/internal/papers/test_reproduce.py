@@ -391,9 +391,10 @@ def test_a_grid_of_a_target_is_searched_on_it(tmp_path):
     assert seen == [([2], [2]), ([2], [0, 1, 2, 3])]
 
 
-def test_a_grid_is_searched_without_clip(tmp_path):
-    with sentence("grid: it is searched without clip"):
+def test_a_grid_is_searched_with_the_runs_clip(tmp_path):
+    with watched(runs, "tune") as tune:
         played(tmp_path, "a grid with clip")
+    assert [call.kwargs["robustness"].clip for call in tune.call_args_list] == [1.0]
 
 
 @pytest.mark.deep("it takes a second")
