@@ -84,7 +84,8 @@ class FineTune(FedProx, FedOpt):
 
     Args:
         mu: Strength of FedProx's pull towards x while x is trained. 0 pulls nothing.
-        finetune_lr: Step size of the fine-tuning; None takes the run's `lr`.
+        finetune_lr: Step size of the fine-tuning; None takes the run's `lr`, also after
+            a schedule.
         finetune_epochs: Epochs of the fine-tuning, or the most that are tried.
         layers: Layers that are fine-tuned: "all", "last", or a pattern of parameter
             names such as "fc*".
@@ -178,13 +179,11 @@ class FineTune(FedProx, FedOpt):
 
         With frozen layers batch norm's statistics stay frozen as well.
         """
-        step_sizes = self.lr_grid or (self.finetune_lr,)
-        for lr in step_sizes:
+        fixed = clients.run_lr if self.finetune_lr is None else self.finetune_lr
+        for lr in self.lr_grid or (fixed,):
             yield from self._epoch_fits(x, clients, lr)
 
-    def _epoch_fits(
-        self, x: Tensor, clients: Clients, lr: float | None
-    ) -> Iterator[Fit]:
+    def _epoch_fits(self, x: Tensor, clients: Clients, lr: float) -> Iterator[Fit]:
         """The fits of x [S, P] after every epoch by one step size."""
         net = clients.net
         reshuffles = clients.context.training.reshuffle
@@ -468,8 +467,8 @@ class PerFedAvg(FedAvg):
     Args:
         variant: Form of the second derivative: "fo" leaves it out (first order), "hf"
             takes finite differences (Hessian-free), "exact" is exact.
-        alpha: Step size of the inner step; None takes the run's `lr`.
-        beta: Step size of the outer step; None takes the run's `lr`.
+        alpha: Step size of the inner step; None takes the run's `lr`, in all rounds.
+        beta: Step size of the outer step; None takes that of the round.
         delta: Size of the finite difference, for "hf".
         scale_delta: True divides delta by |v|; False is the paper's.
         steps: Inner steps at evaluation. The paper takes one.
@@ -493,7 +492,7 @@ class PerFedAvg(FedAvg):
         self, down: Payload, client_state: Tensors, clients: Clients
     ) -> TrainResult:
         warn_unused_momentum(self, clients)
-        alpha = clients.lr if self.alpha is None else self.alpha
+        alpha = clients.run_lr if self.alpha is None else self.alpha
         beta = clients.lr if self.beta is None else self.beta
 
         def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
@@ -525,7 +524,7 @@ class PerFedAvg(FedAvg):
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         if not self.steps:
             return {"w": down["x"]}
-        alpha = clients.lr if self.alpha is None else self.alpha
+        alpha = clients.run_lr if self.alpha is None else self.alpha
 
         def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
             return {"w": rows["w"] - alpha * grad(rows["w"])}

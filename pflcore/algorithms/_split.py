@@ -80,7 +80,8 @@ class SplitModel(FedAvg):
         private_epochs: Epochs of the private part with "alternate"; None takes the
             run's `epochs`.
         finetune_epochs: Epochs of all columns at every evaluation.
-        finetune_lr: Step size of these epochs; None takes the run's `lr`.
+        finetune_lr: Step size of these epochs; None takes the run's `lr`, also after a
+            schedule.
     """
 
     private: PrivateColumns = "head"

@@ -413,7 +413,7 @@ class Client:
         """The model [1, ...], and clients that hold its batch norm's statistics."""
         with self._reproducible():
             down, client_state, _, clients = self._open_download(download)
-            context = clients.context.outside_of_rounds()
+            context = clients.context.without_augmentation()
             clients = replace(clients, context=context)
             model = dict(self.algorithm.model(down, client_state, clients))
         buffers = model.pop("batch_norm", clients.buffers)

@@ -202,7 +202,7 @@ def personalized_models(
     client_states = client_rows(config, state, makers, down)
     buffers = evaluation_buffers(config, state, makers, down, client_states)
     blocks = None if needs_others else block_numbers
-    context = config.outside_of_rounds()
+    context = config.without_augmentation()
     clients = Clients(context, makers, cohort.round, buffers, blocks)
     models = dict(config.algorithm.model(down, client_states, clients))
     buffers = models.pop("batch_norm", buffers)

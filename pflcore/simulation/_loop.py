@@ -180,7 +180,7 @@ class Simulation:
             self.config.algorithm,
             net,
             data.n,
-            trainable_clients=self.eligible_clients,
+            trainable_clients=self.config.eligible_clients,
         )
         check_head(self.config.algorithm, self.config)
         # True where the caller may hold the state, so that the run needs a copy.

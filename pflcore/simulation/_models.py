@@ -565,19 +565,22 @@ def _config_with_newcomer(
 
     They are played with the run's step size, without a schedule or augmentation.
     """
-    config = config.outside_of_rounds()
+    config = config.without_augmentation()
     needs_val = config.algorithm.traits.needs_val
     data = with_extra_client(
         config.data, samples, needs_val, config.seed, config.net.ignored_label
     )
+    # It begins anew: with the step size of a schedule's end it would stay where it is.
+    training = replace(config.training, schedule=None)
     try:
-        plan_single_samples(config.net, data, config.training)
+        plan_single_samples(config.net, data, training)
     except ValueError as e:
         raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
     eligible = torch.cat([config.eligible_clients, torch.tensor([data.n - 1])])
     return replace(
         config,
         data=data,
+        training=training,
         eligible=eligible[data.size("train")[eligible] > 0],
         engine=config.engine._replace(chain=None),  # it was verified on other data
         rounds=config.rounds + rounds,

@@ -92,8 +92,16 @@ class RunConfig(TrainContext):
 
     @property
     def eligible_clients(self) -> Tensor:
-        """The ids [T] of the clients that may take part, ascending."""
-        return self.data.trainable_clients if self.eligible is None else self.eligible
+        """The ids [T] of the clients that may take part, ascending.
+
+        Those that the algorithm requires are in every round.
+        """
+        trainable: Tensor = self.data.trainable_clients
+        if self.eligible is None:
+            return trainable
+        required = torch.tensor([*self.algorithm.traits.required_clients]).long()
+        joining = torch.cat([self.eligible, required])
+        return trainable[torch.isin(trainable, joining)]
 
     @classmethod
     def of(
@@ -207,8 +215,7 @@ def initial_state(
         name = "target" if mean_in(alg) is None else "trusted_client"
         require(0 <= client < n, name, f"a client from 0 to {n - 1}", client)
         can_train = client in trainable_clients
-        wanted = "a client that may take part and has training samples"
-        require(can_train, name, wanted, client)
+        require(can_train, name, "a client with training samples", client)
     server = alg.init(**alg.server_init_args(net), n=n)
     if len(trainable_clients) < n:
         start = alg.init(**alg.server_init_args(net), n=len(trainable_clients))

@@ -172,8 +172,17 @@ class Clients:
 
     @property
     def lr(self) -> float:
-        """The step size of this round; the run's `lr` outside of rounds."""
+        """The step size of this round."""
         return self.context.training.lr_at(self.round, self.context.rounds)
+
+    @property
+    def run_lr(self) -> float:
+        """The run's `lr`, whatever the round.
+
+        It is for what begins anew in every round or evaluation: with the step size of a
+        schedule's end that would stay where it began.
+        """
+        return self.context.training.lr
 
     # data ---------------------------------------------------------------------
     @cached_property

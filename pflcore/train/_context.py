@@ -47,14 +47,8 @@ class TrainContext:
     clients_per_block: int = CPU_BLOCK_CLIENTS
     graphs: GradientGraphs | None = None
 
-    def outside_of_rounds(self) -> Self:
-        """The same options for what trains in an evaluation, or for a newcomer.
-
-        Nothing is augmented, and the step size is the run's. A schedule lets rounds
-        converge: what begins anew with the step size of a last round would stay where
-        it began.
-        """
-        training = self.training
-        if training.schedule is None and not training.transforms:
+    def without_augmentation(self) -> Self:
+        """The same options for what trains outside of a run's rounds."""
+        if not self.training.transforms:
             return self
-        return replace(self, training=replace(training, augment=None, schedule=None))
+        return replace(self, training=replace(self.training, augment=None))

@@ -215,9 +215,7 @@ def test_every_door_takes_clients_with_test_samples_alone():
 
 def test_what_needs_training_samples_says_so():
     data, _ = federations()
-    with sentence(
-        "target: expected a client that may take part and has training samples, got 3"
-    ):
+    with sentence("target: expected a client with training samples, got 3"):
         simulation(Waffle(target=WITHOUT), data)
     with sentence("clients: expected a client with training samples"):
         simulation("fedavg", data, clients=[WITHOUT])

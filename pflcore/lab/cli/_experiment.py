@@ -516,7 +516,7 @@ class Job:
         if not self.for_each:
             callbacks = [on_round]
             if self.options.patience is not None:
-                callbacks.append(self._early_stopping(simulation.algorithm))
+                callbacks.append(self._early_stopping(simulation.config.algorithm))
             return simulation.run(callbacks, checkpoint)
         return run_each_target(
             simulation.algorithm,
