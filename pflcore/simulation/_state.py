@@ -90,7 +90,7 @@ class RunConfig(TrainContext):
     ranks: Ranks = ONE_RANK
     eligible: Tensor | None = None
 
-    @property
+    @cached_property
     def eligible_clients(self) -> Tensor:
         """The ids [T] of the clients that may take part, ascending.
 
