@@ -85,10 +85,6 @@ CALLS = {
         lambda: partial(ops.trimmed_mean, torch.rand(50_000, 3), 24_999),
         128 * 50_000,
     ),
-    "trimmed mean by a network": (
-        lambda: partial(ops.trimmed_mean, torch.rand(8192, 3), 4095),
-        40_000_000,
-    ),
     "around median": (lambda: partial(ops.mean_around_median, models(), 4), 4 * P),
     "layer": (lambda: partial(ops.rank1_linear, *layer()), 4 * 40 * 512 * 800),
     "gradient of a layer": (
