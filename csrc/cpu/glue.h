@@ -20,8 +20,8 @@ struct OnCpu {
 
 // Runs `body(begin, end)` over pieces 0..n-1 on torch's intra-op threads, each thread taking the
 // next free piece, so that a busy core does not hold up the others. Little work stays on the
-// calling thread: opening a parallel region costs more than it saves. An exception is that of the
-// calling thread: one that went through torch's own code would come out as another.
+// calling thread: opening a parallel region costs more than it saves. The first exception is thrown
+// again on the calling thread: one that went through torch's own code would come out as another.
 struct TorchParallel {
   double work;  // roughly: scalar operations
   static constexpr double worthwhile = 4e5;
